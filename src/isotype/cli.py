@@ -1,0 +1,225 @@
+"""The command line: parse, call, render. What a command does lives elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from isotype.errors import IsotypeError
+
+TRAINING = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
+INTERRUPTED = 130
+CRASHED = 1
+
+# `isotype demo` is this command.
+DEMO = ["--model_name_or_path", "embedded:smollm2", "--dataset_name", "embedded:precision_qa", "--quantization", "nf4", "--output_dir", "runs/demo", "--num_train_epochs", "2", "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--lr_scheduler_type", "cosine", "--warmup_steps", "5", "--lora_r", "16", "--lora_alpha", "32", "--lora_dropout", "0", "--gradient_checkpointing", "False", "--eval_strategy", "epoch", "--eval_on_start", "True", "--save_strategy", "no", "--seed", "0"]
+
+_USAGE = """\
+usage: isotype COMMAND [ARGUMENT …]
+
+train a model under one precision policy (each takes the arguments of `trl COMMAND`):
+  sft      supervised fine-tuning on text, prompt/completion or chat data
+  dpo      direct preference optimization          reward   a reward model
+  kto      Kahneman-Tversky optimization           grpo     group relative policy optimization
+  rloo     REINFORCE leave-one-out                 demo     sft of SmolLM2-135M-Instruct on an embedded data set
+
+use what came out:
+  chat     talk to a model or an adapter
+  merge    merge an adapter into its base model, and say what the rounding costs
+
+know:
+  doctor   what this machine and these library versions can do, and what each dtype costs here
+
+isotype COMMAND --help lists the arguments of a command. --debug shows tracebacks.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments, debug = take_debug_flag(arguments)
+    console, errors = _console(stderr=False), _console(stderr=True)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        console.print(_USAGE, highlight=False, markup=False, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from isotype import __version__
+
+        console.print(f"isotype {__version__}", highlight=False)
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    try:
+        handler = _handler(command)
+        return handler(rest, console)
+    except IsotypeError as error:
+        if debug:
+            traceback.print_exc()
+        errors.print(f"[bold red]error:[/bold red] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        errors.print("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`isotype … | head`); there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CRASHED
+    except Exception as error:  # noqa: BLE001 - the last frame: any crash ends in one message and a status
+        if debug:
+            traceback.print_exc()
+        errors.print(
+            f"[bold red]error:[/bold red] {_escape(type(error).__name__)}: {_escape(str(error))}\n"
+            "  = this was not expected; --debug shows where it happened",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return CRASHED
+
+
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 110  # a log file has no width of its own, and 80 wraps every table
+    return console
+
+
+def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Take our bare `--debug` out; `--debug underflow_overflow` is transformers' own argument and stays."""
+    rest, debug = [], False
+    for position, token in enumerate(arguments):
+        following = arguments[position + 1] if position + 1 < len(arguments) else "--"
+        if token == "--debug" and following not in ("underflow_overflow", "tpu_metrics_debug"):
+            debug = True
+        else:
+            rest.append(token)
+    return rest, debug
+
+
+def _handler(command: str) -> Callable[[list[str], Console], int]:
+    if command in TRAINING:
+        return lambda rest, console: _train(command, rest, console)
+    handlers = {"demo": _demo, "doctor": _doctor, "merge": _merge, "chat": _chat}
+    if command not in handlers:
+        import difflib
+
+        from isotype.errors import Problem, UsageError
+
+        known = (*TRAINING, *handlers)
+        close = difflib.get_close_matches(command, known, n=1)
+        raise UsageError(
+            "unknown command",
+            [
+                Problem(
+                    f"isotype {command}",
+                    "one of " + ", ".join(known),
+                    f"did you mean isotype {close[0]}?" if close else "isotype --help describes them",
+                )
+            ],
+        )
+    return handlers[command]
+
+
+def _train(command: str, rest: list[str], console: Console) -> int:
+    _quiet_libraries()
+    from isotype.report.outcome import show_outcome
+    from isotype.train.methods import METHODS
+    from isotype.train.recipes import run
+    from isotype.train.settings import parse_settings
+
+    settings = parse_settings(METHODS[command], rest)
+    outcome = run(settings, console)
+    show_outcome(console, outcome, settings)
+    return INTERRUPTED if outcome.record.status == "interrupted" else 0
+
+
+def _demo(rest: list[str], console: Console) -> int:
+    import shlex
+
+    arguments = [*DEMO, *rest]
+    console.print(
+        f"[dim]isotype demo is:[/dim] isotype sft {_escape(shlex.join(arguments))}\n", highlight=False
+    )
+    return _train("sft", arguments, console)
+
+
+def _doctor(rest: list[str], console: Console) -> int:
+    parser = argparse.ArgumentParser(
+        prog="isotype doctor", description=(_doctor.__doc__ or "").strip() or None
+    )
+    parser.add_argument(
+        "--device", default="auto", help="a device that is here (cpu, cuda:1) or a profile (t4, h100)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(rest)
+    from isotype.report.doctor import doctor_json, gather_doctor_report, render_doctor
+
+    report = gather_doctor_report(options.device)
+    if options.json:
+        print(json.dumps(doctor_json(report), indent=2))
+    else:
+        render_doctor(report, console)
+    return 0 if report.ok else 1
+
+
+def _merge(rest: list[str], console: Console) -> int:
+    parser = argparse.ArgumentParser(
+        prog="isotype merge", description="Merge an adapter into its base model."
+    )
+    parser.add_argument("adapter", type=Path, help="directory of the adapter")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="directory for the merged model")
+    parser.add_argument(
+        "--base", default=None, help="merge into this 16-bit original instead of the dequantized base"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="dtype of the merged weights; auto: the base model's own"
+    )
+    options = parser.parse_args(rest)
+    _quiet_libraries()
+    from isotype.checkpoint.merge import merge_adapter
+    from isotype.report.outcome import show_merge
+
+    show_merge(
+        console, merge_adapter(options.adapter, options.output, base=options.base, dtype=options.dtype)
+    )
+    return 0
+
+
+def _chat(rest: list[str], console: Console) -> int:
+    parser = argparse.ArgumentParser(prog="isotype chat", description="Talk to a model or an adapter.")
+    parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
+    parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
+    parser.add_argument("--dtype", default="auto", help="compute dtype")
+    parser.add_argument("--quantization", default=None, help="nf4, fp4 or int8")
+    parser.add_argument("--device", default="auto", help="device to run on")
+    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    options = parser.parse_args(rest)
+    _quiet_libraries()
+    from isotype.train.chat import chat
+
+    return chat(options, console)
+
+
+def _quiet_libraries() -> None:
+    """Libraries' own chatter is not ours to show; their warnings come back with PYTHONWARNINGS."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

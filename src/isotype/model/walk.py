@@ -1,0 +1,79 @@
+"""The one place that walks a model's modules and names what kind of place each one is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from isotype.model.boundary import original_class
+
+
+@dataclass(frozen=True)
+class Place:
+    """One module in its model.
+
+    Attributes:
+        name: fully qualified name.
+        module: the module itself.
+        kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (and convolutions), `"embedding"`, `"norm"` or `"other"`.
+        adapter: whether it is part of an adapter (PEFT's tuner layers keep their own dtypes and casts).
+        leaf: whether it has no child modules.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    adapter: bool
+    leaf: bool
+
+
+_TUNER = "BaseTunerLayer"  # PEFT's base class of every layer that wraps another one
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+# By name, so that no library has to be imported to look at a model: bitsandbytes' layers, transformers' Conv1D.
+_BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Conv1D": "linear"}
+
+
+def kind_of(module: nn.Module) -> str:
+    """The kind of a module, as in `Place.kind`."""
+    names = [cls.__name__ for cls in type(module).__mro__]
+    if _TUNER in names:
+        return "other"  # PEFT names its wrappers after the layers they wrap
+    for name, kind in _BY_CLASS_NAME.items():
+        if name in names:
+            return kind
+    if isinstance(module, _LINEAR):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if "norm" in original_class(module).__name__.lower():
+        return "norm"
+    return "other"
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Every module of `model`, itself included, parents before children."""
+    tuner = None  # name of the innermost adapter layer around the current module; modules come depth first
+    for name, module in model.named_modules():
+        if tuner is not None and not name.startswith(f"{tuner}."):
+            tuner = None
+        adapter = tuner is not None and not name.startswith(f"{tuner}.base_layer")
+        if tuner is None and any(cls.__name__ == _TUNER for cls in type(module).__mro__):
+            tuner = name
+        yield Place(name, module, kind_of(module), adapter, next(module.children(), None) is None)
+
+
+def is_pinned(name: str, patterns: Sequence[str]) -> bool:
+    """Whether the parameter `name` is pinned: transformers matches patterns anywhere in the name, `*` as `.*`."""
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+
+
+def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The float parameters that `module` holds itself (not its children), unquantized ones only."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state")
+    }

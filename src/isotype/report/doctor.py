@@ -1,0 +1,415 @@
+"""`isotype doctor`: can this machine, with these library versions, fine-tune, in which dtype, and what is in the way.
+
+`gather_doctor_report` looks, `render_doctor` and `doctor_json` only format.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from rich.columns import Columns
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from isotype.dtypes import COMPUTE_DTYPES, dtype_name
+from isotype.precision.hardware import DeviceProfile, device_profile
+from isotype.precision.probe import MatmulRate, measure_all
+from isotype.precision.versions import Misfit, installed, misfits, missing, pip_command, toolkits
+
+# Half the widest gap between two nf4 levels (0.696 and 1): a value in [-1, 1] is never stored further off.
+_NF4_BOUND = 0.153
+_ANSWER = "isotype-doctor:"
+_BITSANDBYTES_SCRIPT = f"""
+import json, sys
+import torch
+import bitsandbytes
+from bitsandbytes import functional
+from bitsandbytes.cextension import lib
+answer = {{"library": type(lib).__name__}}
+if sys.argv[1]:  # a device; none where it is not in this machine
+    weight = torch.linspace(-1, 1, 4096, device=sys.argv[1]).reshape(64, 64)
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4")
+    answer["nf4_error"] = (functional.dequantize_4bit(packed, state) - weight).abs().max().item()
+print("{_ANSWER}" + json.dumps(answer))
+"""
+# The class bitsandbytes wraps its native library in says which one it loaded.
+_LIBRARIES = {
+    "BNBNativeLibrary": "its native CPU library",
+    "CudaBNBNativeLibrary": "its native GPU library",
+    "XpuBNBNativeLibrary": "its native XPU library",
+    "ErrorHandlerMockBNBNativeLibrary": "PyTorch operators, because its native library does not load",
+}
+
+
+@dataclass(frozen=True)
+class BitsandbytesStatus:
+    """Whether bitsandbytes can quantize here.
+
+    Attributes:
+        version: installed version, None where it is missing.
+        works: True or False after it was tried on the device; None when it could not be tried.
+        backend: what serves the device, as a clause; None unless it works.
+        message: why it does not work, or why it was not tried; None when it works.
+    """
+
+    version: str | None
+    works: bool | None
+    backend: str | None
+    message: str | None
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What the machine and the installed libraries can do.
+
+    Attributes:
+        profile: of the device asked about.
+        rates: measured matmul rates by dtype; empty when the device is not in this machine.
+        versions: installed versions, None where missing.
+        toolkits: GPU toolkit that torch was built for; empty for a CPU build.
+        python: version and platform of the interpreter.
+        misfits: versions that do not fit each other.
+        missing: requirements of the `train` extra that are not installed.
+        bitsandbytes: whether it can quantize here.
+    """
+
+    profile: DeviceProfile
+    rates: Mapping[torch.dtype, MatmulRate]
+    versions: Mapping[str, str | None]
+    toolkits: Mapping[str, str]
+    python: str
+    misfits: tuple[Misfit, ...]
+    missing: tuple[str, ...]
+    bitsandbytes: BitsandbytesStatus
+
+    @property
+    def torch_build(self) -> str:
+        """`"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
+        names = {"cuda": "CUDA", "rocm": "ROCm"}
+        builds = [f"{names[kit]} {version}" for kit, version in self.toolkits.items()]
+        return f"{builds[0] if builds else 'CPU'} build"
+
+    @property
+    def torch_failure(self) -> str | None:
+        """Why torch cannot compute on the device, or None when it can or when the device is not here."""
+        rate = self.rates.get(torch.float32)
+        return rate.message if rate else None
+
+    @property
+    def ok(self) -> bool:
+        """False when some versions are in error or torch cannot compute on the device."""
+        return self.torch_failure is None and not any(misfit.severity == "error" for misfit in self.misfits)
+
+
+# -------------------------------------------------------------------------------------------------------- gather
+
+
+def gather_doctor_report(
+    device: str | torch.device = "auto", probe_seconds: float = 1.0, bitsandbytes_timeout: float = 120.0
+) -> DoctorReport:
+    """Look at the device, measure it where it is here, and compare the installed versions.
+
+    Args:
+        device: a real device or the name of a profile.
+        probe_seconds: time budget of the matmul measurements.
+        bitsandbytes_timeout: seconds after which the process that tries bitsandbytes is given up.
+
+    Raises:
+        PrecisionError: the device is unknown or not there.
+    """
+    profile, versions = device_profile(device), installed()
+    return DoctorReport(
+        profile=profile,
+        rates=measure_all(profile.name, probe_seconds) if profile.present else {},
+        versions=versions,
+        toolkits=toolkits(),
+        python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        misfits=tuple(misfits({**versions, **toolkits()}, kind=profile.kind)),
+        missing=tuple(missing(versions)),
+        bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, bitsandbytes_timeout),
+    )
+
+
+def try_bitsandbytes(
+    version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
+) -> BitsandbytesStatus:
+    """Import bitsandbytes in a process of its own (it prints, and is slow) and quantize where the device is here.
+
+    Args:
+        version: the installed version, or None.
+        profile: the device; one that is not here is not tried.
+        timeout: seconds to wait for the process.
+        script: what the process runs.
+    """
+    if version is None:
+        return BitsandbytesStatus(None, None, None, "it is not installed")
+    command = [sys.executable, "-c", script, profile.name if profile.present else ""]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return BitsandbytesStatus(version, False, None, f"it did not answer within {timeout:g} s")
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    if done.returncode != 0 or not answers:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        message = lines[-1] if lines else f"the process ended with status {done.returncode} and said nothing"
+        return BitsandbytesStatus(version, False, None, message)
+    if not profile.present:
+        return BitsandbytesStatus(
+            version, None, None, f"it imports, but no {profile.title} is here to try it on"
+        )
+    return read_answer(version, json.loads(answers[-1].removeprefix(_ANSWER)))
+
+
+def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
+    """What the process found: `library`, the class of the native library; `nf4_error`, the largest error."""
+    error = answer["nf4_error"]
+    if not error <= _NF4_BOUND:  # also true of nan
+        message = (
+            f"values in [-1, 1] come back from nf4 off by {error:.3g}; {_NF4_BOUND} is the most possible"
+        )
+        return BitsandbytesStatus(version, False, None, message)
+    return BitsandbytesStatus(version, True, _LIBRARIES.get(answer["library"], answer["library"]), None)
+
+
+# ------------------------------------------------------------------------------------------------- what it means
+
+
+def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
+    """FLOP/s by dtype: as measured where the device is here, else as its data sheet says; unknown ones left out."""
+    if not report.profile.present:
+        return {dtype: rate for dtype, rate in report.profile.peak_flops.items() if dtype in COMPUTE_DTYPES}
+    measured = {dtype: rate.flops_per_second for dtype, rate in report.rates.items()}
+    return {dtype: rate for dtype, rate in measured.items() if rate is not None}
+
+
+def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
+    """What choosing `dtype` costs against the fastest dtype of the device, as a clause."""
+    rates = speeds(report)
+    if dtype not in rates:
+        rate = report.rates.get(dtype)
+        return "no published rate" if rate is None else f"refused: {rate.message}"
+    best = max(rates, key=lambda other: rates[other])
+    slowdown = rates[best] / rates[dtype]
+    if dtype == best:
+        return "the fastest"
+    if slowdown < 1.25:
+        return f"as fast as {dtype_name(best)}"
+    return f"matmuls run {slowdown:.{0 if slowdown >= 10 else 1}f}x slower than {dtype_name(best)}"
+
+
+def auto_dtype(profile: DeviceProfile) -> str:
+    """What `--dtype auto` comes to on a device, as a clause."""
+    native = [dtype_name(dtype) for dtype in COMPUTE_DTYPES if dtype in profile.native]
+    best = dtype_name(profile.best_dtype())
+    if native == [best]:
+        return f"{best}, the only dtype that is native"
+    scaling = "; float16 trains with loss scaling" if "float16" in native else ""
+    return f"the checkpoint's own dtype if native ({', '.join(native)}), else {best}{scaling}"
+
+
+def contradiction(report: DoctorReport) -> str | None:
+    """A sentence when the measurement belies the profile: the best dtype is far slower than another one."""
+    best, rates = report.profile.best_dtype(), speeds(report)
+    if not report.profile.present or best not in rates:
+        return None
+    fastest = max(rates, key=lambda dtype: rates[dtype])
+    slowdown = rates[fastest] / rates[best]
+    if slowdown < 3:
+        return None
+    name, other = dtype_name(best), dtype_name(fastest)
+    return f"{name} counts as native, but {other} ran {slowdown:.1f}x faster: consider --dtype {other}"
+
+
+def by_change(found: Iterable[Misfit]) -> dict[str, list[Misfit]]:
+    """Misfits grouped by the package that has to change."""
+    groups: dict[str, list[Misfit]] = {}
+    for misfit in found:
+        groups.setdefault(Requirement(misfit.change).name, []).append(misfit)
+    return groups
+
+
+def verdict(report: DoctorReport) -> str:
+    """The one line that matters."""
+    title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
+    if report.torch_failure is not None:
+        return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
+    errors = by_change(misfit for misfit in report.misfits if misfit.severity == "error")
+    if errors:
+        return f"Not ready: change {', '.join(errors)} first"
+    needed = [requirement for requirement in report.missing if not requirement.startswith("bitsandbytes")]
+    if needed:
+        return f"Ready to check set-ups for {title}; training needs {', '.join(needed)}"
+    status = report.bitsandbytes
+    if not report.profile.present:
+        return f"{title} runs {dtype} natively; it is not in this machine, so nothing was tried on it"
+    if status.works:
+        return f"Ready for {dtype} LoRA and QLoRA on {title}"
+    return f"Ready for {dtype} LoRA on {title}, not for QLoRA: bitsandbytes: {status.message}"
+
+
+# -------------------------------------------------------------------------------------------------------- render
+
+
+def _heading(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _grid(rows: Sequence[tuple[Text | str, Text | str]]) -> Padding:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in (label, value)))
+    return Padding(table, (0, 0, 0, 2))
+
+
+_SUPPORT_STYLES = {"native": "green", "emulated": "yellow", "refused": "red"}
+
+
+def _dtype_table(report: DoctorReport) -> Padding:
+    profile = report.profile
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("dtype", "runs"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("measured" if profile.present else "data sheet", justify="right", no_wrap=True)
+    table.add_column("cost here", overflow="fold")
+    rates = speeds(report)
+    for dtype in COMPUTE_DTYPES:
+        support = profile.supports(dtype)
+        rate = rates.get(dtype)
+        table.add_row(
+            dtype_name(dtype),
+            Text(support, style=_SUPPORT_STYLES[support]),
+            "-" if rate is None else format_flops(rate),
+            Text(cost_here(dtype, report)),
+        )
+    return Padding(table, (0, 0, 0, 2))
+
+
+def format_flops(rate: float) -> str:
+    """`95_000_000_000` FLOP/s -> `"95.0 GFLOP/s"`; TFLOP/s from 1000 GFLOP/s on."""
+    if rate >= 1e12:
+        return f"{rate / 1e12:,.1f} TFLOP/s"
+    return f"{rate / 1e9:,.1f} GFLOP/s"
+
+
+def _device_rows(report: DoctorReport) -> list[tuple[str, str]]:
+    profile = report.profile
+    memory = f", {profile.memory_bytes / 2**30:.1f} GiB" if profile.memory_bytes else ", memory size unknown"
+    threads = torch.get_num_threads()
+    cores = "1 CPU thread" if threads == 1 else f"{threads} CPU threads"
+    where = profile.name if profile.present else f"profile {profile.name}; not in this machine"
+    return [
+        ("device", f"{profile.title} ({where}){memory}"),
+        ("torch", f"{report.versions['torch']}, {report.torch_build}, {cores}"),
+        ("python", report.python),
+        ("source", profile.source),
+    ]
+
+
+def _bitsandbytes_line(status: BitsandbytesStatus) -> Text:
+    if status.works:
+        return Text(f"works through {status.backend} (an nf4 round trip was tried)")
+    if status.works is None:
+        return Text(f"not tried: {status.message}", style="yellow")
+    return Text(f"does not work: {status.message}", style="red")
+
+
+def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
+    rows: list[tuple[Text | str, Text | str]] = []
+    for group in by_change(report.misfits).values():
+        severity = "error" if any(misfit.severity == "error" for misfit in group) else "warning"
+        label = Text(severity, style="bold red" if severity == "error" else "bold yellow")
+        for misfit in group:
+            text = Text(misfit.fact)
+            if misfit.link:
+                text.append(f"\n{misfit.link}", style="dim")
+            rows.append((label, text))
+            label = Text()
+    if report.missing:
+        rows.append((Text("missing", style="bold yellow"), ", ".join(report.missing)))
+    command = pip_command(report.misfits, report.missing)
+    if command:
+        rows.append((Text("fix", style="bold"), Text(command)))
+    return rows
+
+
+def render_doctor(report: DoctorReport, console: Console) -> None:
+    """Print the report; plain text where the console has no colour, folded to its width."""
+    profile = report.profile
+    console.print(Text("isotype doctor", style="bold"))
+    console.print(_grid(_device_rows(report)))
+    console.print(_heading("Matmuls"))
+    console.print(_dtype_table(report))
+    slow = [dtype for dtype in COMPUTE_DTYPES if profile.supports(dtype) != "native"]
+    if slow:
+        console.print()
+        console.print(_grid([(dtype_name(dtype), profile.reason(dtype)) for dtype in slow]))
+    console.print(_heading("Libraries"))
+    libraries = [Text(f"{name} {version}") for name, version in report.versions.items() if version]
+    console.print(Padding(Columns(libraries, padding=(0, 3), equal=True), (0, 0, 0, 2)))
+    console.print()
+    console.print(_grid([("bitsandbytes", _bitsandbytes_line(report.bitsandbytes))]))
+    problems = _problems(report)
+    if problems:
+        console.print(_heading("To change"))
+        console.print(_grid(problems))
+    doubt = contradiction(report)
+    if doubt:
+        console.print(Text(f"\n{doubt}", style="yellow"))
+    console.print()
+    console.print(Text(verdict(report), style="bold green" if report.ok else "bold red"))
+    console.print(Text(f"--dtype auto means {auto_dtype(profile)}"))
+
+
+def _rate_json(rate: MatmulRate) -> dict[str, Any]:
+    return {key: value for key, value in asdict(rate).items() if key != "dtype"}
+
+
+def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
+    dtypes = sorted({*COMPUTE_DTYPES, *profile.native, *profile.emulated, *profile.refused}, key=str)
+    return {
+        "name": profile.name,
+        "title": profile.title,
+        "kind": profile.kind,
+        "present": profile.present,
+        "memory_bytes": profile.memory_bytes,
+        "memory_bandwidth": profile.memory_bandwidth,
+        "peak_flops": {dtype_name(dtype): rate for dtype, rate in profile.peak_flops.items()},
+        "flash_attention": sorted(map(dtype_name, profile.flash_attention)),
+        "dtypes": {
+            dtype_name(dtype): {"support": profile.supports(dtype), "reason": profile.reason(dtype)}
+            for dtype in dtypes
+        },
+        "best_dtype": dtype_name(profile.best_dtype()),
+        "source": profile.source,
+    }
+
+
+def doctor_json(report: DoctorReport) -> dict[str, Any]:
+    """The report as plain dicts, lists, strings and numbers; bytes, FLOP/s and seconds unrounded."""
+    return {
+        "ok": report.ok,
+        "verdict": verdict(report),
+        "auto_dtype": auto_dtype(report.profile),
+        "device": _profile_json(report.profile),
+        "rates": {dtype_name(dtype): _rate_json(rate) for dtype, rate in report.rates.items()},
+        "python": report.python,
+        "torch_build": report.torch_build,
+        "toolkits": dict(report.toolkits),
+        "versions": dict(report.versions),
+        "misfits": [{**asdict(misfit), "packages": list(misfit.packages)} for misfit in report.misfits],
+        "missing": list(report.missing),
+        "fix": pip_command(report.misfits, report.missing),
+        "bitsandbytes": asdict(report.bitsandbytes),
+    }

@@ -1,0 +1,501 @@
+"""Which columns each trainer accepts, and what is wrong with rows that do not hold them.
+
+Pure functions over rows (plain dicts) and the tables they judge by; nothing here reads a file. The tables follow
+`_prepare_dataset` of TRL's trainers: what TRL fails on in the middle of tokenization is said here with its line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from isotype.errors import Problem
+from isotype.train.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One set of columns that a trainer accepts.
+
+    Attributes:
+        required: the columns that must be there.
+        excludes: columns that make TRL read the row as another format, which then fails.
+    """
+
+    required: tuple[str, ...]
+    excludes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MethodColumns:
+    """What one trainer accepts: `formats` in the order in which TRL prefers them, and `optional` columns.
+
+    Any other column is allowed too: GRPO and RLOO hand it to the reward functions, the others ignore it.
+    """
+
+    formats: tuple[Format, ...]
+    optional: tuple[str, ...]
+
+
+_CHAT = ("tools", "chat_template_kwargs", "image", "images")
+_PREFERENCE = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
+
+METHOD_COLUMNS: Mapping[str, MethodColumns] = {
+    "sft": MethodColumns(
+        formats=(
+            Format(("input_ids",)),
+            Format(("prompt", "completion")),
+            Format(("messages",), excludes=("prompt",)),
+            Format(("conversations",), excludes=("prompt",)),
+            Format(("text",), excludes=("prompt",)),
+        ),
+        optional=(*_CHAT, "labels", "completion_mask", "assistant_masks"),
+    ),
+    "dpo": MethodColumns(_PREFERENCE, (*_CHAT, "ref_chosen_logps", "ref_rejected_logps")),
+    "reward": MethodColumns(
+        (Format(("chosen_ids", "rejected_ids")), *_PREFERENCE), ("tools", "chat_template_kwargs", "margin")
+    ),
+    # KTOTrainer splits preference pairs into labelled completions itself.
+    "kto": MethodColumns((Format(("prompt", "completion", "label")), *_PREFERENCE), _CHAT),
+    "grpo": MethodColumns((Format(("prompt",)),), _CHAT),
+    "rloo": MethodColumns((Format(("prompt",)),), _CHAT),
+}
+
+NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("instruction", "question", "query", "problem", "input"),
+    "completion": ("output", "response", "answer", "target", "reply"),
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+    "text": ("content", "document", "body"),
+    "chosen": ("preferred", "positive", "accepted", "winner"),
+    "rejected": ("dispreferred", "negative", "loser"),
+    "label": ("labels", "desirable", "thumbs_up"),
+    "chosen_ids": ("chosen_input_ids",),
+    "rejected_ids": ("rejected_input_ids",),
+}
+
+_REFILL = "fill it in, or remove the example"
+
+
+def describe(value: object) -> str:
+    """What kind of value this is, in a user's words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return "text" if value else "empty text"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
+
+
+# Each fault function returns None for a good value, else how a sentence goes on that begins "column 'prompt' …".
+
+
+def _text_fault(value: object) -> str | None:
+    return None if isinstance(value, str) and value else f"is {describe(value)}"
+
+
+def _content_fault(message: Row) -> str | None:
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return None
+    if content is None:
+        return "holds a message without 'content'"
+    if not isinstance(content, list):
+        return f"holds a message whose 'content' is {describe(content)}"
+    if all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
+        return None
+    return "holds a message whose 'content' has a part without 'type'"
+
+
+def _messages_fault(value: object) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"is {describe(value)}"
+    for message in value:
+        if not isinstance(message, dict):
+            return f"holds {describe(message)} where a message belongs"
+        role = message.get("role")
+        if role is None:
+            named_otherwise = "from" in message and "value" in message
+            return (
+                "holds messages with 'from' and 'value'"
+                if named_otherwise
+                else "holds a message without 'role'"
+            )
+        if not isinstance(role, str) or not role:
+            return f"holds a message whose 'role' is {describe(role)}"
+        if fault := _content_fault(message):
+            return fault
+    return None
+
+
+def _conversations_fault(value: object) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"is {describe(value)}"
+    for message in value:
+        if not isinstance(message, dict):
+            return f"holds {describe(message)} where a message belongs"
+        for key in ("from", "value"):
+            if not isinstance(message.get(key), str):
+                return f"holds a message without '{key}'"
+    return None
+
+
+def _text_or_messages_fault(value: object) -> str | None:
+    return _messages_fault(value) if isinstance(value, list) else _text_fault(value)
+
+
+def _ids_fault(value: object) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"is {describe(value)}"
+    wrong = set(map(type, value)) - {int}
+    if not wrong:
+        return None
+    return f"holds {describe(next(item for item in value if type(item) in wrong))} where a token id belongs"
+
+
+def _label_fault(value: object) -> str | None:
+    return None if isinstance(value, bool) else f"is {describe(value)}"
+
+
+def _number_fault(value: object) -> str | None:
+    return (
+        None if isinstance(value, (int, float)) and not isinstance(value, bool) else f"is {describe(value)}"
+    )
+
+
+def _tools_fault(value: object) -> str | None:
+    if value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        return None
+    if not isinstance(value, str):
+        return f"is {describe(value)}"
+    try:
+        return _tools_fault(json.loads(value))
+    except json.JSONDecodeError:
+        return "is text that is not JSON"
+
+
+def _object_fault(value: object) -> str | None:
+    return None if isinstance(value, dict) else f"is {describe(value)}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a column must hold: the words for it, the test, and what to do when it does not."""
+
+    expected: str
+    fault: Callable[[object], str | None]
+    fix: str
+
+
+_MESSAGES_FIX = 'write [{"role": "user", "content": "…"}, …]; a CSV cell cannot hold a list, a JSON line can'
+_TURNS = Column(
+    "text, or a list of {role, content} messages",
+    _text_or_messages_fault,
+    'write "…", or [{"role": "user", "content": "…"}, …]',
+)
+_TEXT = Column("text", _text_fault, 'write it as text: "…"')
+_IDS = Column("a list of token ids", _ids_fault, "write whole numbers, as a tokenizer returns them")
+_NUMBER = Column("a number", _number_fault, "write a number without quotes")
+
+COLUMNS: Mapping[str, Column] = {
+    "text": _TEXT,
+    "prompt": _TURNS,
+    "completion": _TURNS,
+    "chosen": _TURNS,
+    "rejected": _TURNS,
+    "messages": Column("a list of {role, content} messages", _messages_fault, _MESSAGES_FIX),
+    "conversations": Column(
+        "a list of {from, value} messages",
+        _conversations_fault,
+        "write {role, content} messages in a column 'messages'",
+    ),
+    "label": Column(
+        "true or false", _label_fault, "write true for a good completion and false for a bad one"
+    ),
+    "margin": _NUMBER,
+    "ref_chosen_logps": _NUMBER,
+    "ref_rejected_logps": _NUMBER,
+    "tools": Column(
+        "null, or a list of tool schemas", _tools_fault, "write JSON schemas, or JSON text of them"
+    ),
+    "chat_template_kwargs": Column("an object", _object_fault, "write {} where a row sets nothing"),
+    **dict.fromkeys(
+        ("input_ids", "labels", "completion_mask", "assistant_masks", "chosen_ids", "rejected_ids"), _IDS
+    ),
+}
+
+# A CSV cell of any other column may be read as a number or as true/false.
+TEXT_COLUMNS = frozenset(COLUMNS) - {"label", "margin", "ref_chosen_logps", "ref_rejected_logps"}
+
+_TURN_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+
+
+def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
+    """The formats of `method`, with the plain text column under the name that `text_field` gives it."""
+    return tuple(
+        Format((text_field,), item.excludes) if item.required == ("text",) else item
+        for item in METHOD_COLUMNS[method].formats
+    )
+
+
+def _matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None:
+    present = set(columns)
+    return next(
+        (item for item in formats if present.issuperset(item.required) and present.isdisjoint(item.excludes)),
+        None,
+    )
+
+
+def _near(wanted: str, columns: Sequence[str]) -> str | None:
+    """The column that most likely means `wanted`: a usual other name, another case, or a typing error."""
+    by_lower = {name.lower(): name for name in columns}
+    for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
+        if candidate in by_lower:
+            return by_lower[candidate]
+    close = difflib.get_close_matches(wanted, list(by_lower), n=1, cutoff=0.8)
+    return by_lower[close[0]] if close else None
+
+
+def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str]:
+    """Renames {from: to} that turn `columns` into one of `formats`; empty where none does."""
+    found: list[dict[str, str]] = []
+    for item in formats:
+        if not set(columns).isdisjoint(item.excludes):
+            continue
+        free = [name for name in columns if name not in item.required]
+        pairs = {want: _near(want, free) for want in item.required if want not in columns}
+        sources = [source for source in pairs.values() if source is not None]
+        if len(set(sources)) == len(pairs):
+            found.append({source: want for want, source in pairs.items() if source is not None})
+    # The format with the most columns: it loses the least data.
+    return max(found, key=len, default={})
+
+
+def columns_problem(columns: Sequence[str], method: str, text_field: str = "text") -> Problem | None:
+    """What is wrong with a data set of these `columns` for `method`; None where TRL takes it."""
+    formats = formats_of(method, text_field)
+    if _matching(columns, formats):
+        return None
+    renames = _renames(columns, formats)
+    others = [name for name in METHOD_COLUMNS if _matching(columns, formats_of(name, text_field))]
+    if renames:
+        named = " and ".join(f"'{source}' to '{want}'" for source, want in renames.items())
+        fix = f"rename {named}: dataset.rename_columns({renames})"
+        if "prompt" in renames.values() and {"instruction", "input"} <= set(columns):
+            fix += "; join 'instruction' and 'input' first, or 'input' is lost"
+    elif others:
+        fix = f"these columns suit {', '.join(f'isotype {name}' for name in others)}"
+    elif method == "sft" and "prompt" in columns:
+        fix = "add 'completion'; a 'prompt' alone makes TRL look for it"
+    elif method == "sft":
+        fix = "rename the columns, or name the one that holds the text: --dataset_text_field NAME"
+    else:
+        fix = "rename the columns, or choose the method that fits them"
+    accepted = ", or ".join(" + ".join(f"'{name}'" for name in item.required) for item in formats)
+    return Problem(f"the columns are {quoted(columns)}", f"for {method}: {accepted}", fix)
+
+
+def quoted(names: Iterable[str], limit: int = 12) -> str:
+    """Names in quotes, in their order; beyond `limit` their number only."""
+    listed = [f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names]
+    more = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {more} more" if more > 0 else "") if listed else "none"
+
+
+def _turns_fault(row: Row, names: Sequence[str]) -> Problem | None:
+    plain = [name for name in names if isinstance(row[name], str)]
+    if not plain or len(plain) == len(names):
+        return None
+    spoken = next(name for name in names if name not in plain)
+    return Problem(
+        f"'{plain[0]}' is text but '{spoken}' is a list of messages",
+        f"one kind of value in {quoted(names)}",
+        "write all of them as text, or all as messages",
+    )
+
+
+@dataclass
+class Survey:
+    """What one walk over all rows of a data set found.
+
+    Attributes:
+        findings: lines by (source, problem); an empty list where the problem is the whole source's.
+        shapes: the type of every column, merged over all rows.
+        count: rows seen, good or bad.
+    """
+
+    findings: dict[tuple[str, Problem], list[int]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    count: int = 0
+
+    def note(self, source: str, line: int | None, problem: Problem) -> None:
+        lines = self.findings.setdefault((source, problem), [])
+        if line is not None:
+            lines.append(line)
+
+    def problems(self, word: str = "line") -> list[Problem]:
+        """The findings as problems that begin with their place; `word` is what a row's number counts."""
+        return [
+            Problem(f"{source}{_places(word, lines)}: {item.given}", item.expected, item.fix)
+            for (source, item), lines in self.findings.items()
+        ]
+
+
+def _places(word: str, lines: Sequence[int]) -> str:
+    if not lines:
+        return ""
+    if len(lines) == 1:
+        return f", {word} {lines[0]}"
+    if len(lines) <= 3:
+        return f", {word}s {', '.join(map(str, lines[:-1]))} and {lines[-1]}"
+    return f", {word}s {', '.join(map(str, lines[:3]))} and {len(lines) - 3} more"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to judge every further row, drawn from the first one."""
+
+    columns: tuple[str, ...]
+    names: frozenset[str]
+    place: str
+    checks: tuple[tuple[str, Column], ...]
+    turns: tuple[str, ...]
+    plain: bool
+
+    def faults(self, row: Row) -> Iterator[Problem]:
+        sound = True
+        for name, column in self.checks:
+            value = row[name]
+            fault = column.fault(value)
+            if fault:
+                sound = False
+                empty = value is None or value == "" or value == []
+                yield Problem(f"column '{name}' {fault}", column.expected, _REFILL if empty else column.fix)
+        if not sound or not self.turns:
+            return
+        mixed = _turns_fault(row, self.turns)
+        if mixed:
+            yield mixed
+        elif isinstance(row[self.turns[0]], str) != self.plain:
+            here, first = ("messages", "text") if self.plain else ("text", "messages")
+            yield Problem(
+                f"{quoted(self.turns)} hold {here}",
+                f"{first}, as on {self.place}",
+                "write all rows as text, or all as messages",
+            )
+
+
+def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
+    chosen = _matching(row, formats_of(method, text_field))
+    judged = (*chosen.required, *METHOD_COLUMNS[method].optional) if chosen else ()
+    known = {**COLUMNS, text_field: _TEXT} if method == "sft" else COLUMNS
+    turns = tuple(name for name in _TURN_COLUMNS if chosen and name in chosen.required)
+    return _Plan(
+        columns=tuple(row),
+        names=frozenset(row),
+        place=place,
+        checks=tuple((name, known[name]) for name in judged if name in row and name in known),
+        turns=turns,
+        plain=all(isinstance(row[name], str) for name in turns),
+    )
+
+
+def _difference(row: Row, plan: _Plan) -> Problem:
+    lacking = [name for name in plan.columns if name not in row]
+    added = [name for name in row if name not in plan.columns]
+    said = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
+    return Problem(
+        f"the row {' and '.join(said)}",
+        f"the columns of {plan.place}: {quoted(plan.columns)}",
+        "give every row the same columns; write null where an optional one has no value",
+    )
+
+
+def survey(
+    records: Iterable[tuple[str, int, object]],
+    method: str,
+    text_field: str = "text",
+    *,
+    word: str = "line",
+    cells: bool = False,
+) -> Survey:
+    """Judge all rows of a data set for `method` in one walk.
+
+    Args:
+        records: (source, line, row) in order; a `Problem` in place of a row is passed on as found there.
+        method: a key of `METHOD_COLUMNS`.
+        text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
+        word: what the numbers count: "line" of a file or "row" of a table.
+        cells: rows come from CSV, where a column of several kinds is text.
+    """
+    found = Survey()
+    plan: _Plan | None = None
+    for source, line, row in records:
+        found.count += 1
+        if isinstance(row, Problem):
+            found.note(source, line, row)
+            continue
+        if not isinstance(row, dict):
+            fix = 'write {"column": value, …}'
+            found.note(source, line, Problem(f"the row is {describe(row)}", "a JSON object", fix))
+            continue
+        if plan is None:
+            plan = _plan(row, f"{word} {line}", method, text_field)
+            wrong = columns_problem(plan.columns, method, text_field)
+            if wrong:
+                found.note(source, None, _headerless(wrong, plan.columns) if cells else wrong)
+        if row.keys() != plan.names:
+            found.note(source, line, _difference(row, plan))
+            continue
+        faults = list(plan.faults(row))
+        for fault in faults:
+            found.note(source, line, fault)
+        if not faults:
+            _widen(found, source, line, row, cells)
+    return found
+
+
+def _headerless(problem: Problem, columns: Sequence[str]) -> Problem:
+    """The same problem, with the cure for a CSV file whose first line is an example instead of column names."""
+    usual = {*COLUMNS, *NEAR_NAMES, *(name for names in NEAR_NAMES.values() for name in names)}
+    if usual.isdisjoint(name.lower() for name in columns):
+        fix = "the first line must name the columns: add one, such as prompt,completion"
+        return Problem(problem.given, problem.expected, fix)
+    return problem
+
+
+_UNFIT = {
+    MIXED: (
+        "changes its kind of value",
+        "one kind of value in a column",
+        "write all of them as text, or as numbers",
+    ),
+    HUGE: ("holds a whole number beyond 64 bits", "whole numbers of at most 64 bits", "write it as text"),
+}
+
+
+def _widen(found: Survey, source: str, line: int, row: Row, cells: bool) -> None:
+    """Merge a row's types into the columns' types, and note a column that no one type can hold."""
+    for name, value in row.items():
+        before = found.shapes.get(name, NULL)
+        seen = STRING if type(value) is str else shape_of(value)
+        if seen == before:
+            if before is NULL:
+                found.shapes[name] = NULL
+            continue
+        after = merge(before, seen)
+        if after == MIXED and cells:
+            after = STRING
+        elif after in (MIXED, HUGE) and after != before:
+            what, expected, fix = _UNFIT[str(after)]
+            found.note(source, line, Problem(f"column '{name}' {what}", expected, fix))
+        found.shapes[name] = after

@@ -1,0 +1,188 @@
+"""What a run says of itself: to the terminal at its start, to the run report at its end."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from isotype.dtypes import dtype_name
+from isotype.precision.hardware import DeviceProfile
+from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.versions import installed
+from isotype.report.run import PolicyRow, RunRecord, Sample
+from isotype.train.record import RunRecorder
+from isotype.train.settings import Settings
+
+_SETTINGS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "max_length",
+    "optim",
+    "weight_decay",
+    "warmup_steps",
+    "max_grad_norm",
+    "seed",
+)
+
+
+def show_policy(console: Console, policy: PrecisionPolicy) -> None:
+    """The policy as a table, then its warnings."""
+    table = Table(
+        box=None, pad_edge=False, title="precision policy", title_justify="left", title_style="bold"
+    )
+    table.add_column("role", style="bold", no_wrap=True)
+    table.add_column("dtype", style="cyan", no_wrap=True)
+    table.add_column("reason")
+    for row in policy.rows():
+        table.add_row(*row)
+    console.print(table)
+    for warning in policy.warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    console.print()
+
+
+def show_model(console: Console, model: Any) -> None:
+    """How many parameters there are, how many learn, and how the weights lie."""
+    total, trainable = parameter_counts(model)
+    lies = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in weight_bytes(model))
+    console.print(
+        f"model: {total / 1e6:.1f} M parameters, {trainable / 1e6:.2f} M trainable ({100 * trainable / total:.2f} %); "
+        f"weights: {lies}",
+        highlight=False,
+    )
+    for line in unquantized_experts(model):
+        console.print(f"[yellow]note:[/yellow] {line}", highlight=False)
+
+
+def parameter_counts(model: Any) -> tuple[int, int]:
+    """(all, trainable) parameters; packed 4-bit weights count as the values they stand for."""
+    total = trainable = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        count = state.shape.numel() if state is not None else parameter.numel()
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    return total, trainable
+
+
+def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
+    """Bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
+    sizes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        name = state.quant_type if state is not None else dtype_name(parameter.dtype)
+        sizes[name] += parameter.numel() * parameter.element_size()
+        if state is not None:
+            sizes[name] += state.absmax.numel() * state.absmax.element_size()
+    return tuple(sizes.most_common())
+
+
+def unquantized_experts(model: Any) -> list[str]:
+    """Says where a quantized model keeps big weights in a float dtype because they are no linear layers."""
+    quantized = any(hasattr(p, "quant_state") for p in model.parameters()) or any(
+        type(p).__name__ == "Int8Params" for p in model.parameters()
+    )
+    experts = [p for p in model.parameters() if p.ndim == 3 and p.is_floating_point() and not p.requires_grad]
+    if not quantized or not experts:
+        return []
+    size = sum(p.numel() * p.element_size() for p in experts) / 2**20
+    return [
+        f"{len(experts)} stacked expert weights ({size:.0f} MiB) stay in {dtype_name(experts[0].dtype)}: bitsandbytes "
+        "quantizes linear layers, and these are parameters of their own"
+    ]
+
+
+def sample_question(settings: Settings, data: Any) -> Sample | None:
+    """The question of `--ask`, or the first prompt of the test split."""
+    if settings.extra.ask:
+        return Sample(settings.extra.ask, None, None, None)
+    split = settings.script.dataset_test_split
+    if split not in data:
+        return None
+    row = next(iter(data[split]))
+    question, reference = _text(row.get("prompt")), _text(row.get("completion") or row.get("chosen"))
+    if question is None and isinstance(row.get("messages"), list):
+        question = next((m["content"] for m in row["messages"] if m.get("role") == "user"), None)
+        reference = next((m["content"] for m in row["messages"] if m.get("role") == "assistant"), None)
+    return Sample(question, None, None, reference) if question else None
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        content = value[-1].get("content")
+        return content if isinstance(content, str) else None
+    return None
+
+
+def record(
+    settings: Settings,
+    policy: PrecisionPolicy,
+    profile: DeviceProfile,
+    trainer: Any,
+    recorder: RunRecorder,
+    sample: Sample | None,
+    resume: Path | None,
+    started: datetime,
+    status: Literal["finished", "interrupted", "failed"],
+    error: str | None,
+) -> RunRecord:
+    """The run as data."""
+    total, trainable = parameter_counts(trainer.model)
+    dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
+    return RunRecord(
+        method=settings.method.name,
+        command=command_line([settings.method.name, *settings.argv]),
+        started=started.isoformat(timespec="seconds"),
+        finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        status=status,
+        error=error,
+        model=str(settings.model.model_name_or_path),
+        dataset=dataset,
+        output_dir=str(settings.training.output_dir),
+        device=profile.title,
+        policy=tuple(PolicyRow(*row) for row in policy.rows()),
+        warnings=policy.warnings,
+        versions=tuple((name, version or "not installed") for name, version in installed().items()),
+        parameters_total=total,
+        parameters_trainable=trainable,
+        weight_bytes=weight_bytes(trainer.model),
+        settings=_hyperparameters(settings),
+        steps=tuple(recorder.steps),
+        evals=tuple(recorder.evals),
+        samples=(sample,) if sample else (),
+        notes=tuple(unquantized_experts(trainer.model)),
+        resumed_from=int(resume.name.rpartition("-")[2]) if resume else None,
+    )
+
+
+def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
+    rows = [(name, str(getattr(settings.training, name, ""))) for name in _SETTINGS]
+    if settings.model.use_peft:
+        targets = settings.model.lora_target_modules
+        rows += [
+            ("lora_r", str(settings.model.lora_r)),
+            ("lora_alpha", str(settings.model.lora_alpha)),
+            ("lora_dropout", str(settings.model.lora_dropout)),
+            ("lora_target_modules", targets if isinstance(targets, str) else ", ".join(targets or ())),
+            ("use_dora", str(settings.model.use_dora)),
+            ("use_rslora", str(settings.model.use_rslora)),
+        ]
+    return tuple((name, value) for name, value in rows if value)
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """`isotype …` as it can be pasted into a shell."""
+    return shlex.join(["isotype", *argv])

@@ -1,0 +1,51 @@
+"""Ask a model a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Message = dict[str, str]
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode with the KV cache on, and back to what it was."""
+    training, cache = model.training, getattr(model.config, "use_cache", None)
+    model.eval()
+    model.config.use_cache = True
+    try:
+        yield
+    finally:
+        model.config.use_cache = cache
+        model.train(training)
+
+
+def encode(tokenizer: Any, messages: Sequence[Message]) -> Any:
+    """The prompt's ids and mask: by the chat template, or the last message as plain text where there is none."""
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    return tokenizer(messages[-1]["content"], return_tensors="pt")
+
+
+@torch.no_grad()
+def answer(
+    model: Any, tokenizer: Any, messages: Sequence[Message], max_new_tokens: int = 64, **kwargs: Any
+) -> str:
+    """The model's greedy answer (sampling with `do_sample=True, …`) to a conversation, as text.
+
+    Runs without autocast: under a policy no operator meets two float dtypes.
+    """
+    device = next(model.parameters()).device
+    inputs = {k: v.to(device) for k, v in encode(tokenizer, messages).items()}
+    end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with evaluating(model):
+        out = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, pad_token_id=end, **{"do_sample": False, **kwargs}
+        )
+    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()

@@ -1,0 +1,191 @@
+"""Where a data set lies: a file, a directory, a data set in the package, or none of these (then the hub)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from isotype.errors import DataError, Problem
+from isotype.train.columns import quoted
+from isotype.train.rows import READERS
+
+EMBEDDED = "embedded:"
+MOST_PROBLEMS = 10
+
+PARQUET = ".parquet"
+_SUFFIXES = (*READERS, PARQUET)
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLIT_OF_WORD = {word: split for split, words in _SPLIT_WORDS.items() for word in words}
+# What `datasets` keeps beside data, as in its own list of files to ignore.
+_NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """A data set on this machine.
+
+    Attributes:
+        name: how the user named it.
+        splits: the files of every split; for a directory of `save_to_disk`, that directory.
+        saved: written by `save_to_disk`.
+    """
+
+    name: str
+    splits: Mapping[str, tuple[Path, ...]]
+    saved: bool = False
+
+
+def data_error(name: str, problems: Sequence[Problem]) -> DataError:
+    more = len(problems) - MOST_PROBLEMS
+    hint = f"{more} more problem{'s' * (more > 1)} not shown" if more > 0 else None
+    return DataError(f"The data set '{name}' cannot be trained on", problems[:MOST_PROBLEMS], hint)
+
+
+def embedded_root() -> Path:
+    """The directory of the data sets that ship in the package."""
+    return Path(str(resources.files("isotype"))) / "data"
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a name that does not exist can only have been meant as a path, not as a hub id (`owner/name`)."""
+    suffix = Path(name).suffix
+    separators = name.count("/") + name.count("\\")
+    return (
+        suffix.lower() in _SUFFIXES
+        or name.startswith((".", "/", "~", "\\"))
+        or separators > 1
+        or (separators == 1 and suffix[1:].isalpha())
+    )
+
+
+def find_local(name: str, test_split: str = "test") -> LocalData | None:
+    """The local or embedded data set of that name, None where the name can only be a hub id.
+
+    Raises:
+        DataError: a path that does not exist, holds no data or is of a kind that is not read.
+    """
+    if name.startswith(EMBEDDED):
+        return _find_embedded(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _find_in_directory(name, path)
+    if path.exists():
+        return _find_file(name, path, test_split)
+    if looks_like_path(name):
+        raise data_error(name, [_missing(path)])
+    return None
+
+
+def _missing(path: Path) -> Problem:
+    given, expected = f"there is no file or directory '{path}'", "a file or directory that exists"
+    if not path.parent.is_dir():
+        return Problem(
+            given, expected, f"'{path.parent}' does not exist either: see from where the path starts"
+        )
+    names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
+    close = difflib.get_close_matches(path.name, names, n=3)
+    if close:
+        return Problem(
+            given, expected, f"did you mean {' or '.join(repr(str(path.with_name(n))) for n in close)}?"
+        )
+    return Problem(given, expected, f"'{path.parent}' holds {quoted(names)}")
+
+
+def _find_embedded(name: str) -> LocalData:
+    root = embedded_root()
+    names = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
+    inner = name.removeprefix(EMBEDDED)
+    if inner in names:
+        return _find_in_directory(name, root / inner)
+    close = difflib.get_close_matches(inner, names, n=1) or names
+    fix = f"--dataset_name {EMBEDDED}{close[0]}" if close else "name a local file instead"
+    raise data_error(
+        name, [Problem(f"no embedded data set is called '{inner}'", f"one of {quoted(names)}", fix)]
+    )
+
+
+def _find_file(name: str, path: Path, test_split: str) -> LocalData:
+    if path.suffix.lower() not in _SUFFIXES:
+        unpack = path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
+        fix = "unpack it first" if unpack else "convert it to JSON lines or parquet"
+        given = f"'{path.name}' is not a kind of file that is read"
+        raise data_error(name, [Problem(given, f"a file ending in {', '.join(_SUFFIXES)}", fix)])
+    splits = {"train": (path,)}
+    siblings = [
+        item
+        for item in sorted(path.parent.iterdir(), key=lambda item: (item.suffix != path.suffix, item.name))
+        if item.stem == test_split and item.suffix.lower() in _SUFFIXES and item != path
+    ]
+    if siblings and test_split != "train":
+        splits[test_split] = (siblings[0],)
+    return LocalData(name, splits)
+
+
+def _split_word(stem: str) -> str | None:
+    words = re.split(r"[-._ 0-9]+", stem.lower())
+    return next((_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD), None)
+
+
+def _find_in_directory(name: str, folder: Path) -> LocalData:
+    if (folder / "dataset_dict.json").is_file():
+        saved = sorted(item for item in folder.iterdir() if (item / "state.json").is_file())
+        return LocalData(name, {item.name: (item,) for item in saved}, saved=True)
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return LocalData(name, {"train": (folder,)}, saved=True)
+    files = _data_files(folder.glob("*")) or _data_files(folder.glob("*/*"))
+    if not files:
+        held = sorted(item.name for item in folder.iterdir())
+        expected = f"files ending in {', '.join(_SUFFIXES)}, or what save_to_disk wrote"
+        fix = (
+            f"name a directory with such files; this one holds {quoted(held)}"
+            if held
+            else "the directory is empty"
+        )
+        raise data_error(name, [Problem(f"the directory '{folder}' holds no data", expected, fix)])
+    words = {
+        path: _split_word(path.stem) or (_split_word(path.parent.name) if path.parent != folder else None)
+        for path in files
+    }
+    if not any(words.values()):
+        return LocalData(name, {"train": tuple(files)})
+    splits: dict[str, tuple[Path, ...]] = {}
+    for path, word in words.items():
+        split = word or path.stem
+        splits[split] = (*splits.get(split, ()), path)
+    return LocalData(name, splits)
+
+
+def _data_files(paths: Iterable[Path]) -> list[Path]:
+    return sorted(
+        path
+        for path in paths
+        if path.suffix.lower() in _SUFFIXES
+        and path.is_file()
+        and not any(part.startswith(".") for part in (path.name, path.parent.name))
+        and path.name not in _NOT_DATA
+    )
+
+
+def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> list[Problem]:
+    """What is wrong where a wanted split is not there; the first wanted one is for training."""
+    have = sorted(splits)
+    problems = []
+    for position, split in enumerate(wanted):
+        if split in have:
+            continue
+        given = f"'{name}' has no split '{split}'; its splits are {quoted(have)}"
+        if position == 0:
+            fix = f"--dataset_train_split {(difflib.get_close_matches(split, have, n=1) or have)[0]}"
+            problems.append(Problem(given, "the split to train on", fix))
+        else:
+            fix = "--dataset_test_split NAME with one of its splits, or --eval_strategy no"
+            problems.append(Problem(given, "a split to evaluate on, since evaluation is on", fix))
+    return problems

@@ -1,0 +1,349 @@
+"""RUN: from parsed arguments to a trained adapter and a run report."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from isotype.errors import CheckpointError, IsotypeError, PrecisionError, Problem, SaveError, UsageError
+from isotype.precision.hardware import DeviceProfile, device_profile
+from isotype.precision.policy import PrecisionPolicy
+from isotype.report.run import RunRecord, Sample, write_run_report
+from isotype.train import describe
+from isotype.train.governed import (
+    enforce_trainer,
+    governed,
+    masters_of,
+    mixed_precision_name,
+    whole_checkpoints,
+)
+from isotype.train.settings import Settings
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        record: what the report says.
+        adapter: directory of the saved adapter (or model), None where the run did not get there.
+        report: path of the HTML report.
+    """
+
+    record: RunRecord
+    adapter: Path | None
+    report: Path
+
+
+def run(settings: Settings, console: Console) -> Outcome:
+    """Run one training command from its parsed arguments.
+
+    Everything that can be wrong with the arguments, the data, the device and the checkpoint's headers is found
+    before any weights are read.
+
+    Raises:
+        IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
+    """
+    from isotype.resolve import resolve_precision
+    from isotype.train.data import load_training_data
+
+    profile = _training_device(settings)
+    _place_outputs(settings)
+    resume = _resume_point(settings)
+    data = load_training_data(
+        settings.script,
+        settings.dataset,
+        settings.method.name,
+        need_test=settings.training.eval_strategy != "no",
+        text_field=getattr(settings.training, "dataset_text_field", "text"),
+    )
+    wishes = settings.wishes
+    policy = resolve_precision(
+        settings.model.model_name_or_path,
+        wishes.dtype,
+        wishes.quantization,
+        settings.extra.device,
+        wishes.trainable,
+        master=wishes.master,
+        double_quant=wishes.double_quant,
+        quant_storage=wishes.quant_storage,
+    )
+    apply_to_arguments(policy, settings.training)
+    describe.show_policy(console, policy)
+    trainer, sample = _build(settings, policy, data, resume, console)
+    return _train(settings, policy, profile, trainer, sample, resume, console)
+
+
+def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
+    """Set `fp16`, `bf16` and what follows from them on transformers' TrainingArguments."""
+    training.bf16 = policy.compute == torch.bfloat16
+    training.fp16 = policy.compute == torch.float16
+    training.mixed_precision = mixed_precision_name(policy)
+
+
+def _training_device(settings: Settings) -> DeviceProfile:
+    profile = device_profile(settings.extra.device)
+    if not profile.present:
+        raise UsageError(
+            f"{profile.title} is not in this machine",
+            [Problem(f"--device {settings.extra.device}", "a device that is here", "leave --device out")],
+        )
+    return profile
+
+
+def _place_outputs(settings: Settings) -> None:
+    if "output_dir" not in settings.explicit:
+        name = Path(str(settings.model.model_name_or_path)).stem.replace("embedded:", "") or "model"
+        settings.training.output_dir = str(Path("runs") / f"{settings.method.name}-{name}")
+    root = Path(settings.training.output_dir)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            "cannot write to the output directory",
+            [
+                Problem(
+                    f"--output_dir {root}: {error.strerror}",
+                    "a directory that can be made",
+                    "give another one",
+                )
+            ],
+        ) from error
+    settings.training.disable_tqdm = True
+
+
+def _resume_point(settings: Settings) -> Path | None:
+    """The whole checkpoint that the run goes on from, or None for a start from the beginning."""
+    asked = settings.training.resume_from_checkpoint
+    if asked in (None, False, "False", "false"):
+        return None
+    root = Path(settings.training.output_dir)
+    whole = whole_checkpoints(root)
+    if str(asked).lower() in ("true", "last", "latest"):
+        return whole[-1] if whole else None
+    path = Path(str(asked))
+    if path in whole or (path / "trainer_state.json").is_file():
+        return path
+    raise CheckpointError(
+        "no checkpoint to go on from",
+        [
+            Problem(
+                f"--resume_from_checkpoint {asked}",
+                "a folder checkpoint-N that was saved to the end",
+                f"there are {', '.join(p.name for p in whole)} in {root}"
+                if whole
+                else f"there is none in {root}",
+            )
+        ],
+    )
+
+
+def _build(
+    settings: Settings, policy: PrecisionPolicy, data: Any, resume: Path | None, console: Console
+) -> tuple[Any, Sample | None]:
+    """The trainer under the policy, and the sample question with the answer before training."""
+    from transformers import set_seed
+
+    from isotype.checkpoint.load import dense_source
+    from isotype.train.models import adapted_model, processing_class
+
+    training, method = settings.training, settings.method
+    source = dense_source(settings.model.model_name_or_path, policy.plain)
+    tokenizer = processing_class(
+        source, revision=settings.model.model_revision, trust_remote_code=training.trust_remote_code
+    )
+    set_seed(training.seed)
+    with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
+        model, peft_config = adapted_model(settings, source, policy)
+    describe.show_model(console, model)
+    train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
+    sample = _first_answer(settings, data, model, tokenizer, resume, console)
+    masters = masters_of(model)
+    rewards = {"reward_funcs": _reward_functions(settings)} if method.name in ("grpo", "rloo") else {}
+    trainer = governed(method.trainer_class())(
+        model=model,
+        args=training,
+        train_dataset=data[train_split],
+        eval_dataset=data[test_split] if training.eval_strategy != "no" else None,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        **rewards,
+    )
+    enforce_trainer(trainer, policy, masters)
+    return trainer, sample
+
+
+def _reward_functions(settings: Settings) -> list[Any]:
+    from isotype.train.rewards import reward_functions
+
+    return reward_functions(settings.script.reward_funcs, settings.script.reward_model_name_or_path)
+
+
+def _first_answer(
+    settings: Settings, data: Any, model: Any, tokenizer: Any, resume: Path | None, console: Console
+) -> Sample | None:
+    if settings.method.name == "reward":
+        return None
+    sample = describe.sample_question(settings, data)
+    if sample is None or resume is not None:
+        return sample
+    from isotype.train.generate import answer
+
+    with console.status("asking the model before training …"):
+        text = answer(model, tokenizer, [{"role": "user", "content": sample.question}])
+    return replace(sample, before=text)
+
+
+def _train(
+    settings: Settings,
+    policy: PrecisionPolicy,
+    profile: DeviceProfile,
+    trainer: Any,
+    sample: Sample | None,
+    resume: Path | None,
+    console: Console,
+) -> Outcome:
+    from transformers import PrinterCallback, ProgressCallback
+
+    from isotype.train.callback import PrecisionCallback
+    from isotype.train.progress import ProgressView
+    from isotype.train.record import RunRecorder
+
+    root = Path(settings.training.output_dir)
+    started = datetime.now(timezone.utc)
+    status, error, adapter = "finished", None, None
+    with ProgressView(console) as view:
+        recorder = RunRecorder(trainer, view.update)
+        for callback in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+        trainer.add_callback(PrecisionCallback(policy))
+        trainer.add_callback(recorder)
+        try:
+            with _graceful_stop(trainer, console) as stopped, _disk_errors(root, resume):
+                trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+                if stopped:
+                    status = "interrupted"
+                else:
+                    trainer.save_final(root)
+                    adapter = root
+        except KeyboardInterrupt:
+            status = "interrupted"
+        except IsotypeError as failure:
+            status, error = "failed", str(failure)
+            raise
+        except Exception as failure:
+            status, error = "failed", f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            if status == "failed" or status == "interrupted":
+                record = describe.record(
+                    settings, policy, profile, trainer, recorder, sample, resume, started, status, error
+                )
+                report = _write_report(record, root)
+    if status == "interrupted":
+        return Outcome(record, None, report)
+    sample = _second_answer(trainer, sample, console)
+    record = describe.record(
+        settings, policy, profile, trainer, recorder, sample, resume, started, status, error
+    )
+    return Outcome(record, adapter, _write_report(record, root))
+
+
+def _second_answer(trainer: Any, sample: Sample | None, console: Console) -> Sample | None:
+    if sample is None:
+        return None
+    from isotype.train.generate import answer
+
+    with console.status("asking the model after training …"):
+        text = answer(trainer.model, trainer.processing_class, [{"role": "user", "content": sample.question}])
+    return replace(sample, after=text)
+
+
+def _write_report(record: RunRecord, root: Path) -> Path:
+    html, _ = write_run_report(record, root)
+    return html
+
+
+@contextmanager
+def _graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM lets the step end and saves a checkpoint; the second stops at once."""
+    from transformers import TrainerCallback
+
+    stopped: list[int] = []
+
+    class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if stopped:
+                control.should_save = True
+                control.should_training_stop = True
+
+    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(signum)
+        console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
+
+    trainer.add_callback(Stop)
+    before = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_NO_ROOM = (
+    "No space left on device",
+    "File too large",
+    "Disk quota exceeded",
+    "enforce fail at inline_container",
+)
+
+
+@contextmanager
+def _disk_errors(root: Path, resume: Path | None) -> Iterator[None]:
+    """A full disk while saving becomes an error that says what is still whole."""
+    try:
+        yield
+    except PrecisionError:
+        raise
+    except Exception as error:
+        if not any(text in str(error) for text in _NO_ROOM):
+            raise
+        whole = whole_checkpoints(root)
+        last = whole[-1] if whole else resume
+        raise SaveError(
+            "the disk is full: the checkpoint could not be saved",
+            [
+                Problem(
+                    f"{root}: {str(error).splitlines()[0]}",
+                    "room for the adapter and twice its size for the optimizer state",
+                    "free some room, or give --output_dir on another disk, or --save_total_limit 1",
+                )
+            ],
+            hint=(
+                f"nothing else is lost: go on from {last} with --resume_from_checkpoint {last}"
+                if last
+                else "no checkpoint had been saved before"
+            ),
+        ) from error
+
+
+def resume_command(settings: Settings, checkpoint: Path) -> str:
+    """The command that goes on from `checkpoint`."""
+    argv = list(settings.argv)
+    if "--resume_from_checkpoint" in argv:
+        at = argv.index("--resume_from_checkpoint")
+        del argv[at : at + 2]
+    if "output_dir" not in settings.explicit:
+        argv += ["--output_dir", settings.training.output_dir]
+    return describe.command_line([settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)])

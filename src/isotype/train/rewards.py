@@ -1,0 +1,77 @@
+"""Reward functions of grpo and rloo by name, as `trl grpo` takes them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from isotype.errors import Problem, UsageError
+
+BUILT_IN = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
+
+
+def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
+    """TRL's reward functions by name, functions by dotted path (`my_rewards.length`), and a reward model's path.
+
+    Raises:
+        UsageError: none was given, or one cannot be found; all at once.
+    """
+    found: list[Any] = [reward_model] if reward_model else []
+    problems = []
+    for name in names or ():
+        function = _built_in(name) if name in BUILT_IN else _dotted(name)
+        if isinstance(function, Problem):
+            problems.append(function)
+        else:
+            found.append(function)
+    if not found and not problems:
+        problems.append(
+            Problem(
+                "no --reward_funcs and no --reward_model_name_or_path",
+                "at least one reward",
+                f"give --reward_funcs with one of {', '.join(BUILT_IN)} or a dotted path such as my_rewards.length",
+            )
+        )
+    if problems:
+        raise UsageError("rewards that cannot be used", problems)
+    return found
+
+
+def _built_in(name: str) -> Any:
+    from trl import rewards
+
+    function = getattr(rewards, name)
+    # The values that `trl grpo` gives it.
+    return function(max_completion_len=1280, soft_punish_cache=256) if name.startswith("get_") else function
+
+
+def _dotted(name: str) -> Any:
+    module_name, _, function_name = name.rpartition(".")
+    if not module_name:
+        return Problem(
+            f"--reward_funcs {name}", f"one of {', '.join(BUILT_IN)} or module.function", "check the name"
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        return Problem(
+            f"--reward_funcs {name}: {error}", "a module that can be imported from here", "check the path"
+        )
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        return Problem(
+            f"--reward_funcs {name}: {module.__name__} has no function {function_name}",
+            "a function (completions, **columns) -> list of float",
+            "check the name",
+        )
+    return function

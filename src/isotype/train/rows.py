@@ -1,0 +1,254 @@
+"""Text files of examples (JSON, JSON lines, CSV, TSV, plain text) as rows with their line numbers.
+
+Each reader yields (line, row) and, in place of a row it cannot read, the `Problem` (its `given` without file and
+line). The same readers check a file and build the data set from it, so what was checked is what is trained on.
+
+Blank lines of JSON lines and plain text are separators, not examples. A UTF-8 byte order mark is skipped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from isotype.errors import Problem
+
+Record = tuple[int, Any]
+
+_BLANK = " \t\r\n"
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
+    """The hex digest of a file's bytes, and what keeps them from being UTF-8 text (with the byte offset)."""
+    digest = hashlib.blake2b(digest_size=16)
+    offset = 0
+    with path.open("rb") as file:
+        for raw in file:
+            if offset == 0 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                return "", _not_utf8(0, raw[0], "UTF-16")
+            try:
+                raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return "", _not_utf8(offset + error.start, raw[error.start], "CP1252")
+            digest.update(raw)
+            offset += len(raw)
+    return digest.hexdigest(), None
+
+
+def _not_utf8(offset: int, byte: int, guess: str) -> Problem:
+    given = f"byte 0x{byte:02x} at offset {offset} is not UTF-8"
+    return Problem(
+        given, "a text file in UTF-8", f"convert it, for example: iconv -f {guess} -t UTF-8 OLD > NEW"
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _excerpt(text: str, at: int) -> str:
+    """The line around position `at`, shortened."""
+    first = text.rfind("\n", 0, at) + 1
+    last = text.find("\n", at) if "\n" in text[at:] else len(text)
+    start, end = max(first, at - 20), min(last, at + 20)
+    return repr("…" * (start > first) + text[start:end].rstrip("\r") + "…" * (end < last))
+
+
+def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> Problem:
+    fix = "mend the line, or write the file with a JSON library"
+    if not isinstance(error, json.JSONDecodeError):
+        said = (
+            "its lists or objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
+        )
+        return Problem(f"not JSON: {said}", expected, fix)
+    given = f"not JSON at column {error.colno}: {_excerpt(text, error.pos)}"
+    return Problem(given, f"{expected} (the parser says: {error.msg})", fix)
+
+
+def _lone_surrogate(text: str, value: object) -> Problem | None:
+    """JSON can spell half of a character (backslash-u D800 to DFFF), which no text file or tokenizer can hold."""
+    if "\\ud" not in text and "\\uD" not in text:
+        return None
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        return Problem(
+            f"{half} is half of a character", "whole characters", "remove it, or write both halves"
+        )
+    return None
+
+
+def read_json(path: Path) -> Iterator[Record]:
+    """One JSON object per line, or one array of objects; the first character decides, not the file's name."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            text = line.strip(_BLANK)
+            if not text:
+                continue
+            if text[0] == "[":
+                break
+            yield from _json_lines(number, line, enumerate(file, number + 1))
+            return
+        else:
+            return
+    yield from _json_array(path.read_text(encoding="utf-8-sig"))
+
+
+def _json_lines(first: int, line: str, rest: Iterable[tuple[int, str]]) -> Iterator[Record]:
+    record, bad = _json_line(line)
+    yield first, bad or record
+    if bad and line.strip(_BLANK) == "{":
+        return  # an object over several lines: each further line would only say so again
+    for number, text in rest:
+        if text.strip(_BLANK):
+            record, bad = _json_line(text)
+            yield number, bad or record
+
+
+def _json_line(line: str) -> tuple[Any, Problem | None]:
+    try:
+        value = _DECODER.decode(line)
+    except (ValueError, RecursionError) as error:
+        if line.strip(_BLANK) == "{":
+            fix = "write each object on one line, or all of them in one array: [{…}, {…}]"
+            return None, Problem("the object goes on over several lines", "one JSON object per line", fix)
+        return None, _not_json(line, error, "one JSON object per line")
+    return value, _lone_surrogate(line, value)
+
+
+def _json_array(text: str) -> Iterator[Record]:
+    expected = "an array of JSON objects"
+    at, line, counted = text.index("[") + 1, 1, 0
+    at = _skip(text, at)
+    while text[at : at + 1] != "]":
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            where = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            yield where, _not_json(text, error, expected)
+            return
+        yield line, _lone_surrogate(text[at:end], value) or value
+        end = _skip(text, end)
+        separator = text[end : end + 1]
+        if separator == "]":
+            at = end
+        elif separator == ",":
+            at = _skip(text, end + 1)
+        else:
+            missing = json.JSONDecodeError("Expecting ',' or ']'", text, end)
+            yield missing.lineno, _not_json(text, missing, expected)
+            return
+    end = _skip(text, at + 1)
+    if end < len(text):
+        extra = json.JSONDecodeError("Extra data", text, end)
+        yield extra.lineno, _not_json(text, extra, expected)
+
+
+def _skip(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
+    """Rows of text cells under the names of the first line; a row may go on over several lines inside quotes."""
+    # The limit of 131072 characters a cell is a setting of the whole process; texts of books are longer.
+    csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        header: list[str] = []
+        start = 1
+        try:
+            for cells in reader:
+                line, start = start, reader.line_num + 1
+                if not cells:
+                    continue
+                if not header:
+                    header = [name or f"Unnamed: {i}" for i, name in enumerate(cells)]
+                    repeated = sorted({name for name in header if header.count(name) > 1})
+                    if repeated:
+                        given = f"the header names {', '.join(map(repr, repeated))} more than once"
+                        yield (
+                            line,
+                            Problem(given, "one name a column", "rename or remove the repeated columns"),
+                        )
+                        return
+                elif len(cells) == len(header):
+                    yield line, dict(zip(header, cells, strict=True))
+                else:
+                    fix = 'put cells that contain the separator or quotes in quotes: "a, ""b"""'
+                    given = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+                    yield line, Problem(given, f"{len(header)}, one for each column of the header", fix)
+        except csv.Error as error:
+            fix = 'quote cells as "…" and double the quotes inside them: ""'
+            yield start, Problem(f"not CSV: {error}", "comma-separated values (RFC 4180)", fix)
+
+
+def read_text(path: Path) -> Iterator[Record]:
+    """One text per line in a column `text`, as the text reader of `datasets` names it."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            text = line.rstrip("\n")
+            if text.strip():
+                yield number, {"text": text}
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".json": read_json,
+    ".jsonl": read_json,
+    ".ndjson": read_json,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".txt": read_text,
+}
+CELL_SUFFIXES = (".csv", ".tsv")
+
+_TRUTH = {"true": True, "false": False}
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+def cell_value(cell: str) -> bool | int | float | str | None:
+    """What a CSV cell outside the text columns holds: nothing, true/false, a number or text."""
+    if not cell:
+        return None
+    if cell.lower() in _TRUTH:
+        return _TRUTH[cell.lower()]
+    if _INTEGER.fullmatch(cell):
+        return int(cell)
+    return float(cell) if _FLOAT.fullmatch(cell) else cell
+
+
+def read_rows(path: Path, textual: frozenset[str] = frozenset()) -> Iterator[Record]:
+    """(line, row or Problem) of one file; CSV cells are typed except in the columns named in `textual`."""
+    suffix = path.suffix.lower()
+    records = READERS[suffix](path)
+    if suffix not in CELL_SUFFIXES:
+        return records
+    return (
+        (line, {name: cell if name in textual else cell_value(cell) for name, cell in row.items()})
+        if isinstance(row, dict)
+        else (line, row)
+        for line, row in records
+    )
+
+
+def generate(
+    paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """The rows of files that `survey` found sound, for `Dataset.from_generator`; `paths` is a list, to be sharded."""
+    for path in paths:
+        for _, row in read_rows(Path(path), frozenset(textual)):
+            yield {name: row[name] for name in columns}

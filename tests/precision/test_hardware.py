@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import string
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isotype.errors import PrecisionError
+from isotype.precision import hardware
+from isotype.precision.hardware import (
+    AcceleratorProperties,
+    CpuFeatures,
+    cpu_profile,
+    cuda_profile,
+    device_profile,
+    mps_profile,
+    parse_capabilities,
+    parse_cpuinfo,
+    parse_sysctl,
+    profile_names,
+    rocm_profile,
+    xpu_profile,
+)
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+GIB = 2**30
+
+MILAN = """\
+processor	: 0
+vendor_id	: AuthenticAMD
+model name	: AMD EPYC 7B13
+flags		: fpu sse sse2 avx avx2 f16c fma
+bugs		: sysret_ss_attrs
+
+processor	: 1
+model name	: AMD EPYC 7B13
+flags		: fpu
+"""
+SAPPHIRE_RAPIDS = "model name : Intel(R) Xeon(R) Platinum 8481C\nflags : avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile\n"
+GENOA = "model name : AMD EPYC 9B14\nflags : avx2 avx512f avx512_bf16\n"
+CASCADE_LAKE = "model name : Intel(R) Xeon(R) CPU @ 2.80GHz\nflags : avx2 avx512f avx512_vnni\n"
+GRAVITON3 = "processor : 0\nFeatures : fp asimd fphp asimdhp sve i8mm bf16\nCPU implementer : 0x41\n"
+RASPBERRY_PI4 = "processor : 0\nFeatures : fp asimd evtstrm crc32 cpuid\nModel : Raspberry Pi 4 Model B\n"
+APPLE_M1 = """\
+machdep.cpu.brand_string: Apple M1
+hw.optional.arm.FEAT_BF16: 0
+hw.optional.arm.FEAT_FP16: 1
+"""
+APPLE_M2 = APPLE_M1.replace("M1", "M2").replace("BF16: 0", "BF16: 1")
+INTEL_MAC = """\
+machdep.cpu.brand_string: Intel(R) Core(TM) i9-9880H CPU @ 2.30GHz
+machdep.cpu.features: FPU SSE4.2 AVX1.0 F16C
+machdep.cpu.leaf7_features: AVX2 BMI2
+"""
+
+
+@pytest.mark.parametrize(
+    ("features", "title", "halves", "best"),
+    [
+        (parse_cpuinfo(MILAN), "AMD EPYC 7B13", set(), F32),
+        (parse_cpuinfo(SAPPHIRE_RAPIDS), "Intel(R) Xeon(R) Platinum 8481C", {BF16, F16}, BF16),
+        (parse_cpuinfo(GENOA), "AMD EPYC 9B14", {BF16}, BF16),
+        (parse_cpuinfo(CASCADE_LAKE), "Intel(R) Xeon(R) CPU @ 2.80GHz", set(), F32),
+        (parse_cpuinfo(GRAVITON3), "CPU", {BF16, F16}, BF16),
+        (parse_cpuinfo(RASPBERRY_PI4), "Raspberry Pi 4 Model B", set(), F32),
+        (parse_sysctl(APPLE_M1), "Apple M1", {F16}, F16),
+        (parse_sysctl(APPLE_M2), "Apple M2", {BF16, F16}, BF16),
+        (parse_sysctl(INTEL_MAC), "Intel(R) Core(TM) i9-9880H CPU @ 2.30GHz", set(), F32),
+        (
+            parse_capabilities({"cpu_name": "AMD Ryzen 9", "avx512_bf16": True, "avx512_fp16": False}),
+            "AMD Ryzen 9",
+            {BF16},
+            BF16,
+        ),
+    ],
+)
+def test_cpu_from_its_flags(
+    features: CpuFeatures, title: str, halves: set[torch.dtype], best: torch.dtype
+) -> None:
+    profile = cpu_profile(features, 8 * GIB, onednn=True)
+    assert profile.title == title
+    assert profile.native == {F32, F64} | halves
+    assert profile.emulated.keys() == {BF16, F16} - halves
+    assert profile.best_dtype() is best
+    assert profile.memory_bytes == 8 * GIB
+    assert profile.present
+
+
+def test_cpu_reasons_say_what_is_missing() -> None:
+    slow = cpu_profile(parse_cpuinfo(MILAN), None, onednn=True)
+    assert slow.supports(BF16) == "emulated"
+    assert slow.reason(BF16) == (
+        "this CPU has no bfloat16 instructions (none of AMX-BF16, AVX512-BF16, Arm BF16)"
+    )
+    assert slow.reason(F32) == "float32 matmuls run in hardware on AMD EPYC 7B13"
+    assert slow.supports(torch.int8) == "refused"
+    assert slow.reason(torch.int8) == "no int8 matmul is known on AMD EPYC 7B13"
+
+    without = cpu_profile(parse_cpuinfo(GENOA), None, onednn=False)
+    assert without.reason(BF16) == "this torch has no oneDNN, which runs bfloat16 matmuls on a CPU"
+
+    unknown = cpu_profile(parse_cpuinfo("processor : 0\n"), None, onednn=True)
+    assert unknown.reason(F16) == (
+        "whether this CPU has float16 instructions is unknown (/proc/cpuinfo lists no instruction-set flags)"
+    )
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=string.printable, max_size=300))
+def test_parsers_take_any_text(text: str) -> None:
+    for parse in (parse_cpuinfo, parse_sysctl):
+        profile = cpu_profile(parse(text), None, onednn=True)
+        assert profile.supports(F32) == "native"
+        assert all(profile.supports(dtype) != "refused" for dtype in (BF16, F16))
+
+
+def _nvidia(capability: tuple[int, int], title: str = "NVIDIA Unheard Of") -> AcceleratorProperties:
+    return AcceleratorProperties(title, 10 * GIB, capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "halves", "flash"),
+    [
+        ((5, 2), set(), set()),
+        ((6, 0), {F16}, set()),
+        ((6, 1), set(), set()),
+        ((6, 2), {F16}, set()),
+        ((7, 0), {F16}, set()),
+        ((7, 5), {F16}, set()),
+        ((8, 0), {F16, BF16}, {F16, BF16}),
+        ((8, 9), {F16, BF16}, {F16, BF16}),
+        ((12, 0), {F16, BF16}, {F16, BF16}),
+    ],
+)
+def test_cuda_from_its_capability(
+    capability: tuple[int, int], halves: set[torch.dtype], flash: set[torch.dtype]
+) -> None:
+    profile = cuda_profile(_nvidia(capability), "cuda:1")
+    assert profile.name == "cuda:1"
+    assert profile.native & {F16, BF16} == halves
+    assert profile.flash_attention == flash
+    assert profile.memory_bytes == 10 * GIB
+    assert profile.peak_flops == {}
+    assert profile.source == "cuda driver; no data sheet known for this card"
+
+
+def test_cuda_known_card_brings_its_data_sheet_but_its_own_memory() -> None:
+    profile = cuda_profile(_nvidia((7, 5), "Tesla T4"))
+    assert profile.peak_flops == {F32: 8.1e12, F16: 65e12}
+    assert profile.memory_bytes == 10 * GIB
+    assert profile.present
+    assert profile.source == "cuda driver; NVIDIA T4 data sheet"
+    assert (
+        cuda_profile(_nvidia((6, 1))).reason(F16) == "compute capability 6.1 has no fast float16 arithmetic"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "bfloat16", "flash"),
+    [
+        ("gfx942:sramecc+:xnack-", "native", {F16, BF16}),
+        ("gfx90a", "native", {F16, BF16}),
+        ("gfx1100", "native", set()),
+        ("gfx1201", "native", set()),
+        ("gfx1030", "emulated", set()),
+        ("gfx906", "emulated", set()),
+        ("", "emulated", set()),
+    ],
+)
+def test_rocm_from_its_architecture(arch: str, bfloat16: str, flash: set[torch.dtype]) -> None:
+    profile = rocm_profile(AcceleratorProperties("AMD Radeon", GIB, arch=arch))
+    assert profile.kind == "rocm"
+    assert profile.supports(BF16) == bfloat16
+    assert profile.supports(F16) == "native"
+    assert profile.flash_attention == flash
+
+
+def test_xpu_and_mps() -> None:
+    arc = xpu_profile(AcceleratorProperties("Intel Arc A770", 16 * GIB, float64=False))
+    assert arc.best_dtype() is BF16
+    assert arc.supports(F64) == "refused"
+    assert arc.reason(F64) == "this GPU has no float64 arithmetic"
+    integrated = xpu_profile(AcceleratorProperties("Intel Iris", GIB, matrix_engine=False))
+    assert integrated.supports(BF16) == "emulated"
+
+    m2, m3 = (mps_profile(AcceleratorProperties(f"Apple {chip} Pro", GIB)) for chip in ("M2", "M3"))
+    assert m2.best_dtype() is F16
+    assert m3.best_dtype() is BF16
+    assert m2.reason(F64) == "the MPS framework has no float64"
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_named_profiles_are_consistent(name: str) -> None:
+    profile = device_profile(name)
+    listed = [profile.native, set(profile.emulated), set(profile.refused)]
+    assert sum(map(len, listed)) == len(set().union(*listed)), "a dtype is listed twice"
+    assert {F32, F16, BF16} <= set().union(*listed)
+    assert profile.peak_flops.keys() <= profile.native
+    assert profile.flash_attention <= profile.native or profile.kind == "cpu"
+    assert not profile.present
+    assert profile.source
+    if profile.kind in {"cuda", "rocm"}:
+        assert profile.memory_bytes is not None
+        assert profile.memory_bandwidth is not None
+        assert 14 * GIB < profile.memory_bytes < 200 * GIB
+        # A matmul of n = 16384 must be bound by arithmetic; a slip of a factor 1000 in either rate is not.
+        assert 1e10 < profile.memory_bandwidth < 1e13
+        assert all(1e12 < rate < 1e16 for rate in profile.peak_flops.values())
+        halves = [profile.peak_flops[dtype] for dtype in (F16, BF16) if dtype in profile.peak_flops]
+        assert min(halves) > profile.peak_flops[F32]
+
+
+def test_driver_names_are_unique_and_profiles_share_no_alias() -> None:
+    records = hardware._records()
+    drivers = [driver for record in records.values() for driver in record["driver_names"]]
+    assert len(drivers) == len(set(drivers))
+    aliases = [alias for record in records.values() for alias in record.get("aliases", ())]
+    assert not set(aliases) & set(records)
+    assert device_profile("a100") == device_profile("A100-80g")
+
+
+def test_this_machine() -> None:
+    profile = device_profile("cpu")
+    assert profile.present
+    assert profile.name == "cpu"
+    assert profile.memory_bytes is None or profile.memory_bytes > 2**28
+    assert device_profile(torch.device("cpu")) == profile
+    assert device_profile("cpu:0") == replace(profile, name="cpu:0")
+
+
+def test_auto_prefers_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = cuda_profile(_nvidia((8, 0)))
+    monkeypatch.setitem(hardware._BACKENDS, "cuda", hardware._Backend(lambda: 2, lambda device: card))
+    assert device_profile("auto") is card
+    assert device_profile("cuda:1") is card
+    with pytest.raises(PrecisionError, match="use cuda:1"):
+        device_profile("cuda:2")
+
+
+def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("cuda", "xpu", "mps"):
+        backend = replace(hardware._BACKENDS[kind], count=lambda: 0)
+        monkeypatch.setitem(hardware._BACKENDS, kind, backend)
+    assert device_profile() == device_profile("cpu")
+    assert device_profile("mps").title == "Apple GPU"
+    with pytest.raises(PrecisionError) as caught:
+        device_profile("cuda:1")
+    build = torch.version.cuda or torch.version.hip or "a CPU build"
+    assert str(caught.value) == (
+        "device not in this machine\n"
+        "  - device 'cuda:1'\n"
+        f"    expected  a device that torch sees; torch {torch.__version__} ({build}) sees 0 cuda devices\n"
+        "    fix       use auto, or a profile name such as h100 to plan for one"
+    )
+
+
+def test_unknown_device_names_close_ones() -> None:
+    with pytest.raises(PrecisionError) as caught:
+        device_profile("a100-80gb")
+    assert str(caught.value) == (
+        "unknown device\n"
+        "  - device 'a100-80gb'\n"
+        "    expected  auto, cpu, cuda, cuda:N, mps, xpu, or a profile: a10, a100, a100-40g, a100-80g, a10g, b200, "
+        "cpu-generic, h100, h200, l4, l40s, mi250x, mi300x, mps, p100, rtx3090, rtx4090, rtx5090, t4, v100, "
+        "v100-16g, v100-32g, xpu\n"
+        "    fix       did you mean a100-80g or a100-40g or a10g?"
+    )
+    with pytest.raises(PrecisionError, match="give one of these names"):
+        device_profile("zzzzzzzz")
+
+
+@settings(deadline=None)
+@given(
+    st.text(max_size=20)
+    | st.sampled_from(profile_names())
+    | st.from_regex(r"(cpu|cuda|xpu|mps):\d{1,3}", fullmatch=True)
+)
+def test_any_name_gives_a_profile_or_a_precision_error(name: str) -> None:
+    folded = name.strip().lower()
+    if folded in {"auto", "cpu", "cpu:0", "mps", "xpu", *profile_names()}:
+        assert device_profile(name).supports(F32) == "native"
+        return
+    with pytest.raises(PrecisionError) as caught:
+        device_profile(name)
+    assert repr(folded) in str(caught.value)

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from isotype.precision.hardware import AcceleratorProperties, cuda_profile, device_profile
+from isotype.precision.probe import MatmulRate
+from isotype.precision.versions import Misfit
+from isotype.report import doctor
+from isotype.report.doctor import (
+    BitsandbytesStatus,
+    DoctorReport,
+    auto_dtype,
+    contradiction,
+    cost_here,
+    doctor_json,
+    format_flops,
+    gather_doctor_report,
+    read_answer,
+    render_doctor,
+    try_bitsandbytes,
+    verdict,
+)
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+WORKS = BitsandbytesStatus("0.50.2", True, "its native CPU library", None)
+
+
+def _rate(dtype: torch.dtype, flops: float | None, message: str | None = None) -> MatmulRate:
+    return MatmulRate(dtype, flops, 0.3, 10, 256, message)
+
+
+def _report(**changes: object) -> DoctorReport:
+    """A report of a machine that does not depend on the one the tests run on."""
+    profile = replace(
+        device_profile("cpu-generic"), name="cpu", title="AMD EPYC", present=True, memory_bytes=8 * 2**30
+    )
+    report = DoctorReport(
+        profile=profile,
+        rates={F32: _rate(F32, 95e9), BF16: _rate(BF16, 1.4e9), F16: _rate(F16, 40e9)},
+        versions={"torch": "2.13.0+cpu", "peft": "0.21.2", "bitsandbytes": "0.50.2", "gguf": None},
+        toolkits={},
+        python="Python 3.11.7, Linux x86_64",
+        misfits=(),
+        missing=(),
+        bitsandbytes=WORKS,
+    )
+    return replace(report, **changes)  # type: ignore[arg-type]
+
+
+OLD_PEFT = Misfit(
+    ("transformers 5.23.0", "peft 0.15.0"),
+    "transformers 5.23.0 requires peft>=0.20.0, not 0.15.0",
+    "peft>=0.20.0",
+    "error",
+)
+OLD_BNB = Misfit(
+    ("cuda 13.0", "bitsandbytes 0.47.0"),
+    "cuda 13.0 needs bitsandbytes>=0.48.0, not 0.47.0",
+    "bitsandbytes>=0.48.0",
+    "warning",
+    "https://example.org/bitsandbytes",
+)
+
+
+def _text(report: DoctorReport, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), no_color=True, highlight=False)
+    render_doctor(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def test_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert (
+        _text(_report())
+        == """\
+isotype doctor
+  device  AMD EPYC (cpu), 8.0 GiB
+  torch   2.13.0+cpu, CPU build, 2 CPU threads
+  python  Python 3.11.7, Linux x86_64
+  source  x86-64 instruction set
+
+Matmuls
+  dtype      runs           measured   cost here
+  float32    native     95.0 GFLOP/s   the fastest
+  bfloat16   emulated    1.4 GFLOP/s   matmuls run 68x slower than float32
+  float16    emulated   40.0 GFLOP/s   matmuls run 2.4x slower than float32
+
+  bfloat16  no AVX512-BF16 or AMX: torch converts bfloat16 in software
+  float16   no AVX512-FP16 or AMX-FP16: torch converts float16 in software
+
+Libraries
+  torch 2.13.0+cpu   peft 0.21.2   bitsandbytes 0.50.2
+
+  bitsandbytes  works through its native CPU library (an nf4 round trip was
+                tried)
+
+Ready for float32 LoRA and QLoRA on AMD EPYC
+--dtype auto means float32, the only dtype that is native"""
+    )
+
+
+def test_conflicts_are_grouped_by_what_to_change() -> None:
+    other = replace(OLD_PEFT, fact="isotype 0.1.0 requires peft>=0.19, not 0.15.0", change="peft>=0.19")
+    report = _report(misfits=(OLD_PEFT, other, OLD_BNB), missing=("gguf>=0.17",))
+    assert not report.ok
+    text = _text(report)
+    assert text[text.index("To change") :].startswith("""\
+To change
+  error    transformers 5.23.0 requires peft>=0.20.0, not 0.15.0
+           isotype 0.1.0 requires peft>=0.19, not 0.15.0
+  warning  cuda 13.0 needs bitsandbytes>=0.48.0, not 0.47.0
+           https://example.org/bitsandbytes
+  missing  gguf>=0.17
+  fix      pip install --upgrade "peft>=0.20.0" "bitsandbytes>=0.48.0"
+           "gguf>=0.17"
+
+Not ready: change peft first
+""")
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_line_is_wider_than_the_console(width: int) -> None:
+    report = _report(misfits=(OLD_PEFT, OLD_BNB), missing=("gguf>=0.17",))
+    text = _text(report, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "Not ready: change peft first" in text
+
+
+def test_names_with_brackets_are_not_markup() -> None:
+    title = "CPU [bold]x[/bold]"
+    assert title in _text(_report(profile=replace(_report().profile, title=title)))
+
+
+def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
+    status = BitsandbytesStatus("0.50.2", None, None, "it imports, but no NVIDIA T4 is here to try it on")
+    report = _report(profile=device_profile("t4"), rates={}, bitsandbytes=status)
+    assert report.ok
+    text = _text(report, 120)
+    assert "NVIDIA T4 (profile t4; not in this machine), 14.7 GiB" in text
+    assert "float16    native     65.0 TFLOP/s   the fastest" in text
+    assert "float32    native      8.1 TFLOP/s   matmuls run 8.0x slower than float16" in text
+    assert "bfloat16   emulated              -   no published rate" in text
+    assert text.endswith(
+        "NVIDIA T4 runs float16 natively; it is not in this machine, so nothing was tried on it\n"
+        "--dtype auto means the checkpoint's own dtype if native (float32, float16), else float16; "
+        "float16 trains with loss\nscaling"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "ok", "line"),
+    [
+        ({}, True, "Ready for float32 LoRA and QLoRA on AMD EPYC"),
+        (
+            {"bitsandbytes": BitsandbytesStatus("0.1", False, None, "ImportError: libfoo.so")},
+            True,
+            "Ready for float32 LoRA on AMD EPYC, not for QLoRA: bitsandbytes: ImportError: libfoo.so",
+        ),
+        (
+            {
+                "bitsandbytes": BitsandbytesStatus(None, None, None, "it is not installed"),
+                "missing": ("bitsandbytes>=0.49",),
+            },
+            True,
+            "Ready for float32 LoRA on AMD EPYC, not for QLoRA: bitsandbytes: it is not installed",
+        ),
+        (
+            {"missing": ("peft>=0.19", "bitsandbytes>=0.49", "trl>=1.15")},
+            True,
+            "Ready to check set-ups for AMD EPYC; training needs peft>=0.19, trl>=1.15",
+        ),
+        ({"misfits": (OLD_BNB,)}, True, "Ready for float32 LoRA and QLoRA on AMD EPYC"),
+        ({"misfits": (OLD_PEFT,)}, False, "Not ready: change peft first"),
+        (
+            {"rates": {F32: _rate(F32, None, "CUDA error: no kernel image is available")}},
+            False,
+            "Not ready: torch cannot multiply float32 matrices on AMD EPYC: "
+            "CUDA error: no kernel image is available",
+        ),
+    ],
+)
+def test_verdict(changes: dict[str, object], ok: bool, line: str) -> None:
+    report = _report(**changes)
+    assert report.ok is ok
+    assert verdict(report) == line
+
+
+def test_a_refused_dtype_shows_the_operators_words() -> None:
+    rates = {**_report().rates, F16: _rate(F16, None, "\"addmm_impl_cpu_\" not implemented for 'Half'")}
+    report = _report(rates=rates)
+    assert cost_here(F16, report) == "refused: \"addmm_impl_cpu_\" not implemented for 'Half'"
+    assert "float16    emulated              -   refused" in _text(report, 120)
+
+
+def test_auto_dtype() -> None:
+    assert auto_dtype(device_profile("h100")) == (
+        "the checkpoint's own dtype if native (float32, bfloat16, float16), else bfloat16; "
+        "float16 trains with loss scaling"
+    )
+    assert auto_dtype(device_profile("cpu-generic")) == "float32, the only dtype that is native"
+
+
+def test_a_measurement_that_belies_the_profile_is_said() -> None:
+    card = cuda_profile(AcceleratorProperties("NVIDIA Unheard Of", 2**30, capability=(8, 0)))
+    slow = _report(profile=card, rates={F32: _rate(F32, 90e9), BF16: _rate(BF16, 9e9)})
+    assert (
+        contradiction(slow)
+        == "bfloat16 counts as native, but float32 ran 10.0x faster: consider --dtype float32"
+    )
+    fast = replace(slow, rates={F32: _rate(F32, 9e9), BF16: _rate(BF16, 90e9)})
+    assert contradiction(fast) is None
+    assert contradiction(_report(profile=device_profile("h100"), rates={})) is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(95e9, "95.0 GFLOP/s"), (1.39e9, "1.4 GFLOP/s"), (65e12, "65.0 TFLOP/s"), (2.25e15, "2,250.0 TFLOP/s")],
+)
+def test_format_flops(rate: float, text: str) -> None:
+    assert format_flops(rate) == text
+
+
+def test_json_is_plain_and_complete() -> None:
+    report = _report(misfits=(OLD_PEFT,), missing=("gguf>=0.17",))
+    answer = json.loads(json.dumps(doctor_json(report)))
+    assert answer["ok"] is False
+    assert answer["rates"]["bfloat16"]["flops_per_second"] == 1.4e9
+    assert answer["device"]["dtypes"]["float16"]["support"] == "emulated"
+    assert answer["misfits"][0]["packages"] == ["transformers 5.23.0", "peft 0.15.0"]
+    assert answer["fix"] == 'pip install --upgrade "peft>=0.20.0" "gguf>=0.17"'
+    assert answer["bitsandbytes"]["works"] is True
+    assert answer["verdict"] == "Not ready: change peft first"
+
+
+# ------------------------------------------------------------------------------------------------- bitsandbytes
+
+
+def _try(script: str, timeout: float = 60.0) -> BitsandbytesStatus:
+    return try_bitsandbytes("0.1", _report().profile, timeout, script)
+
+
+def test_bitsandbytes_failures_are_reported_in_their_own_words() -> None:
+    assert _try("raise ImportError('libcudart.so.13: cannot open')") == BitsandbytesStatus(
+        "0.1", False, None, "ImportError: libcudart.so.13: cannot open"
+    )
+    assert _try("import os; os._exit(3)").message == "the process ended with status 3 and said nothing"
+    assert _try("pass").message == "the process ended with status 0 and said nothing"
+    assert _try("import time; time.sleep(30)", 0.2).message == "it did not answer within 0.2 s"
+
+
+def test_bitsandbytes_not_installed_or_device_not_here() -> None:
+    assert try_bitsandbytes(None, _report().profile, 1) == BitsandbytesStatus(
+        None, None, None, "it is not installed"
+    )
+    script = f"print('{doctor._ANSWER}' + '{{}}')"
+    assert try_bitsandbytes("0.1", device_profile("t4"), 60, script) == BitsandbytesStatus(
+        "0.1", None, None, "it imports, but no NVIDIA T4 is here to try it on"
+    )
+
+
+def test_nf4_values_that_come_back_wrong_are_a_failure() -> None:
+    good = read_answer("0.1", {"library": "BNBNativeLibrary", "nf4_error": 0.15})
+    assert (good.works, good.backend) == (True, "its native CPU library")
+    for error, shown in ((1.5, "1.5"), (float("nan"), "nan")):
+        bad = read_answer("0.1", {"library": "BNBNativeLibrary", "nf4_error": error})
+        assert bad.works is False
+        assert bad.message == (
+            f"values in [-1, 1] come back from nf4 off by {shown}; 0.153 is the most possible"
+        )
+
+
+def test_this_machine() -> None:
+    report = gather_doctor_report("cpu", probe_seconds=0.05)
+    assert report.ok
+    assert report.bitsandbytes.works is True
+    assert report.missing == ()
+    assert "isotype doctor" in _text(report)
+    json.dumps(doctor_json(report))

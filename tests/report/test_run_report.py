@@ -1,0 +1,648 @@
+"""The run report: records, JSON, sentences and the HTML file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isotype.errors import IsotypeError, SaveError
+from isotype.report.run import (
+    EvalRecord,
+    PolicyRow,
+    RunRecord,
+    Sample,
+    StepRecord,
+    from_json,
+    loss_sentences,
+    summarize,
+    to_json,
+    write_run_report,
+)
+from isotype.report.run_html import format_bytes, format_duration, to_html
+
+STEPS = 150
+
+
+def step_records(count: int = STEPS, scaled: bool = False, seed: int = 0) -> tuple[StepRecord, ...]:
+    """A falling noisy loss with warm-up, a slow first step, and (if scaled) a GradScaler that backs off."""
+    rng = random.Random(seed)
+    scale, records = 65536.0, []
+    for step in range(1, count + 1):
+        skipped = scaled and step in (2, 3, 61)
+        scale = scale / 2 if skipped else scale * 2 if scaled and step % 60 == 0 else scale
+        warm = min(1.0, step / (0.08 * count))
+        decay = 0.5 * (1 + math.cos(math.pi * max(0.0, step / count - 0.08) / 0.92))
+        tokens = rng.randint(3200, 4096)
+        records.append(
+            StepRecord(
+                step=step,
+                loss=1.02 + 1.95 * math.exp(-step / (count / 4.5)) + rng.gauss(0, 0.13),
+                learning_rate=2e-4 * warm * decay,
+                grad_norm=0.35 + 1.6 * math.exp(-step / 20) + abs(rng.gauss(0, 0.12)),
+                tokens=tokens,
+                seconds=tokens / (3650 + rng.gauss(0, 120)) * (3.1 if step == 1 else 1.0),
+                memory_bytes=int((1.62 + 0.2 * min(1.0, step / 6) + 0.012 * (step // 50)) * 2**30),
+                loss_scale=scale if scaled else None,
+                skipped=skipped,
+            )
+        )
+    return tuple(records)
+
+
+def realistic(**changes: Any) -> RunRecord:
+    record = RunRecord(
+        method="sft",
+        command=(
+            "isotype sft --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset data/precision_qa/train.jsonl "
+            "--quantization nf4 --dtype bfloat16 --lora-rank 16 --max-steps 150 --learning-rate 2e-4 "
+            "--output-dir runs/precision-qa"
+        ),
+        started="2026-11-20T14:03:11+00:00",
+        finished="2026-11-20T14:06:07+00:00",
+        status="finished",
+        error=None,
+        model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        dataset="data/precision_qa/train.jsonl",
+        output_dir="runs/precision-qa",
+        device="cpu (x86-64, AVX-512, native bfloat16)",
+        policy=(
+            PolicyRow("base weights", "nf4", "asked for: --quantization nf4"),
+            PolicyRow(
+                "compute", "bfloat16", "the checkpoint was trained in bfloat16 and this CPU runs it natively"
+            ),
+            PolicyRow(
+                "adapters (master)", "float32", "small learning rates would be lost in bfloat16 updates"
+            ),
+            PolicyRow("norms", "float32", "computed in float32, returned in bfloat16"),
+            PolicyRow("optimizer state", "float32", "follows the adapters"),
+            PolicyRow("softmax and loss", "float32", "sums over the vocabulary need its range and precision"),
+            PolicyRow("loss scaling", "none", "bfloat16 has the exponent range of float32"),
+        ),
+        warnings=(
+            "nf4 on a CPU dequantizes every weight in each step; expect about half the speed of bfloat16 storage.",
+        ),
+        versions=(
+            ("isotype", "0.1.0"),
+            ("torch", "2.13.0"),
+            ("transformers", "5.23.0"),
+            ("peft", "0.21.2"),
+            ("trl", "1.16.0"),
+        ),
+        parameters_total=139_399_488,
+        parameters_trainable=4_884_480,
+        weight_bytes=(("nf4", 54_650_880), ("bfloat16", 56_688_768), ("float32", 19_537_920)),
+        settings=(
+            ("learning rate", "2e-4, cosine, 12 warm-up steps"),
+            ("batch", "4 x 4 accumulated"),
+            ("sequence length", "1024"),
+            ("LoRA", "rank 16, alpha 32, dropout 0.05"),
+            ("targets", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
+            ("optimizer", "adamw_torch"),
+            ("seed", "42"),
+        ),
+        steps=step_records(),
+        evals=tuple(EvalRecord(step, 1.12 + 1.86 * math.exp(-step / 34)) for step in range(0, STEPS + 1, 25)),
+        samples=(
+            Sample(
+                "Why does a T4 need loss scaling when an A100 does not?",
+                "A T4 is a type of tea that is made from the leaves of the tea plant. It is scaled because the loss "
+                "of the tea is high.",
+                "A T4 has no bfloat16 units, so it computes in float16, whose smallest normal number is about 6e-5. "
+                "Small gradients underflow to zero unless the loss is scaled up first. An A100 computes in bfloat16, "
+                "which has the exponent range of float32, so no scaling is needed.",
+                "A T4 computes in float16, whose range is narrow; bfloat16 on an A100 has the range of float32.",
+            ),
+            Sample(
+                "What is nf4?",
+                "nf4 is a number.",
+                "A 4-bit format with quantiles of a normal distribution.",
+                None,
+            ),
+        ),
+        notes=("The tokenizer has no padding token; its end-of-sequence token pads instead.",),
+        resumed_from=None,
+    )
+    return replace(record, **changes)
+
+
+def losses(*values: float) -> tuple[StepRecord, ...]:
+    template = step_records(1)[0]
+    return tuple(replace(template, step=i + 1, loss=value) for i, value in enumerate(values))
+
+
+# --- JSON -------------------------------------------------------------------------------------------------
+
+text = st.text(max_size=12)
+pairs = st.lists(st.tuples(text, text), max_size=3).map(tuple)
+texts = st.lists(text, max_size=3).map(tuple)
+counts = st.integers(0, 2**63)
+step_numbers = st.integers(0, 10**10)
+records = st.builds(
+    RunRecord,
+    started=st.datetimes().map(lambda time: time.isoformat()),
+    finished=st.none() | st.datetimes().map(lambda time: time.isoformat()),
+    status=st.sampled_from(["finished", "interrupted", "failed"]),
+    error=st.none() | text,
+    method=text,
+    command=text,
+    model=text,
+    dataset=text,
+    output_dir=text,
+    device=text,
+    policy=st.lists(st.builds(PolicyRow, text, text, text), max_size=3).map(tuple),
+    warnings=texts,
+    versions=pairs,
+    parameters_total=counts,
+    parameters_trainable=counts,
+    weight_bytes=st.lists(st.tuples(st.sampled_from(["nf4", "bfloat16", "odd"]), counts), max_size=3).map(
+        tuple
+    ),
+    settings=pairs,
+    steps=st.lists(
+        st.builds(
+            StepRecord,
+            step=step_numbers,
+            loss=st.floats(),
+            learning_rate=st.floats(),
+            grad_norm=st.none() | st.floats(),
+            tokens=counts,
+            seconds=st.floats(),
+            memory_bytes=counts,
+            loss_scale=st.none() | st.floats(),
+            skipped=st.booleans(),
+        ),
+        max_size=6,
+    ).map(tuple),
+    evals=st.lists(st.builds(EvalRecord, step_numbers, st.floats()), max_size=4).map(tuple),
+    samples=st.lists(
+        st.builds(Sample, text, st.none() | text, st.none() | text, st.none() | text), max_size=2
+    ).map(tuple),
+    notes=texts,
+    resumed_from=st.none() | counts,
+)
+
+
+def refuse(name: str) -> None:
+    raise AssertionError(f"{name} is not strict JSON")
+
+
+@given(records)
+@settings(deadline=None)
+def test_json_round_trip_is_exact_and_strict(record: RunRecord) -> None:
+    written = to_json(record)
+    json.loads(written, parse_constant=refuse)
+    # repr tells NaN, -0.0, 1 and 1.0, True and 1 apart, which == does not.
+    assert repr(from_json(written)) == repr(record)
+
+
+def test_non_finite_numbers_are_strings() -> None:
+    written = json.loads(to_json(realistic(steps=losses(math.nan, math.inf, -math.inf))))
+    assert [step["loss"] for step in written["steps"]] == ["NaN", "Infinity", "-Infinity"]
+    assert written["schema_version"] == 1
+
+
+def test_whole_numbers_are_read_as_floats_where_a_float_belongs() -> None:
+    content = json.loads(to_json(realistic(steps=losses(1.0))))
+    content["steps"][0]["loss"] = 2
+    assert from_json(json.dumps(content)).steps[0].loss == 2.0
+
+
+def test_a_damaged_report_names_every_field() -> None:
+    content = json.loads(to_json(realistic(steps=losses(1.0, 2.0))))
+    del content["device"]
+    content["colour"] = "red"
+    content["status"] = "done"
+    content["steps"][1]["loss"] = "nan"
+    content["steps"][1]["step"] = True
+    content["versions"][0] = ["torch"]
+    content["notes"] = "a" * 80
+    with pytest.raises(IsotypeError) as caught:
+        from_json(json.dumps(content))
+    restore = "fix       restore the file from the run that wrote it"
+    assert (
+        str(caught.value)
+        == f"""this run report is damaged
+  - device is missing
+    expected  a text
+    {restore}
+  - colour
+    expected  no such field
+    fix       remove it, or read the file with a later isotype
+  - status = 'done'
+    expected  one of 'finished', 'interrupted', 'failed'
+    {restore}
+  - versions[0] = ['torch']
+    expected  a list of 2
+    {restore}
+  - steps[1].step = True
+    expected  a whole number
+    {restore}
+  - steps[1].loss = 'nan'
+    expected  a number, "NaN", "Infinity" or "-Infinity"
+    {restore}
+  - notes = '{"a" * 56}...
+    expected  a list
+    {restore}"""
+    )
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema_version": NaN}', "", "\ufeff{}"])
+def test_what_is_not_strict_json_is_refused(content: str) -> None:
+    with pytest.raises(IsotypeError, match=r"^this is not a run report\n"):
+        from_json(content)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"schema_version": 2}', "null"])
+def test_another_schema_is_refused(content: str) -> None:
+    version = 2 if "2" in content else None
+    with pytest.raises(IsotypeError) as caught:
+        from_json(content)
+    assert str(caught.value) == (
+        "this is not a run report that this version of isotype reads\n"
+        f"  - schema_version {version}\n"
+        "    expected  schema_version 1\n"
+        "    fix       give the run_report.json that a run wrote, and read it with the isotype that wrote it or a"
+        " later one"
+    )
+
+
+def test_times_are_checked() -> None:
+    with pytest.raises(IsotypeError) as caught:
+        realistic(started="yesterday", finished="2026-13-01")
+    fix = '\n    expected  an ISO-8601 time such as "2026-01-31T09:30:00+00:00"\n    fix       use datetime.now(timezone.utc).isoformat()'
+    assert str(caught.value) == (
+        f"this run cannot be recorded\n  - started = 'yesterday'{fix}\n  - finished = '2026-13-01'{fix}"
+    )
+    with pytest.raises(IsotypeError, match="a UTC offset in both or in neither"):
+        realistic(finished="2026-11-20T14:06:07")
+    assert summarize(realistic(finished="2026-11-20T15:03:11.5Z")).seconds == 3600.5
+
+
+# --- numbers and sentences --------------------------------------------------------------------------------
+
+
+def sentences(**changes: Any) -> list[str]:
+    return ["".join(pieces) for pieces in loss_sentences(realistic(**changes))]
+
+
+def test_summary() -> None:
+    steps = tuple(
+        replace(step, tokens=100, seconds=seconds, memory_bytes=memory, skipped=memory == 7)
+        for step, seconds, memory in zip(losses(4.0, 3.0, 2.0), (0.0, 1.0, 4.0), (5, 7, 6), strict=True)
+    )
+    summary = summarize(realistic(steps=steps, finished=None))
+    assert (summary.steps, summary.skipped, summary.seconds) == (3, 1, 5.0)
+    assert (summary.first_loss, summary.final_loss, summary.window) == (4.0, 2.0, 1)
+    assert (summary.tokens_per_second, summary.peak_memory_bytes) == (62.5, 7)
+    assert summarize(realistic()).seconds == 176
+    assert summarize(realistic()).window == 10
+
+
+def test_summary_of_nothing() -> None:
+    summary = summarize(realistic(steps=(), finished=None))
+    assert (summary.first_loss, summary.final_loss, summary.seconds) == (None, None, 0)
+    assert (summary.tokens_per_second, summary.peak_memory_bytes) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ((), "No training step was recorded."),
+        ((2.5,), "Training loss was 2.500 in the only step."),
+        ((2.5, 1.25), "Training loss fell from 2.500 to 1.250."),
+        ((1.25, 2.5), "Training loss rose from 1.250 to 2.500."),
+        ((2.0, 2.00001), "Training loss stayed at 2.000."),
+        (
+            (3.0, *[2.0] * 18, 1.0),
+            "Training loss fell from 2.500 to 1.500 (means of the first and the last 2 steps).",
+        ),
+        (
+            (3.0, math.nan, 2.0),
+            "Training loss fell from 3.000 to 2.000. In 1 of 3 steps it was not a finite number.",
+        ),
+        ((3.0, 2.0, math.nan, math.nan), "Training loss became NaN at step 3 and stayed non-finite."),
+        ((math.inf, 2.0), "Training loss went from ∞ to 2.000. In 1 of 2 steps it was not a finite number."),
+        ((math.nan,), "The training loss was never a finite number."),
+        ((1e-5, 2e7), "Training loss rose from 1.00e−05 to 2.00e+07."),
+    ],
+)
+def test_training_sentence(values: tuple[float, ...], sentence: str) -> None:
+    assert sentences(steps=losses(*values))[0] == sentence
+
+
+@pytest.mark.parametrize(
+    ("evals", "sentence"),
+    [
+        ((), "Held-back loss was not measured."),
+        (((10, 2.0),), "Held-back loss was 2.000 at step 10, the only time it was measured."),
+        (((0, 3.0), (10, 2.0)), "Held-back loss fell from 3.000 to 2.000."),
+        (
+            ((0, 3.0), (1000, 1.5), (2000, 2.0)),
+            "Held-back loss fell from 3.000 to 2.000; its lowest was 1.500 at step 1,000.",
+        ),
+        (((0, 3.0), (10, math.nan)), "Held-back loss went from 3.000 to NaN."),
+        (((0, math.nan), (10, math.nan)), "Held-back loss stayed at NaN."),
+    ],
+)
+def test_held_back_sentence(evals: tuple[tuple[int, float], ...], sentence: str) -> None:
+    assert sentences(evals=tuple(EvalRecord(*pair) for pair in evals))[1] == sentence
+
+
+def test_numbers_of_a_sentence_stand_at_odd_places() -> None:
+    for pieces in loss_sentences(realistic()):
+        assert [piece for i, piece in enumerate(pieces) if i % 2] == [
+            piece for piece in pieces if re.fullmatch(r"[\d.]+", piece) and piece != "."
+        ]
+
+
+@pytest.mark.parametrize(
+    ("amount", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (1536, "1.50 KiB"),
+        (36_175_872, "34.5 MiB"),
+        (2**30, "1.00 GiB"),
+        (2**52, "4,096 TiB"),
+    ],
+)
+def test_bytes(amount: int, expected: str) -> None:
+    assert format_bytes(amount) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0 s"),
+        (0.84, "0.840 s"),
+        (12.34, "12.3 s"),
+        (59.96, "60.0 s"),
+        (60, "1 min 00 s"),
+        (245.4, "4 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (7620, "2 h 07 min"),
+        (273_600, "3 d 04 h"),
+        (math.nan, "NaN s"),
+    ],
+)
+def test_durations(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
+
+
+# --- HTML -------------------------------------------------------------------------------------------------
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+# Attributes through which a page loads or leads elsewhere.
+LOADING = {"src", "href", "srcset", "data", "action", "formaction", "poster", "background", "style"}
+
+
+class Page(HTMLParser):
+    """Checks nesting while it reads, and keeps what the tests ask about."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append((self.open[-1] if self.open else "", data))
+
+    def text(self) -> str:
+        return "".join(data for tag, data in self.words if tag not in ("script", "style", "title"))
+
+
+def empty(**changes: Any) -> RunRecord:
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("policy", "warnings", "versions", "weight_bytes", "settings", "steps", "evals", "samples", "notes"),
+        (),
+    )
+    return realistic(**{**nothing, **changes})
+
+
+PAGES = {
+    "realistic": realistic(),
+    "scaled": realistic(steps=step_records(scaled=True)),
+    "long": realistic(steps=step_records(2_000, scaled=True)),
+    "one step": realistic(steps=step_records(1)),
+    "two steps": realistic(steps=step_records(2)),
+    "only NaN": realistic(steps=losses(math.nan, math.nan)),
+    "some infinities": realistic(steps=losses(1.0, math.inf, -math.inf, 2.0)),
+    "only evals": realistic(steps=()),
+    "empty": empty(),
+    "empty texts": empty(
+        model="", dataset="", method="", command="", parameters_total=0, weight_bytes=(("nf4", 0),)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_is_well_formed_and_needs_nothing_else(name: str) -> None:
+    html = to_html(PAGES[name])
+    page = Page(html)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", html, re.IGNORECASE)
+    assert [(tag, found) for tag, attrs in page.tags if (found := LOADING & set(attrs))] == []
+    assert {tag for tag, _ in page.tags} & {
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "a",
+    } == set()
+    plots = re.findall(
+        r'<svg class="(?:plot|bar|logo)".*?</svg>(?=</figure>|<div class="scroll">|isotype run)',
+        html,
+        re.DOTALL,
+    )
+    assert len(plots) == 1 + html.count('class="plot"') + html.count('class="bar"')
+    for svg in plots:
+        ElementTree.fromstring(svg)
+
+
+def test_policy_of_the_page_allows_its_own_style_and_script_only() -> None:
+    html = to_html(realistic())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    for kind in ("style", "script"):
+        (content,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy[1]
+    assert policy[1].startswith("default-src 'none'; ")
+    assert "unsafe" not in policy[1]
+
+
+def test_everything_is_said() -> None:
+    record = realistic(
+        steps=step_records(scaled=True), resumed_from=1200, status="failed", error="RuntimeError: no & <more>"
+    )
+    said = Page(to_html(record)).text()
+    for sentence in sentences(steps=record.steps):
+        assert sentence in said
+    parts = [
+        *("✕ failed", "RuntimeError: no & <more>", "resumed from step 1,200", "2026-11-20 14:03 UTC"),
+        *(f"{row.role}{row.dtype}{row.reason}" for row in record.policy),
+        *(f"{name}{value}" for name, value in (*record.settings, *record.versions)),
+        *(record.warnings + record.notes + (record.command, record.device, record.output_dir, record.model)),
+        *(sample.question for sample in record.samples),
+        *(
+            answer
+            for s in record.samples
+            for answer in (s.before, s.after, s.reference)
+            if answer is not None
+        ),
+        *(
+            "4,884,480 of 139,399,488 parameters were trained (3.50 %); the weights take 125 MiB.",
+            "nf452.1 MiB54,650,880 B41.8 %",
+        ),
+        *(
+            "Loss",
+            "Learning rate",
+            "Gradient norm",
+            "Tokens per second",
+            "Memory, GiB",
+            "Loss scale",
+            "3 steps skipped",
+        ),
+        "made by isotype",
+    ]
+    assert [part for part in parts if part not in said] == []
+
+
+def test_what_was_not_measured_has_no_chart_and_says_so() -> None:
+    bare = tuple(replace(step, grad_norm=None, seconds=0.0, memory_bytes=0) for step in losses(2.0, 1.0))
+    page = Page(to_html(realistic(steps=bare, evals=(), samples=())))
+    assert sum(tag == "figure" for tag, _ in page.tags) == 2
+    assert page.text().count("not measured") == 3
+    assert "A sample question" not in page.text()
+
+
+def test_an_answer_that_was_not_recorded_is_left_out() -> None:
+    said = Page(to_html(realistic(samples=(Sample("Why?", None, "Because.", None),)))).text()
+    assert "A sample questionWhy?AfterBecause." in said
+    assert "Before" not in said
+
+
+def test_values_that_are_not_finite_are_marked() -> None:
+    html = to_html(realistic(steps=losses(3.0, math.nan, math.inf, 1.0), evals=()))
+    assert html.count('class="broken"') == 1
+    assert "<title>step 2 · training NaN · smoothed" not in html
+    assert "<title>step 2 · training NaN</title>" in html
+    assert "not finite" in Page(html).text()
+
+
+def test_hostile_text_stays_text() -> None:
+    evil = "</style></script><script>alert(1)</script>\"'&<img onerror=x>\x00\u202e"
+    changes = dict.fromkeys(("method", "command", "error", "model", "dataset", "output_dir", "device"), evil)
+    record = realistic(
+        policy=(PolicyRow(evil, evil, evil),),
+        warnings=(evil,),
+        notes=(evil,),
+        versions=((evil, evil),),
+        settings=((evil, evil),),
+        weight_bytes=((evil, 5),),
+        samples=(Sample(evil, evil, evil, evil),),
+        **changes,
+    )
+    harmless, page = Page(to_html(realistic(samples=record.samples[:1]))), Page(to_html(record))
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in harmless.tags} | {"h2"}
+    assert page.text().count("<script>alert(1)</script>") >= 15
+
+
+def test_a_model_named_script() -> None:
+    html = to_html(realistic(model="<script>"))
+    assert "&lt;script&gt;" in html
+    assert html.count("<script>") == 1
+
+
+@given(records)
+@settings(deadline=None, max_examples=60)
+def test_every_record_gives_a_page(record: RunRecord) -> None:
+    Page(to_html(record))
+
+
+def test_charts_share_their_columns() -> None:
+    html = to_html(realistic())
+    hits = {figure.count('class="hit"') for figure in html.split("<figure")[1:]}
+    assert hits == {STEPS + 1}
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def test_write_run_report(tmp_path: Path) -> None:
+    record = realistic(notes=("naïve ∞ \ud800",))
+    html, data = write_run_report(record, tmp_path / "new" / "run")
+    assert (html, data) == (
+        tmp_path / "new" / "run" / "run_report.html",
+        tmp_path / "new" / "run" / "run_report.json",
+    )
+    assert from_json(data.read_text(encoding="utf-8")) == record
+    assert html.read_text(encoding="utf-8") == to_html(record)
+    assert sorted(path.name for path in html.parent.iterdir()) == ["run_report.html", "run_report.json"]
+    write_run_report(realistic(notes=()), html.parent)
+    assert from_json(data.read_text(encoding="utf-8")).notes == ()
+
+
+def test_a_failed_write_leaves_the_former_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    html, data = write_run_report(realistic(), tmp_path)
+    before = html.read_bytes(), data.read_bytes()
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(SaveError) as caught:
+        write_run_report(realistic(notes=()), tmp_path)
+    assert str(caught.value) == (
+        f"the run report could not be written\n  - {tmp_path}: No space left on device\n"
+        "    expected  a directory that can be written to, with room for the report\n"
+        "    fix       free the path or give another directory"
+    )
+    assert (html.read_bytes(), data.read_bytes()) == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("here first")
+    with pytest.raises(SaveError, match=r"^the run report could not be written\n"):
+        write_run_report(realistic(), tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "here first"
+
+
+def test_the_records_need_no_torch() -> None:
+    code = "import sys, isotype.report.run, isotype.report.run_html; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
