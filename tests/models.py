@@ -117,8 +117,8 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     cls = getattr(transformers, _CLASSES.get(name, "AutoModelForCausalLM"))
     model = cls._from_config(config) if name in _CLASSES else cls.from_config(config)
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or parameter.ndim == 1:
+        for parameter in model.parameters():
+            if parameter.ndim == 1 or not parameter.any():
                 # Norms start at exactly one and biases at zero, which every dtype holds: digits to lose are needed.
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.to(dtype)

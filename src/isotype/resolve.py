@@ -10,7 +10,7 @@ from isotype.checkpoint.facts import ModelFacts, facts_of
 from isotype.errors import Problem
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy, Wishes, decide
-from isotype.precision.versions import installed, misfits
+from isotype.precision.versions import installed, misfits, toolkits
 
 
 def resolve_precision(
@@ -55,7 +55,7 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
     versions = installed()
     problems = [
         Problem(" and ".join(misfit.packages), f"versions that fit: {misfit.fact}", misfit.change)
-        for misfit in misfits(versions)
+        for misfit in misfits({**versions, **toolkits()}, kind=profile.kind)
         if misfit.severity == "error"
     ]
     saved = facts.quantization.method if facts.quantization else None

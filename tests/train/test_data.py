@@ -668,7 +668,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
         '[{"text": "a"}]\nx',
         (
             (
-                't.json, line 2: not JSON at column 1: \'[{"text": "a"}]\\nx\'',
+                "t.json, line 2: not JSON at column 1: 'x'",
                 "an array of JSON objects (the parser says: Extra data)",
                 MEND,
             ),
@@ -1213,6 +1213,19 @@ def test_what_is_wrong_is_said_with_its_place(case: str) -> None:
     name, method, content, problems = BROKEN[case]
     write(name, content)
     assert refusal(name, method) == HEADLINE.format(name) + "\n".join(problem(*item) for item in problems)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.parquet"])
+def test_a_file_that_may_not_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(name, "{}")
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied", name)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert refusal(name) == HEADLINE.format(name) + problem(
+        f"{name}: cannot be read: Permission denied", "a file that you may read", "see its permissions"
+    )
 
 
 def parquet_of(rows: list[dict[str, Any]] | pyarrow.Table) -> bytes:

@@ -20,6 +20,15 @@ from isotype.errors import CheckpointError, PrecisionError, Problem
 
 # Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
 _PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4, "int8": 8}
+# Where llama.cpp's name of an architecture is not transformers' model_type, apart from dashes.
+_GGUF_MODEL_TYPES = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+}
 # What quantizers store beside the weights; not weights, so they say nothing about the training dtype.
 _CONSTANTS = re.compile(
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|g_idx|qzeros|weight_shape)$"
@@ -363,13 +372,12 @@ def _of_file(path: Path) -> ModelFacts:
 
 
 def _gguf_class(architecture: str) -> tuple[Any, str]:
-    """The model class and model_type for llama.cpp's name of an architecture, which differs in its dashes."""
+    """The model class and model_type for llama.cpp's name of an architecture; no class if there is none."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    plain = architecture.replace("-", "_")
-    for name in (plain, f"{plain}_text", re.sub(r"(?<=\d)moe$", "_moe", plain)):
-        if name in CONFIG_MAPPING and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING:
-            return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], name
+    name = _GGUF_MODEL_TYPES.get(architecture, architecture.replace("-", "_"))
+    if name in CONFIG_MAPPING and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], name
     return None, architecture
 
 

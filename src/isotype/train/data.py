@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.errors import DataError, Problem
-from isotype.train.columns import COLUMNS, TEXT_COLUMNS, Survey, columns_problem, quoted, survey
+from isotype.train.columns import COLUMNS, TEXT_COLUMNS, columns_problem, quoted, survey
 from isotype.train.locate import EMBEDDED, PARQUET, LocalData, data_error, find_local, splits_problems
-from isotype.train.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows
+from isotype.train.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
 from isotype.train.shapes import Shape, to_feature
 
 if TYPE_CHECKING:
@@ -174,13 +174,9 @@ def _kind(path: Path) -> str:
 
 def _prepare_text(files: tuple[Path, ...], job: _Job, columns: Sequence[str] | None) -> _Prepared:
     digests = {path: digest_or_problem(path) for path in files}
-    unreadable = [
-        Problem(f"{path.name}: {problem.given}", problem.expected, problem.fix)
-        for path, (_, problem) in digests.items()
-        if problem
-    ]
-    if unreadable:
-        return _Prepared(unreadable)
+    problems = [_at(path.name, problem) for path, (_, problem) in digests.items() if problem]
+    if problems:
+        return _Prepared(problems)
     cells = files[0].suffix.lower() in CELL_SUFFIXES
     found = survey(_records(files, job, columns), job.method, job.text_field, cells=cells)
     problems = found.problems()
@@ -200,6 +196,10 @@ def _records(
             if columns is not None and isinstance(row, dict):
                 taken = {name: row[name] for name in columns if name in row}
             yield path.name, line, taken
+
+
+def _at(source: str, problem: Problem) -> Problem:
+    return dataclasses.replace(problem, given=f"{source}: {problem.given}")
 
 
 def _empty(named: str) -> Problem:
@@ -238,8 +238,11 @@ def _parquet_problem(path: Path) -> Problem | None:
 
     expected = "a parquet file"
     fix = "write it again with a parquet library, or give the file its true suffix"
-    with path.open("rb") as file:
-        head = file.read(16)
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        return _at(path.name, unreadable(error))
     if not head:
         return _empty(path.name)
     if not head.startswith(b"PAR1"):
@@ -276,11 +279,9 @@ def _sample_problems(dataset: Any, source: str, job: _Job) -> list[Problem]:
     names = dataset.column_names
     if names is None:  # an iterable data set learns its columns from its first row
         names = list(next(iter(dataset), {}))
-    found = Survey()
     wrong = columns_problem(names, job.method, job.text_field) if names else None
     if wrong:
-        found.note(source, None, wrong)
-        return found.problems()
+        return [_at(source, wrong)]
     # Pictures and other columns stay undecoded.
     judged = [name for name in names if name in COLUMNS or name == job.text_field]
     if not judged:

@@ -30,17 +30,24 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
     """The hex digest of a file's bytes, and what keeps them from being UTF-8 text (with the byte offset)."""
     digest = hashlib.blake2b(digest_size=16)
     offset = 0
-    with path.open("rb") as file:
-        for raw in file:
-            if offset == 0 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                return "", _not_utf8(0, raw[0], "UTF-16")
-            try:
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                if offset == 0 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    return "", _not_utf8(0, raw[0], "UTF-16")
                 raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return "", _not_utf8(offset + error.start, raw[error.start], "CP1252")
-            digest.update(raw)
-            offset += len(raw)
+                digest.update(raw)
+                offset += len(raw)
+    except UnicodeDecodeError as error:
+        return "", _not_utf8(offset + error.start, error.object[error.start], "CP1252")
+    except OSError as error:
+        return "", unreadable(error)
     return digest.hexdigest(), None
+
+
+def unreadable(error: OSError) -> Problem:
+    """The operating system does not give the file out."""
+    return Problem(f"cannot be read: {error.strerror}", "a file that you may read", "see its permissions")
 
 
 def _not_utf8(offset: int, byte: int, guess: str) -> Problem:

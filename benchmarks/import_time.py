@@ -1,0 +1,41 @@
+"""What `import isotype` costs beyond `import torch`: seconds, interleaved runs in fresh interpreters.
+
+Run: python benchmarks/import_time.py [RUNS]. Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+_TIME = "import time; t = time.perf_counter(); import {modules}; print(time.perf_counter() - t)"
+
+
+def seconds(modules: str) -> float:
+    """Time of one import in a fresh interpreter."""
+    command = [sys.executable, "-c", _TIME.format(modules=modules)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def main(runs: int = 7) -> None:
+    """Interleave the two imports, so that a slow moment hits both."""
+    pairs = [(seconds("torch"), seconds("torch, isotype")) for _ in range(runs)]
+    extra = [both - torch for torch, both in pairs]
+    result = {
+        "torch_s": statistics.median(torch for torch, _ in pairs),
+        "extra_s": statistics.median(extra),
+        "extra_min_s": min(extra),
+        "extra_max_s": max(extra),
+        "runs": runs,
+    }
+    print(f"import torch            {result['torch_s']:.3f} s")
+    print(
+        f"isotype on top of it    {result['extra_s']:+.3f} s ({min(extra):+.3f} to {max(extra):+.3f}, {runs} runs)"
+    )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,9 @@
+"""`python -m isotype` is the command `isotype`."""
+
+from __future__ import annotations
+
+import sys
+
+from isotype.cli import main
+
+sys.exit(main())

@@ -1,0 +1,205 @@
+"""What decide() chooses, why, and what it refuses: whole policies and whole messages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.checkpoint.facts import ModelFacts, QuantizationFacts
+from isotype.dtypes import COMPUTE_DTYPES
+from isotype.errors import CheckpointError, PrecisionError, Problem
+from isotype.precision.hardware import device_profile, profile_names
+from isotype.precision.policy import POLICY_FILE, PrecisionPolicy, Wishes, decide
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+T4, A100, CPU = device_profile("t4"), device_profile("a100"), device_profile("cpu-generic")
+LLAMA = ModelFacts("llama", model_type="llama", trained_dtype=BF16)
+GPT_OSS = replace(LLAMA, source="gpt-oss", pinned=("input_layernorm", "norm"), pinned_strict=("sinks",))
+NF4 = QuantizationFacts("bitsandbytes", "nf4", BF16, double_quant=True, quant_storage=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("trained", "profile", "quantization", "compute"),
+    [
+        (BF16, A100, None, BF16),  # trained in it, runs natively
+        (F16, A100, None, F16),
+        (F32, A100, None, F32),
+        (BF16, T4, None, F16),  # no native bfloat16: the best it has, with loss scaling
+        (BF16, CPU, None, F32),  # a CPU without native 16-bit
+        (F16, CPU, None, F32),
+        (None, A100, None, BF16),  # nothing says: the best
+        (F32, A100, "nf4", BF16),  # rounded weights gain nothing from float32 matmuls
+        (F32, CPU, "nf4", F32),
+    ],
+)
+def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(trained, profile, quantization, compute):
+    policy = decide(replace(LLAMA, trained_dtype=trained), profile, Wishes(quantization=quantization))
+    assert policy.compute == compute
+    assert policy.loss_scaling == (compute == F16)
+    assert policy.master == F32
+    assert policy.storage == (quantization or str(compute).removeprefix("torch."))
+    assert policy.warnings == ()
+    assert all(reason for _, _, reason in policy.rows())
+
+
+def test_auto_on_a_t4_says_why():
+    reason = decide(LLAMA, T4, Wishes()).reasons["compute"]
+    assert reason.startswith("the checkpoint was trained in bfloat16; ")
+    assert reason.endswith(", so the best it has is taken")
+
+
+def test_an_explicit_dtype_that_is_slow_is_honoured_with_a_warning():
+    policy = decide(LLAMA, T4, Wishes(dtype="bf16"))
+    assert policy.compute == BF16
+    assert policy.warnings[0].startswith("bfloat16 on NVIDIA T4: ")
+    assert "expect it to be slow" in policy.warnings[0]
+
+
+def test_float16_of_a_bfloat16_checkpoint_warns_about_range():
+    assert decide(LLAMA, A100, Wishes(dtype="float16")).warnings == (
+        "the checkpoint was trained in bfloat16: activations above 65504 overflow in float16 (loss scaling guards "
+        "the gradients, not the activations)",
+    )
+
+
+def test_pins_hold_in_every_16_bit_dtype_and_nowhere_else():
+    for dtype in (BF16, F16):
+        assert decide(GPT_OSS, A100, Wishes(dtype=dtype)).pinned == ("input_layernorm", "norm", "sinks")
+    assert decide(GPT_OSS, A100, Wishes(dtype=F32)).pinned == ()
+
+
+def test_a_checkpoint_saved_quantized_keeps_its_format():
+    policy = decide(replace(LLAMA, quantization=NF4), A100, Wishes(dtype="float16"))
+    assert (policy.storage, policy.double_quant, policy.compute) == ("nf4", True, F16)
+    assert policy.reasons["storage"] == "the checkpoint is saved in nf4"
+
+
+def test_full_training_stores_the_weights_as_masters():
+    policy = decide(LLAMA, A100, Wishes(dtype="bfloat16", trainable="full"))
+    assert (policy.storage, policy.compute, policy.autocast) == ("float32", BF16, BF16)
+
+
+def test_mxfp4_is_dequantized():
+    facts = replace(LLAMA, quantization=QuantizationFacts("mxfp4", "mxfp4"))
+    assert decide(facts, A100, Wishes()).storage == "bfloat16"
+    assert decide(facts, A100, Wishes(quantization="nf4")).storage == "nf4"
+
+
+def test_every_conflict_at_once_with_the_nearest_policy_that_works():
+    facts = replace(LLAMA, quantization=NF4, source="llama-nf4")
+    wishes = Wishes(dtype="float16", quantization="int8", trainable="full", master="bfloat16")
+    with pytest.raises(PrecisionError) as caught:
+        decide(facts, A100, wishes)
+    assert str(caught.value) == (
+        "3 conflicts in the precision asked for\n"
+        "  - every weight trainable, but the weights are stored in int8\n"
+        "    expected  float weights: quantized weights have no gradient\n"
+        "    fix       train adapters (trainable='lora'), or leave the quantization out\n"
+        "  - quantization int8, but llama-nf4 is saved in nf4\n"
+        "    expected  nf4, or an unquantized checkpoint\n"
+        "    fix       leave the quantization out (the checkpoint's nf4 is kept) or give the 16-bit original\n"
+        "  - compute float16 with bfloat16 masters\n"
+        "    expected  float32 masters: float16 compute needs a GradScaler, and it cannot unscale bfloat16 gradients\n"
+        "    fix       leave the master dtype out, or compute in bfloat16\n"
+        "  = nearest policy that works: compute bfloat16, storage nf4, masters float32, trainable lora"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wishes", "given"),
+    [
+        (Wishes(quantization="nf5"), "quantization 'nf5'"),
+        (Wishes(trainable="some"), "trainable='some'"),
+        (Wishes(double_quant=True), "double_quant without a quantization"),
+        (Wishes(dtype="float64"), "compute dtype float64"),
+        (Wishes(master="float64"), "master dtype float64"),
+    ],
+)
+def test_a_wish_that_makes_no_sense_is_named(wishes, given):
+    with pytest.raises(PrecisionError) as caught:
+        decide(LLAMA, A100, wishes)
+    assert given in [problem.given for problem in caught.value.problems]
+    assert caught.value.hint.startswith("nearest policy that works: ")
+
+
+def test_a_quantized_format_that_cannot_be_trained_is_refused():
+    facts = replace(LLAMA, source="llama-gptq", quantization=QuantizationFacts("gptq", "gptq-4bit"))
+    with pytest.raises(PrecisionError) as caught:
+        decide(facts, A100, Wishes())
+    assert caught.value.problems[0].given == "llama-gptq is quantized with gptq-4bit"
+    assert caught.value.hint is None  # nothing the user asked for is the cause
+
+
+def test_obstacles_found_elsewhere_are_reported_together():
+    obstacle = Problem("bitsandbytes 0.1", "0.49", "pip install -U bitsandbytes")
+    with pytest.raises(PrecisionError) as caught:
+        decide(LLAMA, A100, Wishes(quantization="nf5"), [obstacle])
+    assert [p.given for p in caught.value.problems] == ["bitsandbytes 0.1", "quantization 'nf5'"]
+
+
+def test_the_printed_table_fits_a_terminal_and_names_every_role():
+    text = str(decide(GPT_OSS, T4, Wishes(quantization="nf4", double_quant=True)))
+    assert max(len(line) for line in text.splitlines()) <= 110
+    for role in ("frozen base weights", "matmuls and residual stream", "trainable parameters", "loss scaling"):
+        assert role in text
+    assert "nf4 (double quantization)" in text
+
+
+wishes_strategy = st.builds(
+    Wishes,
+    dtype=st.sampled_from(["auto", "float32", "bf16", "fp16", F16, "float64"]),
+    quantization=st.sampled_from([None, "nf4", "fp4", "int8", "gguf"]),
+    trainable=st.sampled_from(["lora", "full", "none"]),
+    master=st.sampled_from([None, "float32", "bfloat16", "float16"]),
+    double_quant=st.sampled_from([None, False, True]),
+    quant_storage=st.sampled_from([None, "uint8", "bfloat16"]),
+)
+facts_strategy = st.builds(
+    ModelFacts,
+    source=st.just("model"),
+    trained_dtype=st.sampled_from([None, F32, F16, BF16, torch.float64]),
+    quantization=st.sampled_from(
+        [None, NF4, QuantizationFacts("mxfp4", "mxfp4"), QuantizationFacts("awq", "awq-4bit")]
+    ),
+    pinned=st.sampled_from([(), ("norm",)]),
+)
+profiles = st.sampled_from([device_profile(name) for name in profile_names() if name != "cpu"])
+
+
+@given(facts=facts_strategy, profile=profiles, wishes=wishes_strategy)
+def test_whatever_is_asked_ends_in_a_coherent_policy_or_in_named_problems(facts, profile, wishes):
+    try:
+        policy = decide(facts, profile, wishes)
+    except PrecisionError as error:
+        assert error.problems
+        assert all(p.given and p.expected and p.fix for p in error.problems)
+        return
+    assert policy.compute in COMPUTE_DTYPES
+    assert profile.supports(policy.compute) != "refused"
+    assert policy.loss_scaling == (policy.compute == F16)
+    assert not (policy.loss_scaling and policy.master != F32)
+    assert policy.quantized == (policy.storage in ("nf4", "fp4", "int8"))
+    assert not (policy.quantized and policy.trainable == "full")
+    assert PrecisionPolicy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+
+
+def test_a_saved_policy_is_readable_and_comes_back_equal(tmp_path):
+    policy = decide(GPT_OSS, T4, Wishes(quantization="nf4"))
+    policy.save(tmp_path)
+    assert json.loads((tmp_path / POLICY_FILE).read_text())["compute"] == "float16"
+    back = PrecisionPolicy.read(tmp_path)
+    assert back == policy
+    assert back.reasons == policy.reasons
+    assert [path.name for path in tmp_path.iterdir()] == [POLICY_FILE]
+
+
+def test_no_policy_and_a_broken_one(tmp_path):
+    assert PrecisionPolicy.read(tmp_path) is None
+    (tmp_path / POLICY_FILE).write_text("{}")
+    with pytest.raises(CheckpointError, match="unreadable precision policy"):
+        PrecisionPolicy.read(tmp_path)

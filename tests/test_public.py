@@ -1,0 +1,59 @@
+"""The package from outside: its public names, and what importing it does not do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import isotype
+
+HEAVY = ("transformers", "bitsandbytes", "peft", "trl", "accelerate", "datasets", "rich", "torch.cuda.amp")
+
+
+def fresh(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_every_public_name_can_be_had():
+    for name in isotype.__all__:
+        assert getattr(isotype, name).__name__ == name
+    assert set(isotype.__all__) <= set(dir(isotype))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'isotype' has no attribute 'nope'"):
+        _ = isotype.nope
+
+
+def test_importing_loads_no_model_library_and_no_more_of_torch():
+    code = (
+        "import json, sys, torch; before = set(sys.modules); import isotype; "
+        "print(json.dumps(sorted(m for m in set(sys.modules) - before)))"
+    )
+    new = json.loads(fresh(code))
+    assert [name for name in new if name.split(".")[0] in HEAVY] == []
+    assert [name for name in new if not name.startswith("isotype")] == []
+
+
+def test_importing_patches_nothing():
+    code = (
+        "import torch, transformers, trl; "
+        "seen = lambda: {n: id(v) for m in (torch, torch.nn, transformers, trl) "
+        "for n, v in vars(m).items() if not n.startswith('_')}; "
+        "from transformers import Trainer; from trl import SFTTrainer; "
+        "before, methods = seen(), {n: id(v) for c in SFTTrainer.__mro__ for n, v in vars(c).items()}; "
+        "import isotype; [getattr(isotype, n) for n in isotype.__all__]; after = seen(); "
+        "assert all(after[n] == i for n, i in before.items()); "
+        "assert methods == {n: id(v) for c in SFTTrainer.__mro__ for n, v in vars(c).items()}; print('same')"
+    )
+    assert fresh(code).strip() == "same"
+
+
+def test_importing_costs_less_than_a_fifth_of_a_second_more_than_torch():
+    code = (
+        "import time, torch; t = time.perf_counter(); import isotype; print(time.perf_counter() - t)"
+    )
+    assert min(float(fresh(code)) for _ in range(3)) < 0.2
