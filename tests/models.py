@@ -82,7 +82,9 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "mistral": lambda: _config("MistralConfig", sliding_window=8),
     "phi": lambda: _config("PhiConfig"),
     "phi3": lambda: _config("Phi3Config"),
-    "gpt-oss": lambda: _config("GptOssConfig", **_HEADS, **_LAYERS, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-oss": lambda: _config(
+        "GptOssConfig", **_HEADS, **_LAYERS, num_local_experts=4, num_experts_per_tok=2
+    ),
     "qwen3-moe": lambda: _config("Qwen3MoeConfig", **_HEADS, **_EXPERTS),
     "deepseek-v3": lambda: _config(
         "DeepseekV3Config",
@@ -103,7 +105,13 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         "Ernie4_5_MoeConfig", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_layer_start_index=1
     ),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     "t5": _t5,
 }

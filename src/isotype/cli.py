@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +22,42 @@ INTERRUPTED = 130
 CRASHED = 1
 
 # `isotype demo` is this command.
-DEMO = ["--model_name_or_path", "embedded:smollm2", "--dataset_name", "embedded:precision_qa", "--quantization", "nf4", "--output_dir", "runs/demo", "--num_train_epochs", "2", "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--lr_scheduler_type", "cosine", "--warmup_steps", "5", "--lora_r", "16", "--lora_alpha", "32", "--lora_dropout", "0", "--gradient_checkpointing", "False", "--eval_strategy", "epoch", "--eval_on_start", "True", "--save_strategy", "no", "--seed", "0"]
+DEMO = [
+    "--model_name_or_path",
+    "embedded:smollm2",
+    "--dataset_name",
+    "embedded:precision_qa",
+    "--quantization",
+    "nf4",
+    "--output_dir",
+    "runs/demo",
+    "--num_train_epochs",
+    "2",
+    "--per_device_train_batch_size",
+    "4",
+    "--learning_rate",
+    "1e-3",
+    "--lr_scheduler_type",
+    "cosine",
+    "--warmup_steps",
+    "5",
+    "--lora_r",
+    "16",
+    "--lora_alpha",
+    "32",
+    "--lora_dropout",
+    "0",
+    "--gradient_checkpointing",
+    "False",
+    "--eval_strategy",
+    "epoch",
+    "--eval_on_start",
+    "True",
+    "--save_strategy",
+    "no",
+    "--seed",
+    "0",
+]
 
 _USAGE = """\
 usage: isotype COMMAND [ARGUMENT …]
@@ -56,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"isotype {__version__}", highlight=False)
         return 0
     command, rest = arguments[0], arguments[1:]
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does
     try:
         handler = _handler(command)
         return handler(rest, console)
@@ -180,16 +219,16 @@ def _merge(rest: list[str], console: Console) -> int:
         "--base", default=None, help="merge into this 16-bit original instead of the dequantized base"
     )
     parser.add_argument(
-        "--dtype", default="auto", help="dtype of the merged weights; auto: the base model's own"
+        "--dtype", default="auto", help="dtype of the merged weights; auto: the one it was trained in"
     )
     options = parser.parse_args(rest)
     _quiet_libraries()
     from isotype.checkpoint.merge import merge_adapter
-    from isotype.report.outcome import show_merge
+    from isotype.report.merge import show_merge
 
-    show_merge(
-        console, merge_adapter(options.adapter, options.output, base=options.base, dtype=options.dtype)
-    )
+    with console.status(f"merging {_escape(str(options.adapter))} …"):
+        report = merge_adapter(options.adapter, options.output, base=options.base, dtype=options.dtype)
+    show_merge(console, report)
     return 0
 
 

@@ -54,7 +54,7 @@ def load(
     if kwargs["quantization_config"] is None:
         del kwargs["quantization_config"]
     cls = concrete_class(config, model_class)
-    with _quiet():
+    with without_bars():
         model = _pinning(cls).from_pretrained(
             source, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **kwargs
         )
@@ -62,6 +62,9 @@ def load(
     if policy.trainable == "lora":
         model.requires_grad_(False)
     _note_quantization(model, policy)
+    if str(source) != str(path) and not Path(path).is_dir():
+        # An adapter names its base by this; a folder in a cache would not outlive the cache.
+        model.name_or_path = model.config._name_or_path = str(path)
     enforce_model(model, policy)
     return model
 
@@ -124,7 +127,7 @@ def _pinning(cls: Any) -> Any:
             return {}
         return dict.fromkeys(self._keep_in_fp32_modules | self._keep_in_fp32_modules_strict, torch.float32)
 
-    subclass = type(cls.__name__, (cls,), {"post_init": post_init, "_get_dtype_plan": dtype_plan})
+    subclass: Any = type(cls.__name__, (cls,), {"post_init": post_init, "_get_dtype_plan": dtype_plan})
     subclass.__module__ = cls.__module__
     return subclass
 
@@ -163,7 +166,8 @@ def _note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
+    """transformers' progress bars off, and on again afterwards if they were."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

@@ -74,7 +74,8 @@ def discard(directory: Path) -> None:
     if deleted.exists():
         shutil.rmtree(deleted)
     directory.rename(deleted)
-    shutil.rmtree(deleted)
+    # A file that somebody still reads may stay (NFS); `recover` deletes it later.
+    shutil.rmtree(deleted, ignore_errors=True)
 
 
 def recover(directory: Path) -> None:

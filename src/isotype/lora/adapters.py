@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ def add_lora(
         if hasattr(model, "prepare_inputs_for_generation"):
             lora_kwargs.setdefault("task_type", "CAUSAL_LM")
         config = peft.LoraConfig(**lora_kwargs)
+    _leave_out_experts(model, config)
     if isinstance(model, peft.PeftModel):
         model.add_adapter(adapter_name, config)
     else:
@@ -70,6 +73,30 @@ def add_lora(
         _save_policy_too(model)
     enforce_model(model, policy)
     return model
+
+
+def _leave_out_experts(model: Any, config: Any) -> None:
+    """Take stacked experts off the targets where PEFT cannot adapt them as asked; say so.
+
+    PEFT reaches experts that are stacked in one parameter by reparametrizing it, which leaves no activation to
+    drop out, no output to scale and no bias (`ParamWrapper.__init__` raises ValueError).
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    unable = [name for name in ("use_dora", "lora_dropout", "lora_bias") if getattr(config, name, None)]
+    if not unable:
+        return
+    converted = copy.deepcopy(config)
+    convert_peft_config_for_transformers(converted, model, None)
+    experts = set(converted.target_parameters or ()) - set(config.target_parameters or ())
+    if not experts or not converted.target_modules:
+        return
+    config.target_modules = converted.target_modules
+    warnings.warn(
+        f"{' and '.join(unable)}: adapters go on {', '.join(sorted(config.target_modules))}, not on the stacked "
+        f"experts ({', '.join(sorted(experts))}), which PEFT adapts by plain LoRA only",
+        stacklevel=3,
+    )
 
 
 def _save_policy_too(model: Any) -> None:

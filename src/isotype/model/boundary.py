@@ -1,4 +1,4 @@
-"""Boundaries: modules whose own weights are float32 in a model that computes in 16 bits.
+"""Boundaries: modules whose own weights are float32 in a model that computes in 16 bits, and quantized layers.
 
 A pinned norm, an unfrozen embedding, a `modules_to_save` head, a trained bias: each would send float32 into
 16-bit neighbours, or be refused by them. A boundary casts at that one place. It swaps the module's class for a
@@ -8,6 +8,7 @@ keep working, and it can be taken away again.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -22,7 +23,7 @@ class Boundary:
 
     Attributes:
         original: the class before the swap.
-        boundary: `"float32"`, `"compute"` or `"bias"`, see `set_boundary`.
+        boundary: the boundary's kind, see `set_boundary`.
     """
 
     original: type[nn.Module]
@@ -37,20 +38,26 @@ def set_boundary(module: nn.Module, boundary: str | None, compute: torch.dtype) 
 
     - `"float32"`: float inputs are cast to float32, autocast is off inside, float outputs return in `compute`.
       For pinned parameters and for norms and embeddings with float32 weights.
-    - `"compute"`: the forward runs under autocast to `compute`, which casts weight, bias and input together.
-      For linear layers with float32 masters.
-    - `"bias"`: the bias is added outside the quantized kernel: bitsandbytes would otherwise round a trainable
-      bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
+    - `"compute"`: the forward runs under autocast to `compute`, which casts weight, bias and input together;
+      float outputs return in `compute`. For linear layers and others with float32 masters.
+    - `"bias"`: the bias is added outside the 4-bit kernel: bitsandbytes would otherwise round a trainable bias in
+      place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
+    - `"int8"`: as `"bias"`, and the input comes in `compute` and as a matrix, which is all that bitsandbytes'
+      int8 kernels take; the row scales survive a copy of the weight (see `_init_8bit_state`).
     """
-    current = module.boundary if isinstance(module, Boundary) else None
-    if boundary is not None:
-        module.__dict__["_boundary_compute"] = compute
-    if current == boundary:
-        return False
-    base = original_class(module)
+    before = (type(module), module.__dict__.get("_boundary_compute"))
+    base: Any = original_class(module)
     module.__class__ = base if boundary is None else _boundary_class(base, boundary)
     if boundary is None:
         module.__dict__.pop("_boundary_compute", None)
+    else:
+        module.__dict__["_boundary_compute"] = compute
+    if before == (type(module), module.__dict__.get("_boundary_compute")):
+        return False
+    for name in ("forward", "_old_forward"):  # accelerate's hooks keep the method that they call
+        method = module.__dict__.get(name)
+        if isinstance(method, types.MethodType) and method.__self__ is module:
+            module.__dict__[name] = types.MethodType(type(module).forward, module)
     return True
 
 
@@ -78,38 +85,58 @@ def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(_device_type(self), dtype=self._boundary_compute):
-        return self.original.forward(self, *args, **kwargs)
+    compute = self._boundary_compute
+    with torch.autocast(_device_type(self), dtype=compute):
+        return _cast(self.original.forward(self, *args, **kwargs), compute)
 
 
 def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
-    bias, self._parameters["bias"] = self._parameters["bias"], None
-    try:
-        out = self.original.forward(self, x)
-    finally:
-        self._parameters["bias"] = bias
+    bias = self.bias
+    if bias is None or bias.dtype == self._boundary_compute:
+        return cast(torch.Tensor, self.original.forward(self, x))
+    # The same layer without its bias, sharing all else: leaving `self` alone keeps threads apart.
+    twin = object.__new__(type(self))
+    twin.__dict__.update(self.__dict__, _parameters={**self._parameters, "bias": None})
+    out = self.original.forward(twin, x)
     return cast(torch.Tensor, out + bias.to(out.dtype))
 
 
-_FORWARDS: dict[str, Callable[..., Any]] = {
-    "float32": _forward_float32,
-    "compute": _forward_compute,
-    "bias": _forward_bias,
+def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = x.to(self._boundary_compute).reshape(-1, x.shape[-1])
+    # Autocast would reach the float32 matmul that stands for an int8 one on a CPU without AVX512 (bitsandbytes
+    # 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose digits in bfloat16.
+    with torch.autocast(_device_type(self), enabled=False):
+        return _forward_bias(self, rows).reshape(*x.shape[:-1], -1)
+
+
+def _init_8bit_state(self: Any) -> None:
+    # Every copy that `Module.to` or PEFT's DoRA makes of an Int8Params comes without its row scales once they have
+    # moved to `state`, and bitsandbytes 0.50.2 would then overwrite the scales by None.
+    scales = self.state.SCB if self.weight.SCB is None else self.weight.SCB
+    self.original.init_8bit_state(self)
+    self.state.SCB = None if scales is None else scales.to(self.weight.device)
+
+
+_MEMBERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "float32": {"forward": _forward_float32},
+    "compute": {"forward": _forward_compute},
+    "bias": {"forward": _forward_bias},
+    "int8": {"forward": _forward_int8, "init_8bit_state": _init_8bit_state},
 }
 
 
 @cache
-def _boundary_class(base: type[nn.Module], boundary: str) -> type[nn.Module]:
+def _boundary_class(base: Any, boundary: str) -> Any:
     members = {
         "original": base,
         "boundary": boundary,
-        "forward": _FORWARDS[boundary],
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
+        **_MEMBERS[boundary],
     }
-    return cast(type[nn.Module], type(base.__name__, (Boundary, base), members))
+    return type(base.__name__, (Boundary, base), members)
 
 
-def _rebuild(base: type[nn.Module], boundary: str) -> nn.Module:
+def _rebuild(base: Any, boundary: str) -> Any:
     cls = _boundary_class(base, boundary)
-    return cast(nn.Module, cls.__new__(cls))
+    return cls.__new__(cls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from torch import nn
 
 from isotype.dtypes import dtype_name
+from isotype.errors import PrecisionError, Problem
 from isotype.model.boundary import set_boundary
-from isotype.model.quantized import align_4bit
+from isotype.model.quantized import align_4bit, align_8bit
 from isotype.model.walk import Place, is_pinned, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy
 
 POLICY_ATTRIBUTE = "precision_policy"
 """Name of the plain attribute that carries the policy on a model."""
+
+_ROUNDED = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,12 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
         PrecisionError: a quantized layer has lost its quantization state.
     """
     changes: list[Change] = []
-    for place in places(model):
-        changes += _parameters(place, policy)
+    found = tuple(places(model))
+    wanted = wanted_dtypes(found, policy)
+    for place in found:
+        changes += _parameters(place, wanted)
         changes += _quantization(place, policy)
-        changes += _buffers(place)
+        changes += _buffers(place, policy)
         changes += _boundary(place, policy)
     setattr(model, POLICY_ATTRIBUTE, policy)
     return tuple(changes)
@@ -69,77 +75,99 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
     return [f"{what} ({count} place{'s' if count > 1 else ''})" for what, count in counts.most_common()]
 
 
-def wanted_dtypes(place: Place, policy: PrecisionPolicy) -> dict[str, torch.dtype]:
-    """The dtype that `policy` wants for each float parameter of the module at `place`, by its own name."""
-    own = own_float_parameters(place.module)
+def wanted_dtypes(found: Sequence[Place], policy: PrecisionPolicy) -> dict[nn.Parameter, torch.dtype]:
+    """The dtype that `policy` wants for each unquantized float parameter of the modules at `found`.
+
+    A parameter that several modules share takes float32 if one of them wants it.
+    """
+    wanted: dict[nn.Parameter, torch.dtype] = {}
+    for place in found:
+        for parameter, dtype in _own_dtypes(place, policy).items():
+            if wanted.get(parameter) != torch.float32:
+                wanted[parameter] = dtype
+    return wanted
+
+
+def _own_dtypes(place: Place, policy: PrecisionPolicy) -> dict[nn.Parameter, torch.dtype]:
     wanted = {}
-    for name, parameter in own.items():
-        pinned = is_pinned(f"{place.name}.{name}", policy.pinned)
-        wanted[name] = policy.master if parameter.requires_grad else torch.float32 if pinned else policy.plain
-        if place.adapter and not parameter.requires_grad:
-            wanted[name] = parameter.dtype  # an inactive adapter keeps its masters
-    if place.kind == "norm" and torch.float32 in wanted.values():
-        # A norm kernel takes weight and bias in one dtype only.
+    pinned = False
+    for name, parameter in own_float_parameters(place.module).items():
+        if parameter.requires_grad or place.adapter:  # an adapter that is inactive now may be trained next
+            wanted[parameter] = policy.master
+        elif is_pinned(f"{place.name}.{name}", policy.pinned):
+            wanted[parameter], pinned = torch.float32, True
+        else:
+            wanted[parameter] = policy.plain
+    # A norm's kernel takes its weight and bias in one dtype only; a pinned linear layer computes in float32.
+    alike = place.kind == "norm" or (place.kind == "linear" and pinned)
+    if alike and torch.float32 in wanted.values():
         return dict.fromkeys(wanted, torch.float32)
     return wanted
 
 
-def _parameters(place: Place, policy: PrecisionPolicy) -> list[Change]:
+def _full_name(place: Place, name: str) -> str:
+    return f"{place.name}.{name}" if place.name else name
+
+
+def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[Change]:
     changes = []
-    own = own_float_parameters(place.module)
-    for name, wanted in wanted_dtypes(place, policy).items():
-        parameter = own[name]
-        if parameter.dtype == wanted:
+    for name, parameter in own_float_parameters(place.module).items():
+        dtype = wanted[parameter]
+        if parameter.dtype == dtype:
             continue
-        full_name = f"{place.name}.{name}" if place.name else name
-        changes.append(Change(full_name, f"{dtype_name(parameter.dtype)} -> {dtype_name(wanted)}"))
-        parameter.data = parameter.data.to(wanted)
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.to(wanted)
+        what = f"{dtype_name(parameter.dtype)} -> {dtype_name(dtype)}"
+        changes.append(Change(_full_name(place, name), what))
+        grad, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(dtype)
+        if grad is not None:
+            parameter.grad = grad.to(dtype)
     return changes
 
 
 def _quantization(place: Place, policy: PrecisionPolicy) -> list[Change]:
+    changes: list[str] = []
     if place.kind == "linear4bit":
-        return [Change(place.name, what) for what in align_4bit(place.name, place.module, policy.compute)]
-    return []
+        changes = align_4bit(place.name, place.module, policy.compute)
+    elif place.kind == "linear8bit":
+        changes = align_8bit(place.name, place.module)
+    return [Change(place.name, what) for what in changes]
 
 
-def _buffers(place: Place) -> list[Change]:
-    """Rotary frequencies that a blanket `.to(bfloat16)` has rounded are computed anew from the module's config."""
-    rounded = {
-        name: buffer
-        for name, buffer in place.module.named_buffers(recurse=False)
-        if "inv_freq" in name and buffer.dtype in (torch.bfloat16, torch.float16)
-    }
-    if not rounded:
-        return []
-    fresh = dict(_fresh_rotary(place.module).named_buffers(recurse=False))
+def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
+    """Bring float32 buffers back: rotary frequencies are computed anew, pinned ones keep their rounded values."""
+    rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
+    rotary = {name for name in rounded if "inv_freq" in name}
+    fresh = dict(_fresh_rotary(place).named_buffers(recurse=False)) if rotary else {}
     changes = []
     for name, buffer in rounded.items():
-        setattr(place.module, name, fresh[name].to(buffer.device))
-        changes.append(
-            Change(f"{place.name}.{name}", f"{dtype_name(buffer.dtype)} -> float32, computed anew")
-        )
+        full_name = _full_name(place, name)
+        if name in rotary:
+            restored, how = fresh[name].to(buffer.device), "float32, computed anew"
+        elif is_pinned(full_name, policy.pinned):
+            restored, how = buffer.float(), "float32"
+        else:
+            continue
+        setattr(place.module, name, restored)
+        changes.append(Change(full_name, f"{dtype_name(buffer.dtype)} -> {how}"))
     return changes
 
 
-def _fresh_rotary(module: nn.Module) -> nn.Module:
-    config = getattr(module, "config", None)
+def _fresh_rotary(place: Place) -> nn.Module:
+    """The rotary module at `place`, built again from its config."""
+    config = getattr(place.module, "config", None)
     if config is None:
-        from isotype.errors import PrecisionError, Problem
-
         raise PrecisionError(
             "rotary frequencies were rounded",
             [
                 Problem(
-                    f"{type(module).__name__} holds 16-bit inv_freq and no config to compute it from",
+                    f"{place.name} ({type(place.module).__name__}) holds 16-bit inv_freq and no config to compute "
+                    "it from",
                     "float32 frequencies",
                     "do not cast the whole model with .to(dtype); load it with isotype.load",
                 )
             ],
         )
-    return type(module)(config=config)
+    return type(place.module)(config=config)
 
 
 def _boundary(place: Place, policy: PrecisionPolicy) -> list[Change]:
@@ -150,16 +178,18 @@ def _boundary(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def _wanted_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
-    if policy.plain == torch.float32 or place.adapter or not place.leaf:
+    if place.kind == "linear8bit":
+        return "int8"
+    if policy.plain == torch.float32 or place.tuner:
         return None
-    own = own_float_parameters(place.module)
-    if place.kind in ("linear4bit", "linear8bit"):
-        bias = own.get("bias")
-        return "bias" if bias is not None and bias.dtype != policy.compute else None
-    high = [p for p in own.values() if p.dtype == torch.float32]
-    if not high or place.kind == "other":
+    own = own_float_parameters(place.module).values()
+    high = [p for p in own if p.dtype == torch.float32]
+    if not high:
         return None
-    trained_linear = place.kind == "linear" and any(p.requires_grad for p in high)
-    if trained_linear:
-        return "compute"
-    return "float32" if len(high) == len(own) else "compute" if place.kind == "linear" else None
+    if place.kind == "linear4bit":
+        return "bias"
+    trained = place.adapter or any(p.requires_grad for p in high)
+    if place.kind == "other":
+        # Of modules that we know nothing about, the author's own code handles the pinned parameters.
+        return "compute" if trained else None
+    return "compute" if place.kind == "linear" and trained else "float32"

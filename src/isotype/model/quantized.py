@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.dtypes import dtype_name
 from isotype.errors import PrecisionError, Problem
 
 
@@ -15,46 +16,99 @@ def quantization_state(layer: nn.Module) -> Any:
     return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
 
 
+def row_scales(layer: Any) -> torch.Tensor | None:
+    """The float32 row scales `[out_features]` of an int8 layer, or None where they were lost."""
+    scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+    return scales if isinstance(scales, torch.Tensor) else None
+
+
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     """Bring a `Linear4bit` under a compute dtype: its own, its quantization state's and the constants' dtypes.
 
     The state says what dtype a dequantized weight comes out in; it is saved with the checkpoint and keeps the
     checkpoint's dtype (https://github.com/unslothai/unsloth/issues/4005). The absmax constants stay float32.
 
-    Returns what was changed. Raises PrecisionError where the state was lost.
+    Returns what was changed. Raises PrecisionError where the state was lost or the packed bytes were cast.
     """
     changes = []
-    state = quantization_state(layer)
-    if state is None:
+    if quantization_state(layer) is None:
+        raise _lost(name, layer, "packed 4-bit weight", "the absmax constants that its 4-bit codes")
+    storage = layer.weight.quant_storage
+    if layer.weight.dtype != storage:
         raise PrecisionError(
-            "a quantized layer lost its quantization state",
+            "packed 4-bit codes were cast",
             [
                 Problem(
-                    f"{name}: packed 4-bit weight of shape {tuple(layer.weight.shape)} without a state",
-                    "a weight with the absmax constants that its 4-bit codes are multiplied with",
-                    "load the model again: something replaced the Params4bit by a plain Parameter",
+                    f"{name}: codes packed as {dtype_name(storage)} now lie as {dtype_name(layer.weight.dtype)}",
+                    "the bytes as they were packed: casting them changes the codes",
+                    "load the model again and do not cast it with .to(dtype), .half() or .bfloat16()",
                 )
             ],
         )
     if layer.compute_dtype != compute or not layer.compute_type_is_set:
-        changes.append(f"compute dtype {layer.compute_dtype} -> {compute}")
+        changes.append(f"compute dtype {_name(layer.compute_dtype)} -> {dtype_name(compute)}")
         layer.compute_dtype = compute
         layer.compute_type_is_set = True
+    # The layer keeps the state a second time, for FSDP, which loses the weight's attributes.
+    states = {
+        id(s): s for s in (getattr(layer.weight, "quant_state", None), layer.quant_state) if s is not None
+    }
+    changes += [change for state in states.values() for change in _align_state(state, compute)]
+    _keep_training_layout(layer)
+    return changes
+
+
+def _align_state(state: Any, compute: torch.dtype) -> list[str]:
+    changes = []
     if state.dtype != compute:
-        changes.append(f"quantization state {state.dtype} -> {compute}")
+        changes.append(f"quantization state {_name(state.dtype)} -> {dtype_name(compute)}")
         state.dtype = compute
     for holder in (state, state.state2 if state.nested else None):
         if holder is not None and holder.absmax.is_floating_point() and holder.absmax.dtype != torch.float32:
-            changes.append(f"absmax {holder.absmax.dtype} -> float32")
+            changes.append(f"absmax {_name(holder.absmax.dtype)} -> float32")
             holder.absmax = holder.absmax.float()
-    _keep_training_layout(layer)
     return changes
+
+
+def align_8bit(name: str, layer: Any) -> list[str]:
+    """Bring a `Linear8bitLt` into the form it computes in, its row scales in float32 beside the layer.
+
+    Returns what was changed. Raises PrecisionError where the row scales were lost.
+    """
+    scales = row_scales(layer)
+    if scales is None:
+        raise _lost(name, layer, "int8 weight", "the row scales that its codes")
+    if layer.weight.CB is not None:
+        # `Module.to` copies the weight without its scales; beside the layer they are safe.
+        layer.init_8bit_state()
+        layer.state.SCB = scales.to(layer.weight.device)
+    if scales.dtype == torch.float32:
+        return []
+    layer.state.SCB = layer.state.SCB.float()
+    return [f"row scales {_name(scales.dtype)} -> float32"]
+
+
+def _lost(name: str, layer: Any, what: str, needed: str) -> PrecisionError:
+    return PrecisionError(
+        "a quantized layer lost its quantization state",
+        [
+            Problem(
+                f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state",
+                f"a weight with {needed} are multiplied with",
+                "load the model again: something replaced or cast the quantized parameter",
+            )
+        ],
+    )
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "unset" if dtype is None else dtype_name(dtype)
 
 
 def _keep_training_layout(layer: Any) -> None:
     # bitsandbytes repacks 4-bit weights in place on the first evaluation forward on CPUs with AVX512-BF16; the
     # repacked layout has no backward and rounds the absmax constants to bfloat16, so a model that generates
-    # and then trains would silently stop learning. The layer's own switch keeps the layout that trains.
+    # and then trains would silently learn from wrong gradients. The layer's own switch keeps the layout that trains.
     # See Linear4bit.forward in bitsandbytes/nn/modules.py (0.50.2); tests/model/test_quantized.py says when
     # this can go.
     if hasattr(layer, "support_avx512bf16_for_cpu"):

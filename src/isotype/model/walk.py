@@ -19,18 +19,19 @@ class Place:
         name: fully qualified name.
         module: the module itself.
         kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (and convolutions), `"embedding"`, `"norm"` or `"other"`.
-        adapter: whether it is part of an adapter (PEFT's tuner layers keep their own dtypes and casts).
-        leaf: whether it has no child modules.
+        tuner: whether it belongs to a PEFT tuner layer, which casts its own inputs.
+        adapter: whether it is part of an adapter: in a tuner layer, or a copy of a module to save.
     """
 
     name: str
     module: nn.Module
     kind: str
+    tuner: bool
     adapter: bool
-    leaf: bool
 
 
 _TUNER = "BaseTunerLayer"  # PEFT's base class of every layer that wraps another one
+_COPIES = ".modules_to_save."  # where PEFT keeps the trained copies of whole modules
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 # By name, so that no library has to be imported to look at a model: bitsandbytes' layers, transformers' Conv1D.
 _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Conv1D": "linear"}
@@ -54,15 +55,17 @@ def kind_of(module: nn.Module) -> str:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Every module of `model`, itself included, parents before children."""
-    tuner = None  # name of the innermost adapter layer around the current module; modules come depth first
+    """Every module of `model`, itself included, parents before children; a shared module comes once."""
+    tuners: list[
+        str
+    ] = []  # the tuner layers around the current module, innermost last; modules come depth first
     for name, module in model.named_modules():
-        if tuner is not None and not name.startswith(f"{tuner}."):
-            tuner = None
-        adapter = tuner is not None and not name.startswith(f"{tuner}.base_layer")
-        if tuner is None and any(cls.__name__ == _TUNER for cls in type(module).__mro__):
-            tuner = name
-        yield Place(name, module, kind_of(module), adapter, next(module.children(), None) is None)
+        while tuners and not name.startswith(f"{tuners[-1]}."):
+            tuners.pop()
+        tuner = bool(tuners) and not f"{name}.".startswith(f"{tuners[-1]}.base_layer.")
+        if any(cls.__name__ == _TUNER for cls in type(module).__mro__):
+            tuners.append(name)
+        yield Place(name, module, kind_of(module), tuner, tuner or _COPIES in f".{name}.")
 
 
 def is_pinned(name: str, patterns: Sequence[str]) -> bool:

@@ -49,14 +49,15 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
         console.print(f"{kind:<8} {outcome.adapter}", highlight=False)
     console.print(f"report   {outcome.report}", highlight=False)
     if record.status == "interrupted":
-        from isotype.train.governed import whole_checkpoints
         from isotype.train.recipes import resume_command
 
-        whole = whole_checkpoints(record.output_dir)
-        if whole:
-            console.print(f"\nstopped; {whole[-1]} is whole. Go on with:", highlight=False)
+        whole = outcome.checkpoint
+        if whole is not None:
             console.print(
-                f"  {resume_command(settings, whole[-1])}", highlight=False, soft_wrap=True, markup=False
+                f"\nstopped; {whole} is whole. Go on with:", highlight=False, soft_wrap=True, markup=False
+            )
+            console.print(
+                f"  {resume_command(settings, whole)}", highlight=False, soft_wrap=True, markup=False
             )
         else:
             console.print("\nstopped before the first checkpoint; nothing to go on from", highlight=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import TrainerCallback
 from isotype.dtypes import dtype_name
 from isotype.errors import PrecisionError, Problem, UsageError
 from isotype.model.enforce import enforce_model, policy_of, summarize
-from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 
 logger = logging.getLogger("isotype")
 
@@ -21,17 +23,18 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     """Restores the policy before the first optimizer step and watches that it holds.
 
     At the beginning of training the model is brought under the policy, whatever the trainer has done to it (TRL
-    casts every trainable parameter of a quantized model to bfloat16); optimizer state that a resumed run brings
-    along becomes float32 again, adapter values that a bfloat16 parameter has rounded while a checkpoint was
-    being loaded are read again; and a GradScaler must be there exactly when the policy asks for one. After the
-    first step the optimizer state is checked. Every checkpoint gets the policy as a readable file.
+    casts every trainable parameter of a quantized model to bfloat16), and a GradScaler must be there exactly when
+    the policy asks for one. Where a run goes on from a checkpoint, adapter values and optimizer state that were
+    rounded on their way into bfloat16 parameters are read again. After the first step the optimizer state is
+    checked. A step that the GradScaler skips does not move the learning rate schedule. Every checkpoint gets the
+    policy as a readable file.
 
     Args:
         policy: by default the one the model carries, else decided from the trainer's own arguments
             (`fp16`, `bf16`) for the model as it is.
         check: what to do where trainer and policy disagree (a GradScaler missing or too many, optimizer state
-            that is not in the master dtype): `"error"` raises PrecisionError, `"warning"` logs it, None looks
-            away.
+            that is not in the master dtype, rounded values that cannot be read again): `"error"` raises
+            PrecisionError, `"warning"` logs it, None looks away.
     """
 
     def __init__(self, policy: PrecisionPolicy | None = None, check: str | None = "error") -> None:
@@ -43,22 +46,34 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self.policy = policy
         self.check = check
         self._checked = False
+        self._scale: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring model, optimizer and GradScaler under the policy."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if self.policy is None:
             self.policy = policy_of(model) or _policy_from_arguments(model, args)
-        rounded = [
-            name for name, p in model.named_parameters() if p.requires_grad and p.dtype != self.policy.master
-        ]
-        changes = enforce_model(model, self.policy)
-        for line in summarize(changes):
+        for line in summarize(enforce_model(model, self.policy)):
             logger.info("policy restored: %s", line)
-        if rounded and state.global_step > 0:
-            _read_again(model, optimizer, Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        if state.global_step > 0:
+            self._judge(restore_rounded(model, optimizer, self.policy.master, _candidates(args, state)))
+        raise_optimizer_state(optimizer, self.policy.master)
         self._judge(scaler_error(optimizer, self.policy))
         self._checked = False
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the loss scale, to see whether the step lowers it."""
+        self._scale = _loss_scale(kwargs["optimizer"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell accelerate of a skipped step, so that the learning rate schedule waits.
+
+        accelerate 1.15 takes a step for skipped if GradScaler did not call the optimizer; but a fused optimizer is
+        always called and skips by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
+        """
+        after = _loss_scale(kwargs["optimizer"])
+        if self._scale is not None and after is not None and after < self._scale:
+            kwargs["optimizer"]._is_overflow = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the first step: masters and optimizer state are in the master dtype."""
@@ -67,18 +82,19 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._checked = True
         self._judge(optimizer_error(kwargs["optimizer"], self.policy.master))
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the policy beside the adapter."""
+        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        missing = directory.is_dir() and not (directory / POLICY_FILE).exists()
+        if self.policy is not None and state.is_world_process_zero and missing:
+            self.policy.save(directory)
+
     def _judge(self, error: PrecisionError | None) -> None:
         if error is None or self.check is None:
             return
         if self.check == "error":
             raise error
         logger.warning("%s", error)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the policy beside the adapter."""
-        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if self.policy is not None and state.is_world_process_zero and directory.is_dir():
-            self.policy.save(directory)
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:
@@ -88,13 +104,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
         for parameter in group["params"]:
             tensors = {"parameter": parameter, **optimizer.state.get(parameter, {})}
             for name, tensor in tensors.items():
-                # Quantized optimizers keep uint8 state with its own constants; `step` counts in float32.
-                if (
-                    torch.is_tensor(tensor)
-                    and tensor.is_floating_point()
-                    and name != "step"
-                    and tensor.dtype != master
-                ):
+                if _is_moment(name, tensor) and tensor.dtype != master:
                     problems.append((name, dtype_name(tensor.dtype), tuple(parameter.shape)))
     if not problems:
         return None
@@ -111,11 +121,30 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
     )
 
 
+def _loss_scale(optimizer: Any) -> float | None:
+    scaler = getattr(optimizer, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+
+
+def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
+    """Float state tensors of `optimizer` in another dtype are cast to `master`: the step would refuse them."""
+    for parameter, state in optimizer.state.items():
+        for name, tensor in state.items():
+            if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
+                state[name] = tensor.to(master)
+
+
+def _is_moment(name: str, tensor: Any) -> bool:
+    # Quantized optimizers keep uint8 state with its own constants; `step` counts in float32.
+    return torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
+
+
 def _policy_from_arguments(model: Any, args: Any) -> PrecisionPolicy:
     from isotype.resolve import resolve_precision
 
     dtype = "float16" if args.fp16 else "bfloat16" if args.bf16 else "float32"
-    return resolve_precision(model, dtype=dtype, device=args.device)
+    trainable = "full" if all(p.requires_grad for p in model.parameters()) else "lora"
+    return resolve_precision(model, dtype=dtype, device=args.device, trainable=trainable)
 
 
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:
@@ -129,7 +158,7 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
         given, fix = (
             "no GradScaler",
             (
-                "build the trainer with fp16=True and call isotype.enforce(trainer) before trainer.train() "
+                "build the trainer with fp16=True and call isotype.enforce(trainer, policy) before trainer.train() "
                 "(on a CPU, accelerate makes no GradScaler by itself)"
             ),
         )
@@ -147,19 +176,102 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
     )
 
 
-def _read_again(model: Any, optimizer: Any, checkpoint: Path) -> None:
-    """Adapter values and optimizer state that were rounded on their way into bfloat16 parameters."""
-    weights, state = checkpoint / "adapter_model.safetensors", checkpoint / "optimizer.pt"
-    if not weights.is_file():
-        logger.warning(
-            "trainable parameters were rounded while a checkpoint was loaded into them, and %s is not there to "
-            "read them again; call isotype.enforce(trainer) before trainer.train(resume_from_checkpoint=…)",
-            weights,
-        )
-        return
-    from peft import set_peft_model_state_dict
+def _candidates(args: Any, state: Any) -> list[Path]:
+    """Where the checkpoint may lie that a run goes on from: `train()` keeps its argument to itself."""
+    named = [Path(args.resume_from_checkpoint)] if isinstance(args.resume_from_checkpoint, str) else []
+    return [*named, Path(args.output_dir) / f"checkpoint-{state.global_step}"]
+
+
+def restore_rounded(
+    model: Any, optimizer: Any, master: torch.dtype, checkpoints: Sequence[Path]
+) -> PrecisionError | None:
+    """Read trainable values and optimizer state again, if they were rounded while they were loaded.
+
+    `model.load_adapter` copies into the parameters as they are and only then makes them float32, so their dtype
+    says nothing afterwards; their values do. A checkpoint counts as the right one if its values, rounded, are the
+    model's, so another run's checkpoint of the same name is not taken.
+
+    Args:
+        model: its trainable parameters are in the master dtype already.
+        optimizer: the trainer's.
+        master: the policy's master dtype.
+        checkpoints: folders to look in.
+
+    Returns:
+        The error where values were rounded and no checkpoint holds the originals; else None.
+    """
+    rounded = _rounded_to(model) if master == torch.float32 else None
+    if rounded is None:
+        return None
+    current, load = _trainable_state(model)
+    for checkpoint in checkpoints:
+        saved = _read_weights(checkpoint, model)
+        if saved and _is_rounding_of(current, saved, rounded):
+            load(saved)
+            if (checkpoint / "optimizer.pt").is_file():
+                optimizer.load_state_dict(
+                    torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+                )
+            logger.info("read again in %s: values of %s", dtype_name(master), checkpoint)
+            return None
+    return PrecisionError(
+        "the values this run goes on from were rounded while they were loaded",
+        [
+            Problem(
+                f"trainable parameters hold no more digits than {dtype_name(rounded)}, and none of "
+                f"{', '.join(map(str, checkpoints))} holds the values they come from",
+                f"{dtype_name(master)} values, as they were saved",
+                "give the checkpoint's folder as resume_from_checkpoint in the training arguments too, or keep it "
+                "in output_dir, so that it can be read again",
+            )
+        ],
+    )
+
+
+def _rounded_to(model: Any) -> torch.dtype | None:
+    """The 16-bit dtype that holds every trainable value exactly, or None: values that were trained need more."""
+    trainable = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    for dtype in (torch.bfloat16, torch.float16):
+        if trainable and all(torch.equal(p, p.to(dtype).to(p.dtype)) for p in trainable):
+            return dtype
+    return None
+
+
+def _trainable_state(model: Any) -> tuple[dict[str, torch.Tensor], Callable[[dict[str, torch.Tensor]], Any]]:
+    """The trainable values by the names they are saved under, and what loads such values into the model."""
+    if not hasattr(model, "peft_config"):
+        current = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return current, partial(model.load_state_dict, strict=False)
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    name = model.active_adapters[0]
+    current = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return current, partial(set_peft_model_state_dict, model, adapter_name=name)
+
+
+def _read_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    set_peft_model_state_dict(model, load_file(weights))
-    if state.is_file():
-        optimizer.load_state_dict(torch.load(state, map_location="cpu", weights_only=True))
+    names = ["model*.safetensors"]
+    if hasattr(model, "peft_config"):
+        adapter = model.active_adapters[0]
+        names = [
+            "adapter_model.safetensors" if adapter == "default" else f"{adapter}/adapter_model.safetensors"
+        ]
+    return {
+        key: value
+        for name in names
+        for path in checkpoint.glob(name)
+        for key, value in load_file(path).items()
+    }
+
+
+def _is_rounding_of(
+    current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> bool:
+    return all(
+        name in saved
+        and saved[name].shape == value.shape
+        and torch.equal(saved[name].to(dtype), value.to(dtype).cpu())
+        for name, value in current.items()
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,7 +146,7 @@ def record(
         method=settings.method.name,
         command=command_line([settings.method.name, *settings.argv]),
         started=started.isoformat(timespec="seconds"),
-        finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,
         error=error,
         model=str(settings.model.model_name_or_path),

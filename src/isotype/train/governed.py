@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -15,33 +15,70 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.staging import fsync_tree, publish_directory, publish_files
-from isotype.errors import PrecisionError, Problem
+from isotype.checkpoint.staging import (
+    NO_ROOM,
+    STAGING,
+    discard,
+    fsync_tree,
+    publish_directory,
+    publish_files,
+    recover,
+    write_failure,
+)
+from isotype.errors import PrecisionError, Problem, SaveError
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import PrecisionPolicy
-
-STAGING = ".isotype-saving"
-"""Folder inside the output directory in which a checkpoint is built before it is renamed into place."""
+from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 
 
 class _Governed:
     """Mixin over `transformers.Trainer`; see `governed`."""
 
     _staging: Path | None = None
-    step_tokens: int = 0
+    _seen_before: int = 0
+    _began: float = 0.0
+    _resumed_from: Path | None = None
+    step_tokens: torch.Tensor | int = 0
     step_loss: torch.Tensor | None = None
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own; first, what a killed run left in the output directory is put in order."""
+        if self.args.should_save:
+            recover(Path(self.args.output_dir))
+        self._began = time.time()
+        self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def last_checkpoint(self: Any) -> Path | None:
+        """The whole checkpoint to go on from: the last that this run saved, else the one it went on from."""
+        whole = whole_checkpoints(self.args.output_dir)
+        return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
+
+    def _run_epoch(self: Any, **kwargs: Any) -> None:
+        # A run that goes on from its last step has no step left; transformers 5.23 looks only after one more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**kwargs)  # type: ignore[misc]
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own, and adds the tokens and the loss of this micro-batch to the step's."""
+        if self.step_loss is None:
+            self._seen_before = self.state.num_input_tokens_seen
         loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        self.step_tokens += count_tokens(inputs)
+        self.step_tokens = self.step_tokens + count_tokens(inputs)
         self.step_loss = loss if self.step_loss is None else self.step_loss + loss
         return loss
 
-    def take_step_measures(self) -> tuple[int, float]:
-        """(tokens, loss) of the optimizer step that has just ended, and start anew."""
+    def take_step_measures(self: Any) -> tuple[int, float]:
+        """(tokens, loss) of the optimizer step that has just ended, and start anew.
+
+        Where the batch holds prompts only, the tokens are those that the trainer itself counted while it
+        generated completions in this step.
+        """
         loss = float("nan") if self.step_loss is None else float(self.step_loss)
-        tokens, self.step_tokens, self.step_loss = self.step_tokens, 0, None
+        tokens = int(self.step_tokens) or int(self.state.num_input_tokens_seen - self._seen_before)
+        self.step_tokens, self.step_loss = 0, None
         return tokens, loss
 
     def _get_output_dir(self: Any, trial: Any) -> str:
@@ -53,54 +90,106 @@ class _Governed:
         """Build the checkpoint aside, bring it to the disk, then rename it: it is whole or not there."""
         run_dir = Path(super()._get_output_dir(trial))  # type: ignore[misc]
         name = f"checkpoint-{self.state.global_step}"
-        with self._staged(run_dir):
+        built, final = run_dir / STAGING / name, run_dir / name
+        with self._staged(run_dir, "checkpoint"):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            built, final = run_dir / STAGING / name, run_dir / name
-            if self.args.should_save:
-                if str(self.state.best_model_checkpoint) == str(built):
-                    self.state.best_model_checkpoint = str(final)
+            if self.state.best_model_checkpoint == str(built):
+                self.state.best_model_checkpoint = str(final)
+                if self.args.should_save:
                     self.state.save_to_json(str(built / "trainer_state.json"))
-                policy = getattr(self.model, "precision_policy", None)
-                if policy is not None:
-                    policy.save(built)
+            self.accelerator.wait_for_everyone()  # every rank has put its random state into it
+            if self.args.should_save:
+                self._save_policy(built)
+                write_manifest(built)
                 fsync_tree(built)
                 publish_directory(built, final)
             self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            from transformers.trainer_utils import rotate_checkpoints
+            self._rotate(run_dir, final)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
 
-            rotate_checkpoints(
-                output_dir=str(run_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        # An upload reads its files later, in a thread: only from where they stay.
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _rotate(self: Any, run_dir: Path, newest: Path) -> None:
+        """Delete the oldest checkpoints beyond `save_total_limit`, but never the newest or the best one."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return
+        best = self.state.best_model_checkpoint
+        keep = {newest} | ({Path(best)} if best is not None else set())
+        saved = all_checkpoints(run_dir)
+        surplus = len(saved) - max(limit, len(keep))
+        for path in [p for p in saved if p not in keep][: max(surplus, 0)]:
+            discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory` so that a crash in the middle leaves the files that were there."""
-        with self._staged(directory) as staging:
-            self.save_model(str(staging / "model"))
+        """Save the model into `directory`: its files are the former ones or, after `recover`, all the new ones.
+
+        Raises:
+            SaveError: the disk is full, or cannot be written.
+        """
+        with self._staged(directory, "trained model") as staging:
+            self.save_model(str(staging / "model"), _internal_call=True)
             if self.args.should_save:
-                policy = getattr(self.model, "precision_policy", None)
-                if policy is not None:
-                    policy.save(staging / "model")
+                self._save_policy(staging / "model")
                 fsync_tree(staging / "model")
                 publish_files(staging / "model", directory)
+        if self.args.push_to_hub:
+            self.push_to_hub()
+
+    def _save_policy(self: Any, directory: Path) -> None:
+        policy = getattr(self.model, "precision_policy", None)
+        if policy is not None:
+            policy.save(directory)
 
     @contextmanager
-    def _staged(self: Any, directory: Path) -> Iterator[Path]:
+    def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
+        """An empty folder to build in; a failure to write becomes a SaveError about `what`."""
         staging = directory / STAGING
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        self._staging = staging
         try:
+            if self.args.should_save:
+                if staging.exists():
+                    shutil.rmtree(staging)
+                staging.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self._staging = staging
             yield staging
+        except Exception as error:
+            failure = write_failure(error, staging)
+            if failure is None:
+                raise
+            raise self._save_error(directory, what, *failure) from error
         finally:
             self._staging = None
             if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)  # what is left of it goes at the next save
+
+    def _save_error(self: Any, directory: Path, what: str, number: int | None, reason: str) -> SaveError:
+        full = number in NO_ROOM
+        last = self.last_checkpoint()
+        return SaveError(
+            f"the disk is full: the {what} could not be saved" if full else f"the {what} could not be saved",
+            [
+                Problem(
+                    f"{directory}: {reason}",
+                    "room for the adapter and twice its size for the optimizer state"
+                    if full
+                    else "a directory that takes files of this size",
+                    "free some room, or give --output_dir on another disk, or --save_total_limit 1"
+                    if full
+                    else "make it writable and lift limits on file sizes, or give another --output_dir",
+                )
+            ],
+            hint=(
+                f"nothing else is lost: go on from {last} with --resume_from_checkpoint {last}"
+                if last
+                else "no checkpoint had been saved before"
+            ),
+        )
 
 
 @cache
@@ -161,11 +250,11 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         accelerator.native_amp = True
 
 
-def count_tokens(inputs: Any) -> int:
+def count_tokens(inputs: Any) -> torch.Tensor | int:
     """Tokens in a batch: the attended ones where a mask says which, else all ids."""
     if not isinstance(inputs, Mapping):
         return 0
-    total = 0
+    total: torch.Tensor | int = 0
     for key, value in inputs.items():
         if (
             not key.endswith("_ids")
@@ -175,16 +264,6 @@ def count_tokens(inputs: Any) -> int:
             continue
         mask = inputs.get(key.removesuffix("_ids") + "_mask", inputs.get("attention_mask"))
         same = torch.is_tensor(mask) and mask.shape == value.shape
-        total += int(mask.sum()) if same and mask is not None else value.numel()
+        # The sum stays on its device: reading it would make every micro-batch wait for the GPU.
+        total = total + (mask.sum() if same and mask is not None else value.numel())
     return total
-
-
-def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in `output_dir` that were saved to the end, oldest first."""
-    found = []
-    root = Path(output_dir)
-    for path in root.glob("checkpoint-*") if root.is_dir() else ():
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdigit() and (path / "trainer_state.json").is_file():
-            found.append((int(step), path))
-    return [path for _, path in sorted(found)]

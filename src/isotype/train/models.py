@@ -12,7 +12,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
 
 
-def adapted_model(settings: Settings, source: Path | str, policy: PrecisionPolicy) -> tuple[Any, Any]:
+def adapted_model(settings: Settings, policy: PrecisionPolicy) -> tuple[Any, Any]:
     """Load the model and add the adapter that the arguments describe.
 
     Returns:
@@ -29,7 +29,7 @@ def adapted_model(settings: Settings, source: Path | str, policy: PrecisionPolic
     training.model_init_kwargs = None
     kwargs |= dict(method.model_kwargs)
     model = load(
-        source,
+        arguments.model_name_or_path,
         policy,
         model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
         revision=arguments.model_revision,
@@ -41,7 +41,8 @@ def adapted_model(settings: Settings, source: Path | str, policy: PrecisionPolic
     if policy.trainable == "full":
         return model, None
     peft_config = get_peft_config(arguments)
-    if training.chat_template_path is not None and not Path(training.chat_template_path).is_file():
+    template = getattr(training, "chat_template_path", None)  # sft and reward have it
+    if template is not None and not Path(template).is_file():
         return model, peft_config
     return add_lora(model, policy, peft_config), None
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +18,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from isotype.errors import CheckpointError, IsotypeError, PrecisionError, Problem, SaveError, UsageError
+from isotype.checkpoint.staging import recover
+from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, UsageError
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run import RunRecord, Sample, write_run_report
@@ -24,8 +29,8 @@ from isotype.train.governed import (
     governed,
     masters_of,
     mixed_precision_name,
-    whole_checkpoints,
 )
+from isotype.train.saved import all_checkpoints, damage, whole_checkpoints
 from isotype.train.settings import Settings
 
 
@@ -37,11 +42,13 @@ class Outcome:
         record: what the report says.
         adapter: directory of the saved adapter (or model), None where the run did not get there.
         report: path of the HTML report.
+        checkpoint: the last whole checkpoint of this run, or the one it went on from; None where there is none.
     """
 
     record: RunRecord
     adapter: Path | None
     report: Path
+    checkpoint: Path | None = None
 
 
 def run(settings: Settings, console: Console) -> Outcome:
@@ -121,27 +128,31 @@ def _place_outputs(settings: Settings) -> None:
     settings.training.disable_tqdm = True
 
 
+_NO_RESUME = (None, False, "False", "false")
+
+
 def _resume_point(settings: Settings) -> Path | None:
     """The whole checkpoint that the run goes on from, or None for a start from the beginning."""
     asked = settings.training.resume_from_checkpoint
-    if asked in (None, False, "False", "false"):
+    if asked in _NO_RESUME:
         return None
     root = Path(settings.training.output_dir)
+    recover(root)
     whole = whole_checkpoints(root)
     if str(asked).lower() in ("true", "last", "latest"):
         return whole[-1] if whole else None
     path = Path(str(asked))
-    if path in whole or (path / "trainer_state.json").is_file():
+    reason = damage(path)
+    if reason is None:
         return path
+    others = ", ".join(p.name for p in reversed(whole))
     raise CheckpointError(
         "no checkpoint to go on from",
         [
             Problem(
-                f"--resume_from_checkpoint {asked}",
+                f"--resume_from_checkpoint {asked}: {reason}",
                 "a folder checkpoint-N that was saved to the end",
-                f"there are {', '.join(p.name for p in whole)} in {root}"
-                if whole
-                else f"there is none in {root}",
+                f"whole in {root}: {others}" if whole else f"there is none in {root}: leave the argument out",
             )
         ],
     )
@@ -163,7 +174,7 @@ def _build(
     )
     set_seed(training.seed)
     with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
-        model, peft_config = adapted_model(settings, source, policy)
+        model, peft_config = adapted_model(settings, policy)
     describe.show_model(console, model)
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     sample = _first_answer(settings, data, model, tokenizer, resume, console)
@@ -219,43 +230,63 @@ def _train(
     from isotype.train.record import RunRecorder
 
     root = Path(settings.training.output_dir)
-    started = datetime.now(timezone.utc)
-    status, error, adapter = "finished", None, None
+    started = datetime.now(UTC)
+    _say_where(settings, resume, console)
     with ProgressView(console) as view:
         recorder = RunRecorder(trainer, view.update)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(PrecisionCallback(policy))
         trainer.add_callback(recorder)
+        record_of = partial(describe.record, settings, policy, profile, trainer, recorder)
         try:
-            with _graceful_stop(trainer, console) as stopped, _disk_errors(root, resume):
-                trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-                if stopped:
-                    status = "interrupted"
-                else:
-                    trainer.save_final(root)
-                    adapter = root
-        except KeyboardInterrupt:
-            status = "interrupted"
-        except IsotypeError as failure:
-            status, error = "failed", str(failure)
-            raise
+            finished = _train_and_save(trainer, root, resume, console)
         except Exception as failure:
-            status, error = "failed", f"{type(failure).__name__}: {failure}"
+            error = (
+                str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
+            )
+            _report_failure(record_of(sample, resume, started, "failed", error), root, console)
             raise
-        finally:
-            if status == "failed" or status == "interrupted":
-                record = describe.record(
-                    settings, policy, profile, trainer, recorder, sample, resume, started, status, error
-                )
-                report = _write_report(record, root)
-    if status == "interrupted":
-        return Outcome(record, None, report)
-    sample = _second_answer(trainer, sample, console)
-    record = describe.record(
-        settings, policy, profile, trainer, recorder, sample, resume, started, status, error
-    )
-    return Outcome(record, adapter, _write_report(record, root))
+    if not finished:
+        record = record_of(sample, resume, started, "interrupted", None)
+        return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
+    try:
+        sample = _second_answer(trainer, sample, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: the model was not asked after training; it is saved")
+    record = record_of(sample, resume, started, "finished", None)
+    return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
+
+
+def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> bool:
+    """Train to the end and save the model into `root`; returns False where somebody stopped it."""
+    with _graceful_stop(trainer, console) as stopped:
+        try:
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            if stopped and trainer.state.global_step < trainer.state.max_steps:
+                return False
+            trainer.save_final(root)
+        except KeyboardInterrupt:
+            if trainer.args.should_save:
+                recover(root)
+            return False
+    return True
+
+
+def _say_where(settings: Settings, resume: Path | None, console: Console) -> None:
+    """Where the run starts, if it was asked to go on from a checkpoint, and which ones it could not take."""
+    asked, root = settings.training.resume_from_checkpoint, settings.training.output_dir
+    if asked in _NO_RESUME:
+        return
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    for path in all_checkpoints(root):
+        reason = damage(path)
+        if reason is not None:
+            say(f"note: {path} is not whole: {reason}")
+    if resume is None:
+        say(f"no whole checkpoint in {root}: starting at step 0")
+    else:
+        say(f"going on from {resume}")
 
 
 def _second_answer(trainer: Any, sample: Sample | None, console: Console) -> Sample | None:
@@ -268,6 +299,14 @@ def _second_answer(trainer: Any, sample: Sample | None, console: Console) -> Sam
     return replace(sample, after=text)
 
 
+def _report_failure(record: RunRecord, root: Path, console: Console) -> None:
+    """Write the report of a failed run, unless the failure, a full disk for one, keeps it from being written too."""
+    try:
+        _write_report(record, root)
+    except SaveError as error:
+        console.print(f"no run report: {error.headline}", highlight=False, markup=False)
+
+
 def _write_report(record: RunRecord, root: Path) -> Path:
     html, _ = write_run_report(record, root)
     return html
@@ -275,23 +314,37 @@ def _write_report(record: RunRecord, root: Path) -> Path:
 
 @contextmanager
 def _graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM lets the step end and saves a checkpoint; the second stops at once."""
+    """The first Ctrl-C or SIGTERM lets the step end and saves a checkpoint; the second stops at once.
+
+    Yields the signals so far. Outside the main thread, where Python takes no signals, it changes nothing.
+    """
     from transformers import TrainerCallback
 
     stopped: list[int] = []
+    owner = os.getpid()
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if stopped:
-                control.should_save = True
+                control.should_save = control.should_training_stop = True
+
+        on_evaluate = on_step_end  # a signal during an evaluation need not wait for one more step
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if stopped:
                 control.should_training_stop = True
 
     def ask_to_stop(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            return  # a data loader's worker: the terminal sends Ctrl-C to it as well, and it ends with its parent
         if stopped:
             raise KeyboardInterrupt
         stopped.append(signum)
         console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
 
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
     trainer.add_callback(Stop)
     before = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -301,49 +354,17 @@ def _graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-_NO_ROOM = (
-    "No space left on device",
-    "File too large",
-    "Disk quota exceeded",
-    "enforce fail at inline_container",
-)
-
-
-@contextmanager
-def _disk_errors(root: Path, resume: Path | None) -> Iterator[None]:
-    """A full disk while saving becomes an error that says what is still whole."""
-    try:
-        yield
-    except PrecisionError:
-        raise
-    except Exception as error:
-        if not any(text in str(error) for text in _NO_ROOM):
-            raise
-        whole = whole_checkpoints(root)
-        last = whole[-1] if whole else resume
-        raise SaveError(
-            "the disk is full: the checkpoint could not be saved",
-            [
-                Problem(
-                    f"{root}: {str(error).splitlines()[0]}",
-                    "room for the adapter and twice its size for the optimizer state",
-                    "free some room, or give --output_dir on another disk, or --save_total_limit 1",
-                )
-            ],
-            hint=(
-                f"nothing else is lost: go on from {last} with --resume_from_checkpoint {last}"
-                if last
-                else "no checkpoint had been saved before"
-            ),
-        ) from error
-
-
 def resume_command(settings: Settings, checkpoint: Path) -> str:
     """The command that goes on from `checkpoint`."""
-    argv = list(settings.argv)
-    if "--resume_from_checkpoint" in argv:
-        at = argv.index("--resume_from_checkpoint")
-        del argv[at : at + 2]
+    argv: list[str] = []
+    flag = re.compile(r"--resume[_-]from[_-]checkpoint(=.*)?")
+    tokens = iter(settings.argv)
+    for token in tokens:
+        found = flag.fullmatch(token)
+        if found is None:
+            argv.append(token)
+        elif found[1] is None:
+            next(tokens, None)
     if "output_dir" not in settings.explicit:
         argv += ["--output_dir", settings.training.output_dir]
     return describe.command_line([settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)])

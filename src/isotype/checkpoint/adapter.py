@@ -1,0 +1,373 @@
+"""A saved adapter: what its files say, and the model it makes together with its base."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotype.checkpoint.config import read_json
+from isotype.checkpoint.headers import CheckpointHeaders, contents, find_weights, read_headers
+from isotype.checkpoint.load import dense_source, load
+from isotype.errors import CheckpointError, Problem, UsageError
+from isotype.lora.adapters import add_lora
+from isotype.precision.hardware import device_profile
+from isotype.precision.policy import PrecisionPolicy
+from isotype.resolve import resolve_precision
+
+CONFIG_FILE = "adapter_config.json"
+
+# PEFT's task type -> the auto class of a model with that head; for causal models the config names the class.
+_HEADS: Mapping[str, str] = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+}
+_CLASSIFIER = re.compile(r"(^|\.)(score|classifier|classification_head)\.weight$")
+_SIZE_MISMATCH = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[(.*?)\]\) from checkpoint, "
+    r"the shape in current model is torch\.Size\(\[(.*?)\]\)"
+)
+_MAX_PROBLEMS = 8
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A directory that PEFT's `save_pretrained` wrote.
+
+    Attributes:
+        directory: where it lies.
+        config: its `PeftConfig`.
+        base: the model it was trained on, as its config names it, or None.
+        policy: the policy it was trained under, or None where isotype did not write it.
+        headers: its tensors.
+    """
+
+    directory: Path
+    config: Any
+    base: str | None
+    policy: PrecisionPolicy | None
+    headers: CheckpointHeaders
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether `path` is a directory with an adapter and no whole model."""
+    directory = Path(path)
+    return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
+
+
+def read_adapter(directory: str | Path) -> Adapter:
+    """Everything about an adapter except its weights.
+
+    Raises:
+        CheckpointError: there is no adapter, or it is damaged.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise CheckpointError(
+            "no such adapter",
+            [Problem(f"adapter {path}", "a directory that exists", "check the path")],
+        )
+    if not (path / CONFIG_FILE).is_file():
+        whole = (path / "config.json").is_file()
+        raise CheckpointError(
+            "not an adapter",
+            [
+                Problem(
+                    f"the directory {path} holds {contents(path)}",
+                    f"{CONFIG_FILE} and adapter_model.safetensors",
+                    "it is a whole model, with nothing to merge into it"
+                    if whole
+                    else "give the --output_dir of a training run",
+                )
+            ],
+        )
+    found = find_weights(path)
+    if found is None or found[1] != "adapter":
+        raise CheckpointError(
+            "an adapter without weights",
+            [
+                Problem(
+                    f"the directory {path} holds {contents(path)}",
+                    "adapter_model.safetensors",
+                    "give the --output_dir of a training run that ended, or one of its checkpoint folders",
+                )
+            ],
+        )
+    config = _config(path)
+    return Adapter(
+        path, config, config.base_model_name_or_path, PrecisionPolicy.read(path), read_headers(found[0])
+    )
+
+
+def _config(directory: Path) -> Any:
+    from peft import PeftConfig, PeftType
+
+    path = directory / CONFIG_FILE
+    kind = read_json(path).get("peft_type")
+    known = [each.value for each in PeftType]
+    if kind not in known:
+        raise CheckpointError(
+            "unknown kind of adapter",
+            [
+                Problem(
+                    f"{path}: peft_type {kind!r}",
+                    "a type that PEFT knows: " + ", ".join(known),
+                    "update PEFT, or correct the file",
+                )
+            ],
+        )
+    try:
+        return PeftConfig.from_pretrained(str(directory))
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{CONFIG_FILE} cannot be read",
+            [Problem(f"{path}: {error}", f"the config of a {kind} adapter", "copy the file again")],
+        ) from error
+
+
+def inference_policy(
+    source: str | Path,
+    saved: PrecisionPolicy | None,
+    dtype: str | torch.dtype = "auto",
+    quantization: str | None = None,
+    device: str = "auto",
+) -> PrecisionPolicy:
+    """The policy to run a model under: what was asked for, else what it was trained under, else the best here.
+
+    Args:
+        source: the base model.
+        saved: the policy it was trained under, or None.
+        dtype: compute dtype, or `"auto"`.
+        quantization: a quantization format, `"none"`, or None for that of `saved`.
+        device: as for `isotype.resolve_precision`.
+
+    Raises:
+        CheckpointError, PrecisionError: as `isotype.resolve_precision`.
+    """
+    if saved is None:
+        return resolve_precision(source, dtype, None if quantization == "none" else quantization, device)
+    wanted = quantization or (saved.storage if saved.quantized else "none")
+    as_trained = wanted == saved.storage
+    policy = resolve_precision(
+        source,
+        saved.compute if dtype == "auto" else dtype,
+        None if wanted == "none" else wanted,
+        device,
+        double_quant=saved.double_quant if as_trained else None,
+        quant_storage=saved.quant_storage if as_trained and saved.storage in ("nf4", "fp4") else None,
+    )
+    return replace(policy, master=saved.master)
+
+
+def base_policy(adapter: Adapter, dtype: str, quantization: str | None, device: str) -> PrecisionPolicy:
+    """`inference_policy` for the base model that an adapter names.
+
+    Raises:
+        CheckpointError: the adapter names no base model, or it is not there.
+    """
+    path = adapter.directory / CONFIG_FILE
+    fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
+    expected = "the model that the adapter was trained on"
+    if adapter.base is None:
+        raise CheckpointError("the adapter names no base model", [Problem(str(path), expected, fix)])
+    try:
+        return inference_policy(adapter.base, adapter.policy, dtype, quantization, device)
+    except CheckpointError as error:
+        reason = f"{error.headline}: {error.problems[0].given}" if error.problems else error.headline
+        raise CheckpointError(
+            "the base model of the adapter is not there",
+            [Problem(f"{path} names {adapter.base} ({reason})", expected, fix)],
+        ) from error
+
+
+def load_for_inference(
+    path: str | Path, dtype: str = "auto", quantization: str | None = None, device: str = "auto"
+) -> tuple[Any, Any, PrecisionPolicy]:
+    """A model or an adapter on its base, ready to be called without autocast, in evaluation mode.
+
+    Args:
+        path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
+        dtype: compute dtype; `"auto"`: the one it was trained in.
+        quantization: storage of the base weights; None: as it was trained, `"none"`: not quantized.
+        device: a device of this machine.
+
+    Returns:
+        (model, tokenizer, policy); tokenizer is None where neither adapter nor base has one.
+
+    Raises:
+        CheckpointError: there is no model, or adapter and base do not fit.
+        PrecisionError: the device or the libraries cannot run it as asked.
+        UsageError: the device is not in this machine.
+    """
+    profile = device_profile(device)
+    if not profile.present:
+        raise UsageError(
+            f"{profile.title} is not in this machine",
+            [Problem(f"device {device}", "a device that is here", "leave the device out")],
+        )
+    device_map = None if profile.kind == "cpu" else {"": profile.name}
+    if not is_adapter(path):
+        saved = PrecisionPolicy.read(path) if Path(path).is_dir() else None
+        policy = replace(
+            inference_policy(path, saved, dtype, quantization, profile.name), master=torch.float32
+        )
+        source = dense_source(path, policy.plain)
+        return load(source, policy, device_map=device_map).eval(), tokenizer_of(source), policy
+    adapter = read_adapter(path)
+    policy = base_policy(adapter, dtype, quantization, profile.name)
+    source = dense_source(str(adapter.base), policy.plain)
+    model = attach(load_base(adapter, source, policy, device_map), adapter, policy)
+    return model.eval(), tokenizer_of(adapter.directory) or tokenizer_of(source), policy
+
+
+def load_base(adapter: Adapter, base: str | Path, policy: PrecisionPolicy, device_map: Any = None) -> Any:
+    """The base model with the head and the vocabulary that the adapter was trained with."""
+    import transformers
+
+    task = getattr(adapter.config.task_type, "value", adapter.config.task_type)
+    head = getattr(transformers, _HEADS[task]) if task in _HEADS else None
+    labels = [t.shape[0] for t in adapter.headers.tensors if _CLASSIFIER.search(t.name)]
+    kwargs = {"num_labels": labels[0]} if labels and task in ("SEQ_CLS", "TOKEN_CLS") else {}
+    model = load(base, policy, model_class=head, device_map=device_map, **kwargs)
+    rows = _vocabulary(adapter, model)
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    return model
+
+
+def _vocabulary(adapter: Adapter, model: Any) -> int:
+    """Rows that the embeddings need at least: training may have added tokens and trained their rows."""
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
+    rows = [
+        t.shape[0] for t in adapter.headers.tensors if plain_name(t.name).removesuffix(".weight") in names
+    ]
+    indices = getattr(adapter.config, "trainable_token_indices", None) or []
+    trained = [index for each in indices.values() for index in each] if isinstance(indices, dict) else indices
+    return max([*rows, *(int(index) + 1 for index in trained)], default=0)
+
+
+def attach(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
+    """The PEFT model of `model` and a saved adapter, whose weights keep every digit of their file.
+
+    Raises:
+        CheckpointError: the adapter does not fit the model; every tensor that does not is named.
+    """
+    peft_model = inject(model, adapter, policy)
+    fill(peft_model, adapter)
+    return peft_model
+
+
+def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
+    """The adapter's modules on the model, exactly as training made them, without the trained values.
+
+    PEFT's own `from_pretrained` would read float32 `modules_to_save` and biases into parameters of the base's
+    dtype, and round them.
+    """
+    config = copy.deepcopy(adapter.config)
+    config.inference_mode = False  # trainable parameters are what the policy keeps as masters
+    config.base_model_name_or_path = None  # PEFT warns where the base has another name now
+    try:
+        with quiet_peft():
+            return add_lora(model, policy, config)
+    except ValueError as error:
+        raise _misfit(
+            adapter, model, [Problem(str(error), "modules that the adapter was trained on", _FIX)]
+        ) from error
+
+
+_FIX = "give the base model that the adapter was trained on"
+
+
+def fill(peft_model: Any, adapter: Adapter) -> None:
+    """Read the trained values into an injected adapter."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(str(adapter.headers.tensors[0].file)) if adapter.headers.tensors else {}
+    base = peft_model.get_base_model()
+    try:
+        result = set_peft_model_state_dict(peft_model, weights)
+    except KeyError as error:
+        problem = Problem(f"no tensor {plain_name(error.args[0])}", "every trained module", _FIX)
+        raise _misfit(adapter, base, [problem]) from error
+    except RuntimeError as error:
+        found = _SIZE_MISMATCH.findall(str(error))
+        if not found:
+            raise
+        problems = [
+            Problem(f"{plain_name(name)} of shape ({saved})", f"shape ({wanted}), for this base model", _FIX)
+            for name, saved, wanted in found
+        ]
+        raise _misfit(adapter, base, problems) from error
+    prefix = getattr(peft_model.base_model, "prefix", None)
+    strange = [
+        Problem(f"tensor {plain_name(name)}", "a module of that name in the base model", _FIX)
+        for name in result.unexpected_keys
+        # PEFT saves embeddings of a vocabulary that has grown twice, once under a name that it does not read.
+        if not (".modules_to_save." in name and name.replace(".modules_to_save", "") in weights)
+    ]
+    missing = [
+        Problem(f"no tensor {plain_name(name)}", "a trained value for it", _FIX)
+        for name in result.missing_keys
+        if prefix and prefix in name
+    ]
+    if strange or missing:
+        raise _misfit(adapter, base, strange + missing)
+
+
+def _misfit(adapter: Adapter, model: Any, problems: list[Problem]) -> CheckpointError:
+    more = len(problems) - _MAX_PROBLEMS
+    return CheckpointError(
+        f"the adapter {adapter.directory} does not fit the base model, a {type(model).__name__}",
+        problems[:_MAX_PROBLEMS],
+        hint=f"and {more} more tensors" if more > 0 else None,
+    )
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the base model from its name in a PEFT model or an adapter file."""
+    name = name.removeprefix("base_model.model.")
+    return re.sub(
+        r"\.(base_layer|original_module|token_adapter|modules_to_save\.default|default)(?=\.|$)", "", name
+    )
+
+
+def tokenizer_of(source: str | Path) -> Any | None:
+    """The tokenizer (or the processor, where the model takes images) of a directory or hub id, or None."""
+    from transformers import AutoProcessor
+
+    if isinstance(source, Path) and not any(
+        (source / f"tokenizer{end}").is_file() for end in _TOKENIZER_ENDS
+    ):
+        return None
+    try:
+        return AutoProcessor.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        if isinstance(source, str):  # a hub repository without one
+            return None
+        raise CheckpointError(
+            "the tokenizer cannot be read",
+            [Problem(f"{source}: {str(error).splitlines()[0]}", "a tokenizer", "copy its files again")],
+        ) from error
+
+
+_TOKENIZER_ENDS = (".json", ".model", "_config.json")
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without PEFT's warnings about tied embeddings and merged layers, which are taken care of here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tied.*|.*tie_word_embeddings.*", module="peft")
+        warnings.filterwarnings("ignore", message="All adapters are already merged", module="peft")
+        yield

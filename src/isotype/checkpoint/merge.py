@@ -1,0 +1,477 @@
+"""Merge an adapter into its base model, round once, and say what the rounding cost."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.adapter import (
+    Adapter,
+    base_policy,
+    fill,
+    inference_policy,
+    inject,
+    load_base,
+    load_for_inference,
+    plain_name,
+    quiet_peft,
+    read_adapter,
+    tokenizer_of,
+)
+from isotype.checkpoint.dequantize import dequantize
+from isotype.checkpoint.facts import ModelFacts, facts_of
+from isotype.checkpoint.load import dense_source, without_bars
+from isotype.checkpoint.merge_report import (
+    LogitsDifference,
+    MergeReport,
+    WeightLoss,
+    compare_logits,
+    rounding_loss,
+)
+from isotype.checkpoint.staging import fsync_tree, publish_directory
+from isotype.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
+from isotype.errors import IsotypeError, PrecisionError, Problem, SaveError, UsageError
+from isotype.model.walk import is_pinned
+from isotype.precision.policy import PrecisionPolicy
+from isotype.resolve import resolve_precision
+
+__all__ = ["MergeReport", "merge_adapter"]
+
+_PROMPT = (
+    "A tensor's dtype decides how many digits survive. When two dtypes meet in one matrix product, "
+    "what should a careful engineer do first, and why?"
+)
+
+
+def merge_adapter(
+    adapter: str | Path,
+    output: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> MergeReport:
+    """Merge an adapter into its base model and write a model that plain transformers loads.
+
+    The base is the one that the adapter was trained on: quantized as it was in training and dequantized again, so
+    that the adapter meets the weights it has learned to correct; or `base`, taken as it is stored. PEFT merges each
+    layer in float32, and the sum is rounded once. The model is built aside, loaded back with transformers to compare
+    its logits, and only then renamed to `output`.
+
+    Memory on the CPU: the model once in the policy's compute dtype (in float32 for int8, whose product of code and
+    constant needs the digits, and for float32 output), and 14 bytes for each entry of the largest adapted weight. A
+    quantized base is dequantized layer by layer on the device it is quantized on. Before and after the merge the
+    model is loaded once more to compare logits, never together with another one.
+
+    Args:
+        adapter: directory of the adapter.
+        output: directory to write; it must not exist, or be empty.
+        base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
+        dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's. Parameters
+            that the model's author pins stay float32.
+
+    Raises:
+        CheckpointError: no adapter, no base, or they do not fit.
+        PrecisionError: the dtype cannot hold the weights.
+        UsageError: `output` is taken, or this kind of adapter cannot be merged.
+        SaveError: the disk is full or cannot be written; nothing is left behind.
+    """
+    target_directory = Path(output)
+    _check_output(target_directory)
+    saved = read_adapter(adapter)
+    _check_mergeable(saved)
+    facts, policy = _base(saved, None if base is None else str(base), dtype)
+    target, reason = _target(dtype, saved, facts)
+    logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
+    source = str(saved.base if base is None else base)
+    gc.collect()  # a PEFT model holds references to itself; without this two models would lie in memory
+    model, weights, changes = _merged(saved, source, policy, target)
+    model_class = type(model)
+    tokenizer = tokenizer or tokenizer_of(dense_source(source, policy.plain))
+    with _staging(target_directory) as built:
+        with _disk_errors(target_directory):
+            _write(model, tokenizer, built, target)
+            size = sum(file.stat().st_size for file in built.rglob("*") if file.is_file())
+        del model
+        gc.collect()
+        difference = None if logits is None else _read_back(model_class, built, tokenizer, logits)
+        _check_output(target_directory)  # again: what came there in the meantime is not ours to remove
+        with _disk_errors(target_directory):
+            fsync_tree(built)
+            publish_directory(built, target_directory)
+    return MergeReport(
+        adapter=saved.directory,
+        output=target_directory,
+        base=source,
+        storage=policy.storage,
+        dtype=target,
+        dtype_reason=reason,
+        weights=weights,
+        logits=difference,
+        bytes=size,
+        notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
+    )
+
+
+# -------------------------------------------------------------------------------------------- before the merge
+
+
+def _check_output(output: Path) -> None:
+    if output.is_dir() and not any(output.iterdir()):
+        return
+    if output.exists():
+        kind = "a directory with files in it" if output.is_dir() else "a file"
+        raise UsageError(
+            "the output directory is taken",
+            [
+                Problem(
+                    f"--output {output}: {kind}",
+                    "a directory that does not exist yet, or an empty one",
+                    "give another one, or remove it first",
+                )
+            ],
+        )
+
+
+def _check_mergeable(adapter: Adapter) -> None:
+    config = adapter.config
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    why = None
+    if config.is_prompt_learning:
+        why = "it adds virtual tokens to the input and changes no weight"
+    elif getattr(config, "alora_invocation_tokens", None):
+        why = "an activated LoRA acts only after its invocation tokens"
+    elif getattr(config, "layer_replication", None):
+        why = "it replicates layers of the base, which would have to be merged with different updates"
+    if why:
+        raise UsageError(
+            "this adapter cannot be merged",
+            [
+                Problem(
+                    f"{adapter.directory}: a {kind} adapter; {why}",
+                    "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …",
+                    f"use it beside its base: isotype chat {adapter.directory}",
+                )
+            ],
+        )
+
+
+def _base(adapter: Adapter, base: str | None, dtype: str | torch.dtype) -> tuple[ModelFacts, PrecisionPolicy]:
+    """Facts about the base to merge into, and the policy that it is loaded under."""
+    if base is None:
+        policy = base_policy(adapter, "auto", None, "auto")
+        return facts_of(adapter.base), policy
+    facts = facts_of(base)
+    policy = resolve_precision(base, "float32", device="cpu")
+    if policy.quantized:
+        return facts, inference_policy(base, None)
+    # As it is stored, unless that has to be widened anyway.
+    wanted = _target(dtype, adapter, facts)[0]
+    stored = facts.trained_dtype
+    if stored not in COMPUTE_DTYPES or stored is None or wanted == torch.float32:
+        return facts, policy
+    pinned = (*facts.pinned, *facts.pinned_strict) if stored != torch.float32 else ()
+    return facts, replace(policy, compute=stored, storage=dtype_name(stored), pinned=pinned)
+
+
+def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
+    """The dtype of the merged weights, and why."""
+    if dtype != "auto":
+        asked = parse_dtype(dtype)
+        if asked not in COMPUTE_DTYPES:
+            raise PrecisionError(
+                "no dtype for a merged model",
+                [
+                    Problem(
+                        f"--dtype {dtype_name(asked)}", "float32, bfloat16 or float16", "give one of these"
+                    )
+                ],
+            )
+        return asked, "as asked"
+    stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None
+    if adapter.policy is None:
+        if stored is None:
+            return torch.float32, "neither the adapter nor the base says what it was trained in"
+        return stored, "the base checkpoint's; the adapter has no precision_policy.json"
+    compute = adapter.policy.compute
+    if compute == torch.float16 and stored not in (None, torch.float16):
+        return (
+            stored,
+            f"the base checkpoint's; trained in float16, which cannot hold every {dtype_name(stored)} value",
+        )
+    return compute, "the compute dtype it was trained in"
+
+
+# ------------------------------------------------------------------------------------------------------ merging
+
+
+def _merged(
+    adapter: Adapter, base: str, policy: PrecisionPolicy, target: torch.dtype
+) -> tuple[Any, tuple[WeightLoss, ...], list[str]]:
+    """The base model with the adapter merged in, its weights in `target`."""
+    dense = _dense_policy(policy)
+    # An unquantized base is only added to, and the CPU is where that has room.
+    model = load_base(adapter, base, policy if policy.quantized else replace(policy, device="cpu"))
+    dequantize(model, dense.plain)
+    tied = _untie(model)
+    peft_model = inject(model, adapter, dense)
+    own = _own_trained(peft_model)
+    fill(peft_model, adapter)
+    pinned = dense.pinned
+    weights = []
+    for name, layer in list(_tuner_layers(peft_model)):
+        weights += _merge_layer(plain_name(name), layer, target, pinned)
+    weights += _replaced(peft_model, own, target, pinned)
+    with quiet_peft():
+        model = peft_model.base_model.merge_and_unload(safe_merge=True)
+    _round(model, target, pinned)
+    model.config.dtype = target
+    return model, tuple(sorted(weights, key=lambda weight: weight.name)), _tie_again(model) if tied else []
+
+
+def _dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """The policy of the dequantized base: float32 masters, so that the adapter is read as it is stored."""
+    plain = torch.float32 if policy.storage == "int8" else policy.compute
+    return replace(
+        policy,
+        storage=dtype_name(plain),
+        compute=plain,
+        master=torch.float32,
+        device="cpu",
+        double_quant=False,
+        pinned=policy.pinned if plain != torch.float32 else (),
+    )
+
+
+def _untie(model: Any) -> bool:
+    """Give the output embeddings a weight of their own, so that each can be merged; whether they were tied."""
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if last is None or first.weight is not last.weight:
+        return False
+    last.weight = nn.Parameter(first.weight.detach().clone(), requires_grad=first.weight.requires_grad)
+    return True
+
+
+def _tie_again(model: Any) -> list[str]:
+    """Tie the embeddings where the merge left them equal; else say that they are two weights now."""
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    equal = torch.equal(first.weight, last.weight)
+    model.config.tie_word_embeddings = equal
+    model.config.get_text_config().tie_word_embeddings = equal
+    if equal:
+        last.weight = first.weight
+        return []
+    return [
+        "the base ties input and output embeddings, and the adapter changes them differently: the merged model "
+        "stores both (tie_word_embeddings is false)"
+    ]
+
+
+def _tuner_layers(peft_model: Any) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return ((n, module) for n, module in peft_model.named_modules() if isinstance(module, BaseTunerLayer))
+
+
+def _merge_layer(name: str, layer: Any, target: torch.dtype, pinned: Sequence[str]) -> list[WeightLoss]:
+    """Merge one layer in float32 by PEFT's own code and round it."""
+    wrapped = layer.get_base_layer()
+    before = {each: parameter.data for each, parameter in wrapped.named_parameters()}
+    wrapped.to(torch.float32)
+    try:
+        layer.merge(safe_merge=True)
+    except (NotImplementedError, ValueError) as error:
+        raise UsageError(
+            "this adapter cannot be merged",
+            [Problem(f"{name}: {error}", "an adapter that PEFT can merge", "use it beside its base")],
+        ) from error
+    after = {each: parameter.data for each, parameter in wrapped.named_parameters()}
+    losses = _losses({f"{name}.{n}": (before[n], merged) for n, merged in after.items()}, target, pinned)
+    _round(wrapped, target, pinned, f"{name}.")
+    return losses
+
+
+def _own_trained(peft_model: Any) -> dict[str, torch.Tensor]:
+    """Copies of the base's own parameters that the adapter's file replaces (`bias="all"`), by their names."""
+    prefix = getattr(peft_model.base_model, "prefix", "lora_")
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in peft_model.named_parameters()
+        if parameter.requires_grad and prefix not in name and "modules_to_save" not in name
+    }
+
+
+def _replaced(
+    peft_model: Any, own: Mapping[str, torch.Tensor], target: torch.dtype, pinned: Sequence[str]
+) -> list[WeightLoss]:
+    """The weights that were trained whole: biases and `modules_to_save`."""
+    from peft.utils import ModulesToSaveWrapper
+
+    parameters = dict(peft_model.named_parameters())
+    pairs = {
+        plain_name(name): (before, parameters[name].data)
+        for name, before in own.items()
+        if name in parameters
+    }
+    for name, module in peft_model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            after = dict(module.modules_to_save[module.active_adapter].named_parameters())
+            for each, before in module.original_module.named_parameters():
+                if each in after:
+                    pairs[f"{plain_name(name)}.{each}"] = (before.data, after[each].data)
+    return _losses(pairs, target, pinned)
+
+
+def _losses(
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], target: torch.dtype, pinned: Sequence[str]
+) -> list[WeightLoss]:
+    found = [
+        rounding_loss(name, before, after, _wanted(name, target, pinned))
+        for name, (before, after) in pairs.items()
+    ]
+    return [loss for loss in found if loss.entries]
+
+
+def _wanted(name: str, target: torch.dtype, pinned: Sequence[str]) -> torch.dtype:
+    return torch.float32 if is_pinned(name, pinned) else target
+
+
+def _round(module: nn.Module, target: torch.dtype, pinned: Sequence[str], prefix: str = "") -> None:
+    """Round every float parameter to the dtype it is stored in; none may leave that dtype's range."""
+    outside = []
+    for name, parameter in module.named_parameters():
+        wanted = _wanted(prefix + name, target, pinned)
+        if not parameter.is_floating_point() or parameter.dtype == wanted:
+            continue
+        rounded = parameter.data.to(wanted)
+        if wanted == torch.float16 and not torch.isfinite(rounded).all():
+            outside.append((prefix + name, float(parameter.data.float().abs().max())))
+        parameter.data = rounded
+    if outside:
+        raise PrecisionError(
+            f"{dtype_name(target)} cannot hold the merged weights",
+            [
+                Problem(
+                    f"{name}: values up to {largest:.4g}", "at most 65504", "give --dtype bfloat16 or float32"
+                )
+                for name, largest in outside
+            ],
+        )
+
+
+# ----------------------------------------------------------------------------------------------- logits and files
+
+
+def _trained_logits(adapter: Adapter, own_base: bool) -> tuple[torch.Tensor | None, Any, list[str]]:
+    """Logits of the adapter on the base it was trained on, the tokenizer, and why there are none."""
+    try:
+        model, tokenizer, _ = load_for_inference(adapter.directory)
+    except IsotypeError as error:
+        if own_base:
+            raise
+        given = error.problems[0].given if error.problems else ""
+        return (
+            None,
+            tokenizer_of(adapter.directory),
+            [f"logits were not compared: {error.headline} ({given})"],
+        )
+    if tokenizer is None:
+        return None, None, ["logits were not compared: neither adapter nor base has a tokenizer"]
+    return _logits(model, tokenizer), tokenizer, []
+
+
+def _read_back(model_class: Any, directory: Path, tokenizer: Any, trained: torch.Tensor) -> LogitsDifference:
+    """The merged model as plain transformers loads it, against the logits of the trained one."""
+    with without_bars():
+        model = model_class.from_pretrained(directory, dtype="auto")
+    return compare_logits(trained, _logits(model, tokenizer))
+
+
+@torch.no_grad()
+def _logits(model: Any, tokenizer: Any) -> torch.Tensor:
+    inputs = dict(tokenizer(text=_PROMPT, return_tensors="pt"))
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    device = next(model.parameters()).device
+    output = model.eval()(**{name: value.to(device) for name, value in inputs.items()})
+    logits: torch.Tensor = output.logits[0].to("cpu", torch.float64)
+    return logits if logits.ndim == 2 else logits[None]  # a classifier has one row for the whole text
+
+
+def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compared: bool) -> list[str]:
+    trained = adapter.policy
+    cautions = []
+    if compared and not own_base and trained is not None and trained.quantized:
+        cautions.append(
+            f"trained on {trained.storage} weights and merged into others: the logits differ by what {trained.storage} "
+            "had rounded, too"
+        )
+    if compared and own_base and policy.storage == "int8":
+        cautions.append(
+            "int8 layers round their inputs, too; the merged model does not, so the logits differ by that"
+        )
+    if (
+        own_base
+        and trained is not None
+        and trained.quantized
+        and trained.device.split(":")[0] != policy.device.split(":")[0]
+    ):
+        cautions.append(
+            f"the base was quantized on {trained.device} in training and on {policy.device} here: a weight halfway "
+            "between two codes may have taken the other one"
+        )
+    if adapter.policy is None and own_base:
+        cautions.append(
+            f"the adapter has no precision_policy.json: the base was taken as it is stored, in {policy.storage}"
+        )
+    return cautions
+
+
+@contextmanager
+def _staging(output: Path) -> Iterator[Path]:
+    built = output.parent / f".{output.name}.{uuid.uuid4().hex}"
+    try:
+        yield built
+    finally:
+        shutil.rmtree(built, ignore_errors=True)
+
+
+def _write(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype) -> None:
+    directory.mkdir(parents=True)
+    seen = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    needed = sum(parameter.nbytes for parameter in seen.values())
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise _no_room(
+            directory.parent, f"{free / 1e9:.2f} GB are free", f"{needed / 1e9:.2f} GB for the weights"
+        )
+    with without_bars():
+        model.save_pretrained(directory)
+    # save_pretrained names the dtype of the first parameter it finds, which may be a pinned one.
+    model.config.dtype = dtype
+    model.config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def _disk_errors(output: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise _no_room(output, str(error), "a directory with room that can be written") from error
+
+
+def _no_room(place: Path, given: str, expected: str) -> SaveError:
+    fix = "free some space, or give --output on another disk"
+    return SaveError("the merged model cannot be written", [Problem(f"{place}: {given}", expected, fix)])

@@ -1,0 +1,147 @@
+"""What a merge was and what its rounding cost, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from isotype.dtypes import dtype_name
+
+VANISHED_LIMIT = 0.1
+"""Share of the update's entries that may vanish before the report warns."""
+
+_CHUNK = 1 << 22  # entries compared at a time, so that the comparison needs no further copy of a weight
+
+
+@dataclass(frozen=True)
+class WeightLoss:
+    """What rounding did to one merged weight W + D, W being the base's and D the adapter's update.
+
+    Attributes:
+        name: the parameter's name in the merged model.
+        relative_error: ||round(W + D) - (W + D)|| / ||D|| in Frobenius norms, as a fraction.
+        entries: number of entries of D that are not zero.
+        vanished: how many of them round away: round(W + D) equals round(W).
+    """
+
+    name: str
+    relative_error: float
+    entries: int
+    vanished: int
+
+
+@dataclass(frozen=True)
+class LogitsDifference:
+    """How far apart the logits of two models are on one prompt.
+
+    Attributes:
+        tokens: length of the prompt.
+        max_abs: largest absolute difference of two logits.
+        mean_kl: mean over the positions of KL(trained || merged), in nats.
+    """
+
+    tokens: int
+    max_abs: float
+    mean_kl: float
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """A merge that was written.
+
+    Attributes:
+        adapter: directory of the adapter.
+        output: directory of the merged model.
+        base: the base model merged into.
+        storage: how that base was stored: `"nf4"`, `"fp4"` and `"int8"` were dequantized first.
+        dtype: dtype of the merged weights.
+        dtype_reason: why this one.
+        weights: every weight that the adapter changed, with what rounding did to it.
+        logits: adapter on the base it was trained on against the merged model, or None (`notes` say why).
+        bytes: size of the files written.
+        notes: what was done beyond the merge, or left out, and why.
+    """
+
+    adapter: Path
+    output: Path
+    base: str
+    storage: str
+    dtype: torch.dtype
+    dtype_reason: str
+    weights: tuple[WeightLoss, ...]
+    logits: LogitsDifference | None
+    bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def median_error(self) -> float:
+        """Median of the weights' relative errors; 0 where the adapter changes nothing."""
+        return median([weight.relative_error for weight in self.weights]) if self.weights else 0.0
+
+    @property
+    def worst(self) -> WeightLoss | None:
+        """The weight that lost the largest part of its update."""
+        return max(self.weights, key=lambda weight: weight.relative_error, default=None)
+
+    @property
+    def entries(self) -> int:
+        """Number of entries that the adapter changes."""
+        return sum(weight.entries for weight in self.weights)
+
+    @property
+    def vanished(self) -> int:
+        """Number of changed entries that round back to the base's value."""
+        return sum(weight.vanished for weight in self.weights)
+
+    @property
+    def vanished_share(self) -> float:
+        """`vanished` as a fraction of `entries`."""
+        return self.vanished / self.entries if self.entries else 0.0
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should be done differently."""
+        if self.vanished_share <= VANISHED_LIMIT:
+            return ()
+        return (
+            f"{self.vanished_share:.0%} of the update's entries vanish in {dtype_name(self.dtype)}: they are smaller "
+            "than half a unit in the last place of the weight; merge with --dtype float32, or keep the adapter apart",
+        )
+
+
+def rounding_loss(name: str, before: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> WeightLoss:
+    """What rounding `merged` to `dtype` takes away of the update `merged - before`.
+
+    Args:
+        name: the parameter's name.
+        before: W, of any shape and float dtype.
+        merged: W + D in float32, of the same shape.
+        dtype: dtype it is rounded to.
+    """
+    lost = moved = 0.0
+    entries = vanished = 0
+    flat, flat_merged = before.flatten(), merged.flatten()
+    for at in range(0, flat.numel(), _CHUNK):
+        old, new = flat[at : at + _CHUNK], flat_merged[at : at + _CHUNK]
+        update = new.double() - old.double()
+        rounded = new.to(dtype)
+        changed = update != 0
+        entries += int(changed.sum())
+        vanished += int((changed & (rounded == old.to(dtype))).sum())
+        lost += float((rounded.double() - new.double()).square().sum())
+        moved += float(update.square().sum())
+    return WeightLoss(name, (lost / moved) ** 0.5 if moved else 0.0, entries, vanished)
+
+
+def compare_logits(trained: torch.Tensor, merged: torch.Tensor) -> LogitsDifference:
+    """The difference of two sets of logits, both `[tokens, vocabulary]` in float64."""
+    wide = min(trained.shape[-1], merged.shape[-1])  # a vocabulary may have been padded
+    trained, merged = trained[..., :wide], merged[..., :wide]
+    expected, found = trained.log_softmax(-1), merged.log_softmax(-1)
+    divergence = (expected.exp() * (expected - found)).sum(-1)
+    return LogitsDifference(
+        trained.shape[0], float((trained - merged).abs().max()), max(0.0, float(divergence.mean()))
+    )

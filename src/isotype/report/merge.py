@@ -1,0 +1,57 @@
+"""How a merge ended, for the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from isotype.dtypes import QUANTIZATIONS, dtype_name
+
+if TYPE_CHECKING:
+    from isotype.checkpoint.merge import MergeReport
+
+
+def show_merge(console: Console, report: MergeReport) -> None:
+    """What was merged, what the rounding cost, and where the model lies."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(report):
+        table.add_row(name, text)
+    console.print(table, highlight=False, markup=False)
+    for note in report.notes:
+        console.print(f"[dim]note:[/dim] {escape(note)}", highlight=False)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+    console.print(f"\ntry it:  isotype chat {report.output}", highlight=False, markup=False)
+
+
+def _rows(report: MergeReport) -> list[tuple[str, str]]:
+    dequantized = f" (dequantized from {report.storage})" if report.storage in QUANTIZATIONS else ""
+    rows = [
+        ("adapter", str(report.adapter)),
+        ("base", f"{report.base}{dequantized}"),
+        ("dtype", f"{dtype_name(report.dtype)} ({report.dtype_reason})"),
+        ("merged", f"{len(report.weights)} weights, {report.entries:,} entries changed"),
+    ]
+    if report.worst is not None:
+        rows += [
+            (
+                "lost to rounding",
+                f"{report.median_error:.2%} of a weight's update in the median, {report.worst.relative_error:.2%} in "
+                f"{report.worst.name}",
+            ),
+            ("vanished", f"{report.vanished:,} entries of the update ({report.vanished_share:.2%})"),
+        ]
+    if report.logits is not None:
+        rows.append(
+            (
+                "logits",
+                f"differ by at most {report.logits.max_abs:.3g}, KL {report.logits.mean_kl:.3g} nats, from the trained "
+                f"model's on {report.logits.tokens} tokens",
+            )
+        )
+    return [*rows, ("output", f"{report.output} ({report.bytes / 1e6:,.1f} MB)")]

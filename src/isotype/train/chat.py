@@ -1,0 +1,215 @@
+"""Talk to a model or an adapter, in the dtypes it was trained in."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from isotype.checkpoint.adapter import load_for_inference
+from isotype.dtypes import dtype_name
+from isotype.errors import CheckpointError, Problem, UsageError
+from isotype.precision.policy import PrecisionPolicy
+from isotype.train.generate import Message, encode, evaluating
+
+__all__ = ["chat", "load_for_inference", "stream_answer"]
+
+_RESET, _EXIT = "/reset", ("/exit", "/quit")
+
+
+def chat(options: argparse.Namespace, console: Console) -> int:
+    """Run `isotype chat` and return its exit status.
+
+    Questions come from `--ask`, from the keyboard, or line by line from a pipe. Each is part of one conversation
+    until `/reset`; `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops the current answer only.
+
+    Args:
+        options: `model`, `ask`, `dtype`, `quantization`, `device`, `max_new_tokens`, `temperature`.
+        console: where to write.
+
+    Raises:
+        UsageError: options that make no sense, or a model that writes no text.
+        CheckpointError, PrecisionError: as `load_for_inference`.
+    """
+    _check(options)
+    with console.status(f"loading {options.model} …"):
+        model, tokenizer, policy = load_for_inference(
+            options.model, options.dtype, options.quantization, options.device
+        )
+    tokenizer = _text_tokenizer(options.model, model, tokenizer)
+    interactive = options.ask is None and sys.stdin.isatty()
+    console.print(
+        _header(options, tokenizer, policy, interactive), style="dim", highlight=False, markup=False
+    )
+    for warning in policy.warnings:
+        console.print(f"note: {warning}", style="dim", highlight=False, markup=False)
+    messages: list[Message] = []
+    for question in _questions(options, interactive, console):
+        if question in _EXIT:
+            break
+        if question == _RESET:
+            messages.clear()
+            console.print("(the conversation starts anew)", style="dim")
+            continue
+        if question:
+            messages = _turn(model, tokenizer, messages, question, options, interactive, console)
+    return 0
+
+
+def stream_answer(
+    model: Any, tokenizer: Any, messages: list[Message], console: Console, **generation: Any
+) -> tuple[str, bool]:
+    """Write the model's answer word by word as it is generated.
+
+    Runs without autocast: under a policy no operator meets two float dtypes.
+
+    Returns:
+        (text, whole): the answer, and False where Ctrl-C cut it short.
+    """
+    from transformers import TextStreamer
+
+    parts: list[str] = []
+
+    class Writer(TextStreamer):  # type: ignore[misc]  # transformers ships no types
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            parts.append(text)
+            # Not by rich: a Ctrl-C in the middle of its print would leave the text in its buffer, to come again.
+            console.file.write(text + "\n" * stream_end)
+            console.file.flush()
+
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
+    end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    writer = Writer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    whole = True
+    with torch.no_grad(), evaluating(model):
+        try:
+            model.generate(**inputs, pad_token_id=end, streamer=writer, **generation)
+        except KeyboardInterrupt:
+            whole = False
+            writer.end()
+    return "".join(parts).strip(), whole
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if options.max_new_tokens < 1:
+        problems.append(
+            Problem(f"--max_new_tokens {options.max_new_tokens}", "at least 1", "give a larger one")
+        )
+    if not 0 <= options.temperature < float("inf"):
+        given = f"--temperature {options.temperature:g}"
+        problems.append(Problem(given, "0 (greedy) or more", "0.7 is a common choice"))
+    if problems:
+        raise UsageError("options that cannot work", problems)
+
+
+def _text_tokenizer(name: str, model: Any, tokenizer: Any) -> Any:
+    if not model.can_generate():
+        raise UsageError(
+            "this model does not write text",
+            [
+                Problem(
+                    f"{name}: a {_class_name(model)}", "a model with a language head", "give another model"
+                )
+            ],
+        )
+    if tokenizer is None:
+        raise CheckpointError(
+            "no tokenizer in the checkpoint",
+            [
+                Problem(
+                    f"{name} has no tokenizer",
+                    "tokenizer.json and tokenizer_config.json beside the weights",
+                    "copy them from the model that the weights come from",
+                )
+            ],
+        )
+    return getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
+
+
+def _class_name(model: Any) -> str:
+    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+
+
+def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy, interactive: bool) -> str:
+    parts = [
+        str(options.model),
+        f"compute {dtype_name(policy.compute)}",
+        f"storage {policy.storage}",
+        "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}",
+    ]
+    if not getattr(tokenizer, "chat_template", None):
+        parts.append("no chat template: it continues your text")
+    if interactive:
+        parts.append(f"{_RESET} forgets, {_EXIT[0]} leaves, Ctrl-C stops an answer")
+    return " · ".join(parts)
+
+
+def _questions(options: argparse.Namespace, interactive: bool, console: Console) -> Iterator[str]:
+    """The questions of the command line, of a pipe, or of the keyboard until Ctrl-D."""
+    if options.ask is not None:
+        yield from (question.strip() for question in options.ask)
+    elif not interactive:
+        yield from (line.strip() for line in sys.stdin)
+    else:
+        _line_editing()
+        while True:
+            try:
+                yield console.input("[bold]>[/bold] ").strip()
+            except EOFError:
+                console.print()
+                return
+            except KeyboardInterrupt:
+                console.print(f"\n({_EXIT[0]} or Ctrl-D leaves)", style="dim", highlight=False)
+
+
+def _line_editing() -> None:
+    try:
+        import readline  # noqa: F401 - its import gives `input` a history and editing keys
+    except ImportError:
+        return  # not on Windows, whose console edits lines by itself
+
+
+def _turn(
+    model: Any,
+    tokenizer: Any,
+    messages: list[Message],
+    question: str,
+    options: argparse.Namespace,
+    interactive: bool,
+    console: Console,
+) -> list[Message]:
+    """Answer one question and return the conversation with it."""
+    asked = [*messages, {"role": "user", "content": question}]
+    kept = _fitting(model, tokenizer, asked, options.max_new_tokens)
+    if not kept:
+        console.print("(too long for this model's context; not asked)", style="yellow")
+        return messages
+    if len(kept) < len(asked):
+        console.print("(the oldest turns no longer fit into the context and are forgotten)", style="dim")
+    sampling = {"do_sample": False} if options.temperature == 0 else _sampled(options.temperature)
+    text, whole = stream_answer(
+        model, tokenizer, kept, console, max_new_tokens=options.max_new_tokens, **sampling
+    )
+    if not whole and not interactive:
+        raise KeyboardInterrupt
+    return [*kept, {"role": "assistant", "content": text}]
+
+
+def _sampled(temperature: float) -> dict[str, Any]:
+    return {"do_sample": True, "temperature": temperature}
+
+
+def _fitting(model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int) -> list[Message]:
+    """The latest turns that leave room for an answer; empty where not even the last question does."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    while limit is not None and messages:
+        if encode(tokenizer, messages)["input_ids"].shape[1] + max_new_tokens <= limit:
+            break
+        messages = messages[2:]
+    return messages

@@ -1,0 +1,89 @@
+"""The checkpoints in an output directory: which are whole, and in which order they were saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "isotype_checkpoint.json"
+"""File in a checkpoint that says when it was saved and how large each of its files is."""
+
+_STATE = "trainer_state.json"
+_WEIGHTS = ("adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*")
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the manifest of a checkpoint that has just been built.
+
+    Copies keep what it says, where the times of files are often lost on the way.
+    """
+    files = {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != MANIFEST and path.suffix != ".md"  # people may edit texts
+    }
+    content = {"saved_at": time.time(), "files": files}
+    (directory / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is missing from a checkpoint or was cut off, or None for a whole one.
+
+    Of a checkpoint without manifest, which another program saved, only that its trainer state, which is written
+    last, can be read and that there are weights.
+    """
+    if not checkpoint.is_dir():
+        return "it is not a folder" if checkpoint.exists() else "it is not there"
+    manifest = _read_json(checkpoint / MANIFEST)
+    if manifest is None and (checkpoint / MANIFEST).exists():
+        return f"{MANIFEST} is not JSON"
+    for name, size in (manifest or {}).get("files", {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+    if not (checkpoint / _STATE).is_file():
+        return f"{_STATE} is missing"
+    if _read_json(checkpoint / _STATE) is None:
+        return f"{_STATE} is not JSON"
+    if not any(any(checkpoint.glob(pattern)) for pattern in _WEIGHTS):
+        return "there are no weights in it"
+    return None
+
+
+def all_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """The folders `checkpoint-N` in `output_dir`, whole or not, in the order in which they were saved."""
+    root = Path(output_dir)
+    found = [
+        (saved_at(path), int(step), path)
+        for path in (root.glob("checkpoint-*") if root.is_dir() else ())
+        if path.is_dir() and (step := path.name.removeprefix("checkpoint-")).isdigit()
+    ]
+    return [path for _, _, path in sorted(found)]
+
+
+def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints in `output_dir` that were saved to the end, in the order in which they were saved."""
+    return [path for path in all_checkpoints(output_dir) if damage(path) is None]
+
+
+def saved_at(checkpoint: Path) -> float:
+    """When a checkpoint was saved, in seconds since the epoch: by its manifest, else by its files."""
+    manifest = _read_json(checkpoint / MANIFEST) or {}
+    if "saved_at" in manifest:
+        return float(manifest["saved_at"])
+    state = checkpoint / _STATE
+    return (state if state.is_file() else checkpoint).stat().st_mtime
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file or no object in it."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,331 @@
+"""Loading: pins keep their digits, quantized checkpoints follow the policy, and every kind of checkpoint loads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import isotype
+from isotype.model.boundary import original_class
+from isotype.model.walk import is_pinned
+from tests.checkpoint.test_gguf import write_gguf
+from tests.models import quiet, tiny_batch, tiny_model
+from tests.policy import assert_policy_holds, train
+from tests.train.test_matrix import generate
+
+Saved = Callable[..., Path]
+LOW = ("bfloat16", "float16")
+
+PINNED = {  # what each model's author pins, as it is called in the checkpoint
+    "gpt-oss": ("norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"),
+    "t5": ("wo.weight",),
+    "deepseek-v3": ("gate.e_score_correction_bias",),
+    "ernie4_5-moe": ("gate.weight", "moe_statics.e_score_correction_bias"),
+}
+
+# transformers renames this one as it loads.
+_RENAMED = {
+    "model.layers.1.mlp.moe_statics.e_score_correction_bias": "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
+}
+
+
+def mixed_checkpoint(name: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A bfloat16 checkpoint in which the author's pinned tensors are float32, as such models are published."""
+    with quiet():
+        tiny_model(name, torch.bfloat16).save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for key, value in weights.items():
+        if key.endswith(PINNED[name]):
+            weights[key] = value.float() + 0.01 * torch.rand(value.shape, generator=generator)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory, {key: value for key, value in weights.items() if key.endswith(PINNED[name])}
+
+
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", sorted(PINNED))
+def test_pinned_weights_keep_every_digit(
+    tmp_path: Path, name: str, dtype: str, quantization: str | None
+) -> None:
+    directory, pinned = mixed_checkpoint(name, tmp_path)
+    policy = isotype.resolve_precision(directory, dtype, quantization, device="cpu")
+    assert all(is_pinned(key, policy.pinned) for key in pinned)
+    model = isotype.load(directory, policy)
+    loaded = tensors(model)
+    assert pinned
+    for key, value in pinned.items():
+        key = _RENAMED.get(key, key)
+        assert loaded[key].dtype == torch.float32, key
+        assert torch.equal(loaded[key], value), key
+    assert_policy_holds(model, policy)
+    assert math.isfinite(model(**tiny_batch(name)).loss.item())
+
+    model = isotype.add_lora(model, policy, r=4)
+    losses = train(model, policy, tiny_batch(name))
+    assert losses[-1] < losses[0] - 0.03
+    model(**tiny_batch(name)).loss.backward()
+    generate(model, tiny_batch(name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", *LOW])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "gemma3-vision"])
+def test_every_weight_is_the_checkpoint_s_rounded_once(saved: Saved, name: str, dtype: str) -> None:
+    policy = isotype.resolve_precision(saved(name), dtype, device="cpu")
+    loaded = isotype.load(saved(name), policy)
+    reference = tiny_model(name)
+    assert list(loaded.state_dict()) == list(reference.state_dict())
+    for key, value in reference.state_dict().items():
+        wanted = torch.float32 if is_pinned(key, policy.pinned) else policy.plain
+        assert torch.equal(loaded.state_dict()[key], value.to(wanted)), key
+
+
+def quantized_checkpoint(
+    source: Path, directory: Path, storage: str, double_quant: bool = False, packed: str = "uint8"
+) -> Path:
+    """Saved by plain transformers, computing in bfloat16."""
+    if storage == "int8":
+        config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=storage,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_use_double_quant=double_quant,
+            bnb_4bit_quant_storage=packed,
+        )
+    with quiet():
+        transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.bfloat16, quantization_config=config
+        ).save_pretrained(directory)
+    return directory
+
+
+FORMATS = [
+    ("nf4", False, "uint8"),
+    ("nf4", True, "uint8"),
+    ("fp4", False, "uint8"),
+    ("fp4", True, "uint8"),
+    ("nf4", False, "bfloat16"),
+    ("int8", False, "uint8"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("storage", "double_quant", "packed"), FORMATS)
+@pytest.mark.parametrize("name", ["llama-tied-bias", "gpt-oss"])
+def test_a_quantized_checkpoint_follows_the_policy(
+    saved: Saved, tmp_path: Path, name: str, storage: str, double_quant: bool, packed: str, dtype: str
+) -> None:
+    directory = quantized_checkpoint(saved(name), tmp_path, storage, double_quant, packed)
+    policy = isotype.resolve_precision(directory, dtype, device="cpu")
+    assert (policy.storage, policy.double_quant) == (storage, double_quant)
+    assert policy.quant_storage == getattr(torch, packed)
+    model = isotype.load(directory, policy)
+    seen = assert_policy_holds(model, policy)
+    assert seen["linear8bit" if storage == "int8" else "linear4bit"] >= 8
+    if storage != "int8":
+        assert model.config.quantization_config.bnb_4bit_compute_dtype == policy.compute
+        assert (
+            json.loads(model.config.to_json_string())["quantization_config"]["bnb_4bit_compute_dtype"]
+            == dtype
+        )
+    assert model.config.dtype == policy.plain
+
+    model = isotype.add_lora(model, policy, r=4)
+    losses = train(model, policy, tiny_batch(name))
+    assert losses[-1] < losses[0] - 0.05
+    model(**tiny_batch(name)).loss.backward()
+    generate(model, tiny_batch(name))
+    assert_policy_holds(model, policy)
+
+
+def test_a_state_saved_with_bfloat16_constants(saved: Saved, tmp_path: Path) -> None:
+    directory = quantized_checkpoint(saved("llama"), tmp_path, "nf4")
+    weights = load_file(directory / "model.safetensors")
+    weights = {k: v.to(torch.bfloat16) if k.endswith("absmax") else v for k, v in weights.items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    policy = isotype.resolve_precision(directory, "float16", device="cpu")
+    model = isotype.load(directory, policy)
+    assert_policy_holds(model, policy)
+    assert math.isfinite(model(**tiny_batch("llama")).loss.item())
+
+
+@pytest.mark.parametrize(("storage", "double_quant", "packed"), FORMATS)
+def test_what_was_loaded_can_be_saved_and_loaded_again(
+    saved: Saved, tmp_path: Path, storage: str, double_quant: bool, packed: str
+) -> None:
+    asked = None if storage == "int8" else {"double_quant": double_quant, "quant_storage": packed}
+    policy = isotype.resolve_precision(saved("gpt-oss"), "float16", storage, device="cpu", **(asked or {}))
+    model = isotype.load(saved("gpt-oss"), policy)
+    with quiet():
+        model.save_pretrained(tmp_path)
+    again_policy = isotype.resolve_precision(tmp_path, "float16", device="cpu")
+    assert again_policy == policy
+    again = isotype.load(tmp_path, again_policy)
+    assert_policy_holds(again, policy)
+    with torch.no_grad():
+        assert torch.equal(again(**tiny_batch("gpt-oss")).logits, model(**tiny_batch("gpt-oss")).logits)
+
+
+# The eight magnitudes of four bits with a sign, two bits of exponent and one of mantissa (OCP MX, version 1.0).
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def mxfp4_checkpoint(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A gpt-oss checkpoint with experts in mxfp4, and what the experts are when dequantized."""
+    with quiet():
+        tiny_model("gpt-oss", torch.bfloat16).save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    dense = {}
+    for key in [key for key in weights if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(key).shape
+        codes = torch.randint(
+            0, 16, (experts, outputs, inputs // 32, 32), generator=generator, dtype=torch.uint8
+        )
+        exponents = torch.randint(-7, -4, (experts, outputs, inputs // 32), generator=generator)
+        values = _FP4[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0) * 2.0 ** exponents.unsqueeze(-1)
+        dense[key] = values.reshape(experts, outputs, inputs).transpose(1, 2)
+        weights[f"{key}_blocks"] = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        weights[f"{key}_scales"] = (exponents + 127).to(torch.uint8)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory, dense
+
+
+@pytest.mark.parametrize("dtype", ["float32", *LOW])
+def test_mxfp4_experts_are_dequantized_exactly(tmp_path: Path, dtype: str) -> None:
+    directory, dense = mxfp4_checkpoint(tmp_path)
+    policy = isotype.resolve_precision(directory, dtype, device="cpu")
+    assert policy.storage == dtype
+    model = isotype.load(directory, policy)
+    assert_policy_holds(model, policy)
+    assert len(dense) == 4
+    for key, value in dense.items():
+        # A 4-bit magnitude times a power of two near one has at most two digits: every dtype holds it exactly.
+        assert torch.equal(model.get_parameter(key), value.to(policy.plain)), key
+    assert getattr(model.config, "quantization_config", None) is None
+    model = isotype.add_lora(model, policy, r=4)
+    losses = train(model, policy, tiny_batch("gpt-oss"))
+    assert losses[-1] < losses[0] - 0.05
+    model(**tiny_batch("gpt-oss")).loss.backward()
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_gguf_file(tmp_path: Path, quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "tiny.gguf")
+    policy = isotype.resolve_precision(path, "bfloat16", quantization, device="cpu")
+    model = isotype.load(path, policy)
+    assert_policy_holds(model, policy)
+    model = isotype.add_lora(model, policy, r=4)
+    assert all(math.isfinite(loss) for loss in train(model, policy, tiny_batch("llama"), steps=3))
+    assert_policy_holds(model, policy)
+
+
+def test_a_sharded_checkpoint(tmp_path: Path) -> None:
+    with quiet():
+        tiny_model("gpt-oss").save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    policy = isotype.resolve_precision(tmp_path, "bfloat16", "nf4", device="cpu")
+    model = isotype.load(tmp_path, policy)
+    assert_policy_holds(model, policy)
+    norm = model.model.norm.weight
+    assert torch.equal(norm, tiny_model("gpt-oss").model.norm.weight)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto"])
+def test_device_maps(saved: Saved, device_map: Any, quantization: str | None) -> None:
+    policy = isotype.resolve_precision(saved("gpt-oss"), "bfloat16", quantization, device="cpu")
+    model = isotype.load(saved("gpt-oss"), policy, device_map=device_map)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert_policy_holds(model, policy)
+    assert math.isfinite(model(**tiny_batch("gpt-oss")).loss.item())
+
+
+def test_the_class_is_the_checkpoint_s_or_the_one_asked_for(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
+    for asked, expected in (
+        (None, transformers.LlamaForCausalLM),
+        (transformers.LlamaModel, transformers.LlamaModel),
+        (transformers.AutoModel, transformers.LlamaModel),
+        (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM),
+    ):
+        model = isotype.load(saved("llama"), policy, model_class=asked)
+        assert type(model) is original_class(model) is expected
+
+
+@pytest.mark.filterwarnings("ignore:Some weights of")
+def test_a_class_that_adds_a_head(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", "nf4", device="cpu")
+    model = isotype.load(
+        saved("llama"), policy, model_class=transformers.AutoModelForSequenceClassification, num_labels=3
+    )
+    assert type(model) is transformers.LlamaForSequenceClassification
+    model = isotype.add_lora(model, policy, r=4, task_type="SEQ_CLS")
+    assert [n for n, p in model.named_parameters() if "score" in n and p.requires_grad]
+    assert_policy_holds(model, policy)
+    batch = {**tiny_batch("llama"), "labels": torch.tensor([0, 2])}
+    losses = train(model, policy, batch)
+    assert losses[-1] < losses[0] - 0.05
+    model(**batch).loss.backward()
+
+
+def test_no_class_for_the_config(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("t5"), "bfloat16", device="cpu")
+    with pytest.raises(isotype.CheckpointError) as caught:
+        isotype.load(saved("t5"), policy, model_class=transformers.AutoModelForCausalLM)
+    assert str(caught.value) == (
+        "no model class for this checkpoint\n"
+        "  - model_type 't5' with architectures ['T5ForConditionalGeneration']\n"
+        "    expected  a class of AutoModelForCausalLM\n"
+        "    fix       give model_class=, or a checkpoint of an architecture that transformers knows"
+    )
+
+
+def test_base_weights_are_frozen_unless_all_are_trained(saved: Saved) -> None:
+    lora = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
+    assert not any(p.requires_grad for p in isotype.load(saved("llama"), lora).parameters())
+    full = isotype.resolve_precision(saved("gpt-oss"), "bfloat16", device="cpu", trainable="full")
+    model = isotype.load(saved("gpt-oss"), full)
+    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(True, torch.float32)}
+    losses = train(model, full, tiny_batch("gpt-oss"), lr=2e-3)
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_progress_bars_are_as_they_were(saved: Saved) -> None:
+    from transformers.utils import logging
+
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
+    for wanted in (True, False):
+        logging.enable_progress_bar() if wanted else logging.disable_progress_bar()
+        isotype.load(saved("llama"), policy)
+        assert logging.is_progress_bar_enabled() == wanted
+    logging.enable_progress_bar()
+
+
+def test_header_dtypes_of_a_mixed_checkpoint(tmp_path: Path) -> None:
+    """The fixture is what it claims to be: pinned tensors in float32 among bfloat16 ones."""
+    directory, pinned = mixed_checkpoint("gpt-oss", tmp_path)
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+    assert {dtypes[key] for key in pinned} == {"F32"}
+    assert {dtype for key, dtype in dtypes.items() if key not in pinned} == {"BF16"}

@@ -1,0 +1,748 @@
+"""isotype merge: the sum against an independent reference, its rounding, its files and its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from isotype.checkpoint.adapter import load_for_inference
+from isotype.checkpoint.load import load
+from isotype.checkpoint.merge import merge_adapter
+from isotype.checkpoint.merge_report import MergeReport, WeightLoss, compare_logits, rounding_loss
+from isotype.errors import CheckpointError, PrecisionError, SaveError, UsageError
+from isotype.lora.adapters import add_lora
+from isotype.precision.policy import POLICY_FILE
+from isotype.report.merge import show_merge
+from isotype.resolve import resolve_precision
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+WORDS = (
+    "[UNK]",
+    "[PAD]",
+    "[EOS]",
+    "a",
+    "careful",
+    "decides",
+    "digits",
+    "dtype",
+    "engineer",
+    "matrix",
+    "tensor",
+)
+TARGETS = ["q_proj", "down_proj"]
+Q = "model.layers.0.self_attn.q_proj"
+Make = Callable[..., Path]
+
+
+def tokenizer() -> Any:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="[EOS]"
+    )
+
+
+def save_base(directory: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | config))).to(dtype)
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def make(base: Path, tmp_path: Path) -> Make:
+    """Saves an adapter on `base` with random trained values, as training would."""
+
+    def made(
+        storage: str | None = None, dtype: str = "float32", on: Path = base, scale: float = 0.02, **lora: Any
+    ) -> Path:
+        policy = resolve_precision(on, dtype, storage, "cpu")
+        settings: dict[str, Any] = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": TARGETS,
+            "task_type": "CAUSAL_LM",
+        } | lora
+        model = add_lora(load(on, policy), policy, **settings)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += scale * torch.randn_like(parameter)
+        directory = tmp_path / "adapter"
+        model.save_pretrained(directory)
+        return directory
+
+    return made
+
+
+def stored(base: Path, name: str, storage: str | None, compute: torch.dtype = torch.float32) -> Any:
+    """The weight that a layer of the given storage computes with, by bitsandbytes' own functions."""
+    from bitsandbytes import functional as bnb
+
+    weight = load_file(base / "model.safetensors")[f"{name}.weight"].to(compute)
+    if storage is None:
+        return weight
+    if storage == "int8":
+        codes, constants, _ = bnb.int8_vectorwise_quant(weight.half())
+        return codes.double() * constants.double()[:, None] / 127
+    return bnb.dequantize_4bit(*bnb.quantize_4bit(weight, quant_type=storage))
+
+
+def reference(base: Path, adapter: Path, name: str, storage: str | None, **kwargs: Any) -> Any:
+    """W + scaling * B A in float64; with DoRA m * (W + D) / ||W + D|| by rows (https://arxiv.org/abs/2402.09353)."""
+    saved = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    key = f"base_model.model.{name}.lora_"
+    rank = config["r"]
+    scaling = config["lora_alpha"] / (rank**0.5 if config["use_rslora"] else rank)
+    delta = scaling * saved[f"{key}B.weight"].double() @ saved[f"{key}A.weight"].double()
+    merged = stored(base, name, storage, **kwargs).double() + delta
+    if not config["use_dora"]:
+        return merged
+    return saved[f"{key}magnitude_vector"].double()[:, None] * merged / merged.norm(dim=1, keepdim=True)
+
+
+def plain(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 17)[None]).logits.double()
+
+
+# ----------------------------------------------------------------------------------------------------- the sum
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("storage", [None, "nf4", "fp4", "int8"])
+def test_the_sum_is_the_references(
+    base: Path, make: Make, tmp_path: Path, storage: str | None, dora: bool
+) -> None:
+    adapter = make(storage, use_dora=dora)
+    report = merge_adapter(adapter, tmp_path / "merged")
+    merged = plain(tmp_path / "merged")
+    for name in (Q, "model.layers.0.mlp.down_proj"):
+        expected = reference(base, adapter, name, storage)
+        torch.testing.assert_close(
+            merged.get_parameter(f"{name}.weight").double(), expected, atol=2e-6, rtol=2e-6
+        )
+    kept = "model.layers.0.self_attn.k_proj"
+    torch.testing.assert_close(
+        merged.get_parameter(f"{kept}.weight").double(),
+        stored(base, kept, storage).double(),
+        atol=1e-6,
+        rtol=0,
+    )
+    trained, _, _ = load_for_inference(adapter)
+    # LLM.int8 rounds its inputs to 8 bits, too; the others differ by the order of float32 sums only.
+    tolerance = 0.3 if storage == "int8" else 2e-4
+    torch.testing.assert_close(logits(merged), logits(trained), atol=tolerance, rtol=0)
+    assert report.logits is not None
+    assert report.logits.max_abs < tolerance
+    assert (report.storage, report.dtype, report.vanished) == (storage or "float32", torch.float32, 0)
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("storage", [None, "nf4", "int8"])
+def test_the_sum_is_rounded_once(base: Path, make: Make, tmp_path: Path, storage: str | None) -> None:
+    adapter = make(storage, "bfloat16")
+    report = merge_adapter(adapter, tmp_path / "merged")
+    found = load_file(tmp_path / "merged" / "model.safetensors")[f"{Q}.weight"]
+    exact = reference(base, adapter, Q, storage, compute=torch.bfloat16)
+    expected = exact.bfloat16()
+    assert found.dtype == torch.bfloat16
+    # float32 sums put an entry on the other side of a rounding boundary now and then, by one unit at most.
+    assert (found != expected).float().mean() < 2e-3
+    torch.testing.assert_close(found, expected, atol=0, rtol=2**-7)
+    assert report.dtype == torch.bfloat16
+    [loss] = [weight for weight in report.weights if weight.name == f"{Q}.weight"]
+    delta = exact - stored(base, Q, storage, torch.bfloat16).double()
+    assert loss.relative_error == pytest.approx(
+        float((expected.double() - exact).norm() / delta.norm()), rel=1e-2
+    )
+    assert 0 < loss.relative_error < 1
+
+
+@pytest.mark.parametrize("storage", [None, "nf4"])
+def test_biases_and_whole_modules_are_merged_with_every_digit(
+    make: Make, tmp_path: Path, storage: str | None
+) -> None:
+    adapter = make(
+        storage, "bfloat16", bias="all", modules_to_save=["lm_head", "embed_tokens"], use_rslora=True
+    )
+    report = merge_adapter(adapter, tmp_path / "merged", dtype="float32")
+    saved = load_file(adapter / "adapter_model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight", f"{Q}.bias"):
+        key = f"base_model.model.{name}"
+        value = saved.get(key, saved.get(key.replace(".bias", ".base_layer.bias")))
+        assert value is not None
+        assert value.dtype == torch.float32
+        assert torch.equal(merged[name], value), name
+        assert not torch.equal(value, value.bfloat16().float()), "the test needs digits that bfloat16 has not"
+    assert {"lm_head.weight", "model.embed_tokens.weight", f"{Q}.bias", f"{Q}.weight"} <= {
+        weight.name for weight in report.weights
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_a_second_rank_pattern_and_an_adapted_embedding(base: Path, make: Make, tmp_path: Path) -> None:
+    adapter = make(target_modules=["q_proj", "embed_tokens"], rank_pattern={"q_proj": 2}, lora_bias=False)
+    report = merge_adapter(adapter, tmp_path / "merged")
+    saved = load_file(adapter / "adapter_model.safetensors")
+    key = "base_model.model.model.embed_tokens.lora_embedding_"
+    delta = 2.0 * (saved[f"{key}B"].double() @ saved[f"{key}A"].double()).T
+    before = load_file(base / "model.safetensors")["model.embed_tokens.weight"].double()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")["model.embed_tokens.weight"].double()
+    torch.testing.assert_close(merged, before + delta, atol=1e-6, rtol=1e-6)
+    assert [weight.name for weight in report.weights] == ["model.embed_tokens.weight", f"{Q}.weight"]
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig"])
+def test_other_kinds_of_adapter(base: Path, tmp_path: Path, kind: str) -> None:
+    policy = resolve_precision(base, "float32", None, "cpu")
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    settings |= {"feedforward_modules": []} if kind == "IA3Config" else {}
+    settings |= {"r": 0, "oft_block_size": 8} if kind == "OFTConfig" else {}
+    model = add_lora(load(base, policy), policy, getattr(peft, kind)(**settings))
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert report.logits is not None
+    assert report.logits.max_abs < 5e-4
+    assert [weight.name for weight in report.weights] == [f"{Q}.weight"]
+
+
+# -------------------------------------------------------------------------------------------- tied embeddings
+
+
+def tied_adapter(make: Make, directory: Path, **lora: Any) -> Path:
+    return make("nf4", on=save_base(directory, tie_word_embeddings=True), **lora)
+
+
+def test_tied_embeddings_stay_tied(make: Make, tmp_path: Path) -> None:
+    report = merge_adapter(tied_adapter(make, tmp_path / "base"), tmp_path / "merged")
+    merged = plain(tmp_path / "merged")
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+    assert report.notes == ()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
+def test_tied_embeddings_that_were_trained_apart_are_both_stored(
+    make: Make, tmp_path: Path, how: str
+) -> None:
+    lora = (
+        {"target_modules": ["q_proj", "lm_head"]}
+        if how == "target_modules"
+        else {"modules_to_save": ["lm_head"]}
+    )
+    adapter = tied_adapter(make, tmp_path / "base", **lora)
+    report = merge_adapter(adapter, tmp_path / "merged")
+    merged = plain(tmp_path / "merged")
+    embeddings = load_file(tmp_path / "base" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(merged.model.embed_tokens.weight, embeddings)
+    assert not torch.equal(merged.lm_head.weight, embeddings)
+    trained, _, _ = load_for_inference(adapter)
+    torch.testing.assert_close(logits(merged), logits(trained), atol=2e-4, rtol=0)
+    assert report.notes == (
+        "the base ties input and output embeddings, and the adapter changes them differently: the merged model stores "
+        "both (tie_word_embeddings is false)",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ base and dtype
+
+
+def test_another_base_is_taken_as_it_is_stored(make: Make, tmp_path: Path) -> None:
+    original = save_base(tmp_path / "original", torch.bfloat16)
+    adapter = make("nf4", "bfloat16", on=original)
+    report = merge_adapter(adapter, tmp_path / "merged", base=original)
+    found = load_file(tmp_path / "merged" / "model.safetensors")[f"{Q}.weight"]
+    exact = reference(original, adapter, Q, None, compute=torch.bfloat16)
+    assert (found != exact.bfloat16()).float().mean() < 2e-3
+    assert (report.storage, report.base) == ("bfloat16", str(original))
+    assert report.notes == (
+        "trained on nf4 weights and merged into others: the logits differ by what nf4 had rounded, too",
+    )
+    assert report.logits is not None
+    assert report.logits.mean_kl > 0
+
+
+def test_a_trained_base_that_is_gone_is_no_obstacle_to_another_one(make: Make, tmp_path: Path) -> None:
+    adapter = make(on=save_base(tmp_path / "trained"))
+    (tmp_path / "trained").rename(tmp_path / "moved")
+    report = merge_adapter(adapter, tmp_path / "merged", base=tmp_path / "moved")
+    assert report.logits is None
+    assert report.notes == (
+        "logits were not compared: the base model of the adapter is not there "
+        f"({adapter}/adapter_config.json names {tmp_path}/trained (no such model: model {tmp_path}/trained))",
+    )
+    torch.testing.assert_close(
+        load_file(tmp_path / "merged" / "model.safetensors")[f"{Q}.weight"].double(),
+        reference(tmp_path / "moved", adapter, Q, None),
+        atol=2e-6,
+        rtol=2e-6,
+    )
+
+
+def test_the_dtype_is_never_float16_unless_it_was_trained_from_float16(make: Make, tmp_path: Path) -> None:
+    adapter = make("nf4", "float16", on=save_base(tmp_path / "bf16", torch.bfloat16))
+    report = merge_adapter(adapter, tmp_path / "merged")
+    assert report.dtype == torch.bfloat16
+    assert report.dtype_reason == (
+        "the base checkpoint's; trained in float16, which cannot hold every bfloat16 value"
+    )
+    asked = merge_adapter(adapter, tmp_path / "asked", dtype="float16")
+    assert (asked.dtype, asked.dtype_reason) == (torch.float16, "as asked")
+    assert json.loads((tmp_path / "asked" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_without_a_policy_the_base_is_as_it_is_stored(make: Make, tmp_path: Path) -> None:
+    adapter = make("nf4", "bfloat16", on=save_base(tmp_path / "bf16", torch.bfloat16))
+    (adapter / POLICY_FILE).unlink()
+    report = merge_adapter(adapter, tmp_path / "merged")
+    assert report.dtype == torch.bfloat16
+    assert report.dtype_reason == "the base checkpoint's; the adapter has no precision_policy.json"
+    assert report.notes[0].startswith(
+        "the adapter has no precision_policy.json: the base was taken as it is stored, in "
+    )
+
+
+def test_a_base_saved_in_nf4_is_dequantized(base: Path, make: Make, tmp_path: Path) -> None:
+    policy = resolve_precision(base, "float32", "nf4", "cpu")
+    quantized = load(base, policy)
+    quantized.save_pretrained(tmp_path / "nf4")
+    tokenizer().save_pretrained(tmp_path / "nf4")
+    adapter = make(on=tmp_path / "nf4")
+    report = merge_adapter(adapter, tmp_path / "merged")
+    assert report.storage == "nf4"
+    torch.testing.assert_close(
+        load_file(tmp_path / "merged" / "model.safetensors")[f"{Q}.weight"].double(),
+        reference(base, adapter, Q, "nf4"),
+        atol=2e-6,
+        rtol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("storage", [None, "nf4"])
+def test_a_classifier_is_merged_with_its_head(base: Path, tmp_path: Path, storage: str | None) -> None:
+    policy = resolve_precision(base, "float32", storage, "cpu")
+    model = load(base, policy, model_class=transformers.AutoModelForSequenceClassification, num_labels=3)
+    model = add_lora(model, policy, r=4, target_modules=TARGETS, task_type="SEQ_CLS")
+    model.save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    head = model.base_model.model.score.modules_to_save.default.weight
+    assert torch.equal(merged.score.weight, head)
+    assert report.logits is not None
+    assert report.logits.max_abs < 1e-5
+
+
+def test_pinned_parameters_stay_float32(tmp_path: Path) -> None:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=1
+    )
+    torch.manual_seed(6)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    tokenizer().save_pretrained(tmp_path / "t5")
+    policy = resolve_precision(tmp_path / "t5", "bfloat16", None, "cpu")
+    assert policy.pinned == ("wo",)
+    model = add_lora(
+        load(tmp_path / "t5", policy), policy, target_modules=["q", "wo"], task_type="SEQ_2_SEQ_LM"
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.02
+    model.save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    dtypes = {
+        name: tensor.dtype for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items()
+    }
+    pinned = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert pinned == {name for name in dtypes if ".wo." in name}
+    assert len(pinned) == 2
+    assert report.logits is not None
+    lost = {weight.name: weight.relative_error for weight in report.weights}
+    assert all((error == 0) == (".wo." in name) for name, error in lost.items())
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_float16_overflow_is_an_error_that_names_the_weights(make: Make, tmp_path: Path) -> None:
+    adapter = make(modules_to_save=["lm_head"])
+    file = adapter / "adapter_model.safetensors"
+    saved = load_file(file)
+    saved["base_model.model.lm_head.weight"][3, 3] = 1e5
+    save_file(saved, file, {"format": "pt"})
+    with pytest.raises(PrecisionError) as caught:
+        merge_adapter(adapter, tmp_path / "merged", dtype="fp16")
+    assert str(caught.value) == (
+        "float16 cannot hold the merged weights\n"
+        "  - lm_head.weight: values up to 1e+05\n"
+        "    expected  at most 65504\n"
+        "    fix       give --dtype bfloat16 or float32"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def test_the_output_is_whole_and_takes_the_adapters_tokenizer(base: Path, make: Make, tmp_path: Path) -> None:
+    adapter = make("nf4", "bfloat16")
+    own = tokenizer()
+    own.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    own.save_pretrained(adapter)
+    (tmp_path / "merged").mkdir()
+    report = merge_adapter(adapter, tmp_path / "merged")
+    names = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "merged").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert back.chat_template == own.chat_template
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+
+
+def test_without_a_tokenizer_the_merge_says_what_it_left_out(make: Make, tmp_path: Path) -> None:
+    bare = save_base(tmp_path / "bare")
+    for file in bare.glob("token*"):
+        file.unlink()
+    report = merge_adapter(make(on=bare), tmp_path / "merged")
+    assert report.logits is None
+    assert report.notes == ("logits were not compared: neither adapter nor base has a tokenizer",)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_added_tokens_bring_the_vocabulary_along(base: Path, tmp_path: Path) -> None:
+    policy = resolve_precision(base, "float32", None, "cpu")
+    model = load(base, policy)
+    model.resize_token_embeddings(70, mean_resizing=False)
+    model = add_lora(
+        model,
+        policy,
+        r=4,
+        target_modules=TARGETS,
+        modules_to_save=["embed_tokens", "lm_head"],
+        task_type="CAUSAL_LM",
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    trained = model.base_model.model.model.embed_tokens.modules_to_save.default.weight
+    assert trained.shape == (70, 64)
+    assert torch.equal(merged["model.embed_tokens.weight"], trained)
+    assert merged["lm_head.weight"].shape == (70, 64)
+    assert report.logits is not None
+
+
+@contextmanager
+def largest_file(limit: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_fails_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    adapter = make()
+    with largest_file(50_000), pytest.raises(SaveError) as caught:
+        merge_adapter(adapter, tmp_path / "merged")
+    assert re.fullmatch(
+        rf"the merged model cannot be written\n  - {tmp_path}/merged: .*File too large.*\n"
+        r"    expected  a directory with room that can be written\n"
+        r"    fix       free some space, or give --output on another disk",
+        str(caught.value),
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_a_full_disk_is_found_before_the_first_byte(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(SaveError) as caught:
+        merge_adapter(adapter, tmp_path / "merged")
+    assert str(caught.value) == (
+        "the merged model cannot be written\n"
+        f"  - {tmp_path}: 0.00 GB are free\n"
+        "    expected  0.00 GB for the weights\n"
+        "    fix       free some space, or give --output on another disk"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+def test_an_output_that_is_taken(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError) as caught:
+        merge_adapter(tmp_path, tmp_path / "file")
+    assert str(caught.value) == (
+        "the output directory is taken\n"
+        f"  - --output {tmp_path}/file: a file\n"
+        "    expected  a directory that does not exist yet, or an empty one\n"
+        "    fix       give another one, or remove it first"
+    )
+    with pytest.raises(UsageError, match=f"--output {base}: a directory with files in it"):
+        merge_adapter(tmp_path, base)
+
+
+def test_no_adapter(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(tmp_path / "nowhere", tmp_path / "merged")
+    assert str(caught.value) == (
+        "no such adapter\n"
+        f"  - adapter {tmp_path}/nowhere\n"
+        "    expected  a directory that exists\n"
+        "    fix       check the path"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(base, tmp_path / "merged")
+    assert str(caught.value) == (
+        "not an adapter\n"
+        f"  - the directory {base} holds config.json, generation_config.json, model.safetensors, tokenizer.json, "
+        "tokenizer_config.json\n"
+        "    expected  adapter_config.json and adapter_model.safetensors\n"
+        "    fix       it is a whole model, with nothing to merge into it"
+    )
+
+
+def test_an_adapter_without_weights(make: Make, tmp_path: Path) -> None:
+    adapter = make()
+    (adapter / "adapter_model.safetensors").unlink()
+    (adapter / "README.md").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(adapter, tmp_path / "merged")
+    assert str(caught.value) == (
+        "an adapter without weights\n"
+        f"  - the directory {adapter} holds adapter_config.json, precision_policy.json\n"
+        "    expected  adapter_model.safetensors\n"
+        "    fix       give the --output_dir of a training run that ended, or one of its checkpoint folders"
+    )
+
+
+def edit_config(adapter: Path, **values: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_base_that_is_gone(make: Make, tmp_path: Path) -> None:
+    adapter = make()
+    edit_config(adapter, base_model_name_or_path=str(tmp_path / "gone"))
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(adapter, tmp_path / "merged")
+    assert str(caught.value) == (
+        "the base model of the adapter is not there\n"
+        f"  - {adapter}/adapter_config.json names {tmp_path}/gone (no such model: model {tmp_path}/gone)\n"
+        "    expected  the model that the adapter was trained on\n"
+        "    fix       correct base_model_name_or_path in that file (isotype merge also takes --base)"
+    )
+    edit_config(adapter, base_model_name_or_path=None)
+    with pytest.raises(CheckpointError, match="the adapter names no base model"):
+        merge_adapter(adapter, tmp_path / "merged")
+
+
+def test_a_base_of_another_shape(make: Make, tmp_path: Path) -> None:
+    adapter = make(target_modules=["q_proj"])
+    other = save_base(tmp_path / "wide", hidden_size=128)
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(adapter, tmp_path / "merged", base=other)
+    assert str(caught.value) == (
+        f"the adapter {adapter} does not fit the base model, a LlamaForCausalLM\n"
+        f"  - {Q}.lora_A.weight of shape (4, 64)\n"
+        "    expected  shape (4, 128), for this base model\n"
+        "    fix       give the base model that the adapter was trained on\n"
+        f"  - {Q}.lora_B.weight of shape (64, 4)\n"
+        "    expected  shape (128, 4), for this base model\n"
+        "    fix       give the base model that the adapter was trained on"
+    )
+
+
+def test_a_base_of_another_depth(make: Make, tmp_path: Path) -> None:
+    deep = save_base(tmp_path / "deep", num_hidden_layers=2)
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(make(), tmp_path / "merged", base=deep)
+    assert "no tensor model.layers.1.self_attn.q_proj.lora_A.weight" in str(caught.value)
+    adapter = make(on=deep)
+    shallow = save_base(tmp_path / "shallow")
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(adapter, tmp_path / "merged", base=shallow)
+    assert "tensor model.layers.1.self_attn.q_proj.lora_A.weight\n    expected  a module of that name" in str(
+        caught.value
+    )
+
+
+def test_a_base_of_another_architecture(make: Make, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    adapter = make()
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(adapter, tmp_path / "merged", base=tmp_path / "gpt2")
+    assert caught.value.headline == f"the adapter {adapter} does not fit the base model, a GPT2LMHeadModel"
+    assert "not found in the base model" in caught.value.problems[0].given
+
+
+def test_kinds_that_cannot_be_merged(base: Path, make: Make, tmp_path: Path) -> None:
+    policy = resolve_precision(base, "float32", None, "cpu")
+    config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    add_lora(load(base, policy), policy, config).save_pretrained(tmp_path / "prompt")
+    with pytest.raises(UsageError) as caught:
+        merge_adapter(tmp_path / "prompt", tmp_path / "merged")
+    assert str(caught.value) == (
+        "this adapter cannot be merged\n"
+        f"  - {tmp_path}/prompt: a PROMPT_TUNING adapter; it adds virtual tokens to the input and changes no weight\n"
+        "    expected  an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …\n"
+        f"    fix       use it beside its base: isotype chat {tmp_path}/prompt"
+    )
+    adapter = make(alora_invocation_tokens=[3, 4])
+    with pytest.raises(UsageError, match="an activated LoRA acts only after its invocation tokens"):
+        merge_adapter(adapter, tmp_path / "merged")
+    edit_config(adapter, peft_type="NONSENSE")
+    with pytest.raises(CheckpointError, match="peft_type 'NONSENSE'"):
+        merge_adapter(adapter, tmp_path / "merged")
+
+
+# ------------------------------------------------------------------------------------------------------ figures
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-4, 4, width=32), st.floats(-0.125, 0.125, width=32)), min_size=1, max_size=40
+    ),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)
+def test_rounding_loss_counts_as_plain_python_does(
+    pairs: list[tuple[float, float]], dtype: torch.dtype
+) -> None:
+    old = torch.tensor([w for w, _ in pairs])
+    new = old + torch.tensor([d for _, d in pairs])
+    loss = rounding_loss("w", old, new, dtype)
+
+    def rounded(value: float) -> float:
+        return torch.tensor(value).to(dtype).item()
+
+    triples = [(w, m, rounded(m)) for w, m in zip(old.tolist(), new.tolist(), strict=True) if w != m]
+    assert loss.entries == len(triples)
+    assert loss.vanished == sum(r == rounded(w) for w, _, r in triples)
+    moved = sum((m - w) ** 2 for w, m, _ in triples)
+    lost = sum((rounded(m) - m) ** 2 for m in new.tolist())
+    assert loss.relative_error == pytest.approx((lost / moved) ** 0.5 if moved else 0.0, rel=1e-6)
+
+
+def test_an_update_below_half_a_unit_vanishes_whole() -> None:
+    old = torch.ones(1000)
+    assert rounding_loss("w", old, old + 2**-10, torch.bfloat16) == WeightLoss("w", 1.0, 1000, 1000)
+    assert rounding_loss("w", old, old + 2**-7, torch.bfloat16) == WeightLoss("w", 0.0, 1000, 0)
+
+
+def test_compare_logits_by_hand() -> None:
+    trained = torch.tensor([[0.0, 0.0]], dtype=torch.float64)
+    merged = torch.tensor([[0.0, torch.log(torch.tensor(3.0, dtype=torch.float64))]], dtype=torch.float64)
+    difference = compare_logits(trained, merged)
+    # KL((1/2, 1/2) || (1/4, 3/4)) = 1/2 ln 2 + 1/2 ln(2/3)
+    assert difference.mean_kl == pytest.approx(0.5 * 0.6931471805599453 + 0.5 * -0.40546510810816444)
+    assert difference.tokens == 1
+    assert difference.max_abs == pytest.approx(1.0986122886681098)
+    assert compare_logits(trained, trained).mean_kl == 0
+
+
+def report(vanished: int) -> MergeReport:
+    weights = (
+        WeightLoss("a.weight", 0.25, 600, vanished),
+        WeightLoss("b.weight", 0.5, 400, 0),
+        WeightLoss("c.weight", 0.1, 1000, 0),
+    )
+    logits = compare_logits(torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, 4, dtype=torch.float64))
+    return MergeReport(
+        Path("adapter"),
+        Path("merged"),
+        "base",
+        "nf4",
+        torch.bfloat16,
+        "as asked",
+        weights,
+        logits,
+        2_000_000,
+        ("so",),
+    )
+
+
+def test_the_report_warns_where_much_vanishes() -> None:
+    assert report(200).warnings == ()
+    assert report(600).warnings == (
+        "30% of the update's entries vanish in bfloat16: they are smaller than half a unit in the last place of the "
+        "weight; merge with --dtype float32, or keep the adapter apart",
+    )
+
+
+def test_what_the_terminal_shows() -> None:
+    console = Console(record=True, width=100, file=None, quiet=False)
+    with console.capture() as captured:
+        show_merge(console, report(600))
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    assert lines == [
+        "adapter           adapter",
+        "base              base (dequantized from nf4)",
+        "dtype             bfloat16 (as asked)",
+        "merged            3 weights, 2,000 entries changed",
+        "lost to rounding  25.00% of a weight's update in the median, 50.00% in b.weight",
+        "vanished          600 entries of the update (30.00%)",
+        "logits            differ by at most 0, KL 0 nats, from the trained model's on 3 tokens",
+        "output            merged (2.0 MB)",
+        "note: so",
+        "warning: 30% of the update's entries vanish in bfloat16: they are smaller than half a unit in the",
+        "last place of the weight; merge with --dtype float32, or keep the adapter apart",
+        "",
+        "try it:  isotype chat merged",
+    ]

@@ -1,0 +1,288 @@
+"""Adapters in every shape PEFT has: biases, whole modules, norms, several at once, saved and read back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+import isotype
+from isotype.model.boundary import Boundary
+from isotype.model.enforce import enforce_model
+from tests.models import tiny_batch
+from tests.policy import assert_policy_holds, autocast, train
+from tests.train.test_matrix import generate
+
+Saved = Callable[..., Path]
+LOW = ("bfloat16", "float16")
+STORAGES = (None, "nf4", "int8")
+
+
+def adapted(
+    saved: Saved, name: str, dtype: str, quantization: str | None = None, **lora: Any
+) -> tuple[Any, isotype.PrecisionPolicy]:
+    policy = isotype.resolve_precision(saved(name), dtype=dtype, quantization=quantization, device="cpu")
+    model = isotype.load(saved(name), policy)
+    return isotype.add_lora(model, policy, r=4, **lora), policy
+
+
+def assert_trains_and_evaluates(model: Any, policy: isotype.PrecisionPolicy, name: str) -> None:
+    assert_policy_holds(model, policy)
+    losses = train(model, policy, tiny_batch(name))
+    assert losses[-1] < losses[0] - 0.05
+    loss = model(**tiny_batch(name)).loss
+    loss.backward()
+    assert math.isfinite(loss.item())
+    generate(model, tiny_batch(name))
+    assert_policy_holds(model, policy)
+    assert enforce_model(model, policy) == ()
+
+
+def trained_names(model: torch.nn.Module, part: str) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad and part in name]
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+@pytest.mark.parametrize("quantization", STORAGES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_trained_biases_stay_float32(saved: Saved, dtype: str, quantization: str | None, bias: str) -> None:
+    model, policy = adapted(saved, "llama-tied-bias", dtype, quantization, bias=bias)
+    names = trained_names(model, ".bias")
+    assert len(names) == 2 * 4  # q, k, v, o of two layers
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
+    assert_trains_and_evaluates(model, policy, "llama-tied-bias")
+    for name, parameter in model.named_parameters():
+        if name in names:
+            assert parameter.dtype == torch.float32
+            # Adam's first steps move each number by about the learning rate: more digits than 16 bits hold.
+            assert not torch.equal(parameter, parameter.to(policy.compute).float())
+            assert not torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("quantization", STORAGES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_frozen_biases_lie_in_the_compute_dtype_and_are_left_alone(
+    saved: Saved, dtype: str, quantization: str | None
+) -> None:
+    model, policy = adapted(saved, "llama-tied-bias", dtype, quantization)
+    frozen = {
+        n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("proj.base_layer.bias")
+    }
+    assert {p.dtype for p in frozen.values()} == {policy.compute}
+    assert_trains_and_evaluates(model, policy, "llama-tied-bias")
+    for name, parameter in model.named_parameters():
+        assert name not in frozen or torch.equal(parameter, frozen[name])
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("llama", ["lm_head"]),
+        ("llama", ["embed_tokens", "lm_head"]),
+        ("llama", ["input_layernorm", "norm"]),
+        ("qwen3", ["q_norm", "k_norm"]),
+        ("gemma2", ["embed_tokens"]),  # its embedding scales its output
+        ("gpt-oss", ["router"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_modules_trained_whole(
+    saved: Saved, name: str, modules: list[str], dtype: str, quantization: str | None
+) -> None:
+    targets = ["q_proj", "v_proj"]
+    model, policy = adapted(saved, name, dtype, quantization, modules_to_save=modules, target_modules=targets)
+    assert trained_names(model, "modules_to_save")
+    assert_trains_and_evaluates(model, policy, name)
+
+
+@pytest.mark.parametrize("weight_tying", [False, True])
+@pytest.mark.parametrize("dtype", LOW)
+def test_tied_embeddings_trained_whole(saved: Saved, dtype: str, weight_tying: bool) -> None:
+    model, policy = adapted(
+        saved,
+        "llama-tied-bias",
+        dtype,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        ensure_weight_tying=weight_tying,
+    )
+    copies = [p for n, p in model.named_parameters(remove_duplicate=False) if ".modules_to_save." in n]
+    assert len({id(copy) for copy in copies}) == (1 if weight_tying else 2)
+    assert_trains_and_evaluates(model, policy, "llama-tied-bias")
+
+
+@pytest.mark.parametrize("quantization", STORAGES)
+def test_unfrozen_norms_and_head_of_the_base_model(saved: Saved, quantization: str | None) -> None:
+    policy = isotype.resolve_precision(saved("phi"), "bfloat16", quantization, device="cpu")
+    model = isotype.add_lora(isotype.load(saved("phi"), policy), policy, r=4)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "lm_head" in name:
+            parameter.requires_grad_(True)
+    changed = isotype.enforce(model)
+    assert {str(change) for change in changed} >= {
+        "base_model.model.lm_head.weight: bfloat16 -> float32",
+        "base_model.model.lm_head: compute boundary set",
+        "base_model.model.model.final_layernorm.bias: bfloat16 -> float32",
+        "base_model.model.model.final_layernorm: float32 boundary set",
+    }
+    assert_trains_and_evaluates(model, policy, "phi")
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", LOW)
+def test_lora_on_an_embedding(saved: Saved, dtype: str, dora: bool) -> None:
+    model, policy = adapted(saved, "gemma2", dtype, target_modules=["embed_tokens", "q_proj"], use_dora=dora)
+    assert trained_names(model, "lora_embedding_A")
+    assert_trains_and_evaluates(model, policy, "gemma2")
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_trained_token_rows(saved: Saved, dtype: str) -> None:
+    model, policy = adapted(saved, "llama", dtype, target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    (delta,) = [p for n, p in model.named_parameters() if "trainable_tokens_delta" in n]
+    assert delta.dtype == torch.float32
+    losses = []
+    batch = tiny_batch("llama")
+    batch["input_ids"][:, :2] = torch.tensor([5, 6])
+    losses = train(model, policy, batch)
+    assert losses[-1] < losses[0]
+    model(**batch).loss.backward()
+    assert_policy_holds(model, policy)
+
+
+@pytest.mark.parametrize("quantization", STORAGES)
+@pytest.mark.parametrize("lora", [{"use_rslora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}], ids=str)
+def test_other_variants(saved: Saved, lora: dict[str, Any], quantization: str | None) -> None:
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the layers that have a bias
+    model, policy = adapted(
+        saved, "llama-tied-bias", "bfloat16", quantization, target_modules=targets, **lora
+    )
+    assert_trains_and_evaluates(model, policy, "llama-tied-bias")
+
+
+@pytest.mark.parametrize("quantization", STORAGES)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_several_adapters(saved: Saved, name: str, quantization: str | None) -> None:
+    model, policy = adapted(saved, name, "bfloat16", quantization, modules_to_save=["lm_head"])
+    config = copy.deepcopy(model.peft_config["default"])
+    assert isotype.add_lora(model, policy, config, adapter_name="second") is model
+    for active in ("default", "second", "default"):
+        model.set_adapter(active)
+        isotype.enforce(model)
+        copies = [(n, p) for n, p in model.named_parameters() if "lora_" in n or ".modules_to_save." in n]
+        assert {p.dtype for _, p in copies} == {torch.float32}
+        assert {p.requires_grad for n, p in copies if f".{active}" in n} == {True}
+        assert {p.requires_grad for n, p in copies if f".{active}" not in n} == {False}
+        assert math.isfinite(train(model, policy, tiny_batch(name), steps=3)[-1])
+        model(**tiny_batch(name)).loss.backward()
+        assert_policy_holds(model, policy)
+        assert enforce_model(model, policy) == ()
+    with model.disable_adapter():
+        generate(model, tiny_batch(name))
+
+
+def test_inactive_masters_keep_their_digits(saved: Saved) -> None:
+    model, policy = adapted(saved, "llama", "bfloat16")
+    train(model, policy, tiny_batch("llama"), steps=3)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if ".default" in n}
+    isotype.add_lora(model, policy, adapter_name="second", r=2)
+    model.set_adapter("second")
+    isotype.enforce(model)
+    for name, parameter in model.named_parameters():
+        assert name not in before or torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize(
+    ("modules", "tolerance"),
+    # Without boundaries the arithmetic is the same. Where norm and head are trained, plain PEFT rounds their
+    # masters to bfloat16 as it reads them: a few units in the last place (2^-8) of the largest logit.
+    [(None, 0.0), (["lm_head", "norm"], 3 * 2**-8)],
+)
+def test_saved_adapters_are_plain_peft(
+    saved: Saved, tmp_path: Path, quantization: str | None, modules: list[str] | None, tolerance: float
+) -> None:
+    model, policy = adapted(saved, "llama", "bfloat16", quantization, modules_to_save=modules)
+    train(model, policy, tiny_batch("llama"), steps=3)
+    model.eval().save_pretrained(tmp_path)
+    assert isotype.PrecisionPolicy.read(tmp_path) == policy
+
+    ours = peft.PeftModel.from_pretrained(isotype.load(saved("llama"), policy), tmp_path)
+    isotype.enforce(ours, policy)
+    # PEFT reads modules to save into copies in the base's dtype; the masters want their digits.
+    peft.set_peft_model_state_dict(ours, peft.utils.load_peft_weights(str(tmp_path), device="cpu"))
+    assert list(ours.state_dict()) == list(model.state_dict())
+    plain = peft.PeftModel.from_pretrained(plain_base(saved("llama"), policy), tmp_path)
+    assert not any(isinstance(module, Boundary) for module in plain.modules())
+    with torch.no_grad(), autocast(policy):
+        expected, again, logits = (m(**tiny_batch("llama")).logits.float() for m in (model, ours, plain))
+    assert torch.equal(again, expected)
+    assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def plain_base(directory: Path, policy: isotype.PrecisionPolicy) -> Any:
+    import transformers
+
+    quantization = None
+    if policy.quantized:
+        quantization = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=policy.storage, bnb_4bit_compute_dtype=policy.compute
+        )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=policy.compute, quantization_config=quantization
+    )
+
+
+def test_names_do_not_change(saved: Saved) -> None:
+    model, _ = adapted(saved, "gpt-oss", "bfloat16", modules_to_save=["norm"])
+    reference = peft.get_peft_model(
+        plain_base(saved("gpt-oss"), isotype.resolve_precision(saved("gpt-oss"), "bfloat16", device="cpu")),
+        copy.deepcopy(model.peft_config["default"]),
+    )
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in reference.named_modules()]
+    assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in reference.modules()}
+
+
+def test_experts_are_left_out_where_peft_cannot_adapt_them_and_it_is_said(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("qwen3-moe"), "bfloat16", device="cpu")
+    model = isotype.load(saved("qwen3-moe"), policy)
+    with pytest.warns(UserWarning, match="stacked experts") as caught:
+        model = isotype.add_lora(model, policy, use_dora=True, lora_dropout=0.05)
+    assert [str(warning.message) for warning in caught if warning.category is UserWarning] == [
+        "use_dora and lora_dropout: adapters go on k_proj, o_proj, q_proj, v_proj, not on the stacked experts "
+        "(down_proj, gate.weight, gate_up_proj), which PEFT adapts by plain LoRA only"
+    ]
+    assert not any("experts" in name for name in trained_names(model, "lora_"))
+
+
+def test_settings_given_twice(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
+    with pytest.raises(isotype.UsageError) as caught:
+        isotype.add_lora(object(), policy, peft.LoraConfig(), r=4, lora_alpha=8)
+    assert str(caught.value) == (
+        "adapter settings given twice\n"
+        "  - config=… and r, lora_alpha\n"
+        "    expected  one of the two\n"
+        "    fix       put them into the LoraConfig, or leave the config out"
+    )
+
+
+def test_no_adapter_where_every_weight_is_trained(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu", trainable="full")
+    with pytest.raises(isotype.PrecisionError) as caught:
+        isotype.add_lora(object(), policy)
+    assert str(caught.value) == (
+        "no adapter under a policy that trains every weight\n"
+        "  - trainable='full'\n"
+        "    expected  trainable='lora'\n"
+        "    fix       resolve the policy with trainable='lora'"
+    )

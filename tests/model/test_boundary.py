@@ -1,0 +1,214 @@
+"""Boundaries against a float32 reference, and everything that may be done to a model that has them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from isotype.model.boundary import Boundary, original_class, set_boundary
+from tests.models import tiny_batch
+from tests.policy import autocast
+
+Saved = Callable[..., Path]
+LOW = (torch.bfloat16, torch.float16)
+EPSILON = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}  # half a unit in the last place of numbers near one
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    value, reference = value.detach().double(), reference.detach().double()
+    return float((value - reference).abs().max() / reference.abs().max())
+
+
+def run(
+    module: nn.Module, x: torch.Tensor, outer: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Output (under autocast to `outer`), gradient of the input and of the parameters, of a sum of squares."""
+    x = x.detach().requires_grad_(True)
+    with torch.autocast("cpu", outer, enabled=outer is not None):
+        out = module(x)
+    (out.float() ** 2).sum().backward()
+    assert x.grad is not None
+    return out, x.grad, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("outer", [None, *LOW])
+@pytest.mark.parametrize("compute", LOW)
+def test_a_float32_norm_computes_in_float32_and_returns_the_compute_dtype(
+    compute: torch.dtype, outer: torch.dtype | None
+) -> None:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(33)
+    nn.init.normal_(norm.weight, 1.0, 0.2)
+    x = torch.randn(2, 7, 33).to(compute)
+    expected, expected_x, expected_own = run(copy.deepcopy(norm).double(), x.double())
+
+    assert set_boundary(norm, "float32", compute)
+    out, grad_x, grads = run(norm, x, outer)
+    assert (out.dtype, grad_x.dtype) == (compute, compute)
+    assert {g.dtype for g in grads.values()} == {torch.float32}
+    # Only the output (and the gradient that comes back through it) is rounded, once.
+    assert relative_error(out, expected) <= EPSILON[compute]
+    assert relative_error(grad_x, expected_x) <= 4 * EPSILON[compute]
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_own[name]) <= 2 * EPSILON[compute], name
+
+
+@pytest.mark.parametrize("outer", [None, *LOW])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compute", LOW)
+def test_a_linear_layer_with_masters_computes_in_the_compute_dtype(
+    compute: torch.dtype, bias: bool, outer: torch.dtype | None
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(33, 17, bias=bias)
+    x = torch.randn(2, 7, 33).to(compute)
+    expected, expected_x, expected_own = run(copy.deepcopy(linear).double(), x.double())
+
+    assert set_boundary(linear, "compute", compute)
+    out, grad_x, grads = run(linear, x, outer)
+    assert (out.dtype, grad_x.dtype) == (compute, compute)
+    assert {g.dtype for g in grads.values()} == {torch.float32}
+    # Weight, output and gradients are rounded once each; sums of 33 and 14 products of rounded numbers.
+    assert relative_error(out, expected) <= 4 * EPSILON[compute]
+    assert relative_error(grad_x, expected_x) <= 4 * EPSILON[compute]
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_own[name]) <= 4 * EPSILON[compute], name
+
+
+def test_outputs_of_every_structure_return_in_the_compute_dtype() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
+            logits = nn.functional.linear(x, self.weight) * scale
+            return {"logits": logits, "chosen": (logits.argmax(-1), None)}
+
+    router = Router()
+    x, scale = torch.randn(3, 8, dtype=torch.bfloat16), torch.ones(())
+    for boundary in ("float32", "compute"):
+        set_boundary(router, boundary, torch.bfloat16)
+        out = router(x, scale=scale)
+        assert out["logits"].dtype == torch.bfloat16
+        assert out["chosen"][0].dtype == torch.int64
+
+
+def test_setting_changing_and_taking_away() -> None:
+    norm = nn.LayerNorm(4)
+    assert set_boundary(norm, "float32", torch.bfloat16)
+    assert not set_boundary(norm, "float32", torch.bfloat16)
+    assert set_boundary(norm, "float32", torch.float16)
+    assert norm(torch.randn(2, 4)).dtype == torch.float16
+    assert isinstance(norm, nn.LayerNorm)
+    assert (type(norm).__name__, type(norm).__module__) == ("LayerNorm", nn.LayerNorm.__module__)
+    assert original_class(norm) is nn.LayerNorm
+    assert list(norm.state_dict()) == ["weight", "bias"]
+    assert set_boundary(norm, "compute", torch.float16)
+    assert original_class(norm) is nn.LayerNorm
+    assert set_boundary(norm, None, torch.float16)
+    assert not set_boundary(norm, None, torch.float16)
+    assert type(norm) is nn.LayerNorm
+    assert vars(norm).keys() == vars(nn.LayerNorm(4)).keys()
+    assert norm(torch.randn(2, 4)).dtype == torch.float32
+
+
+def test_copies_keep_the_boundary() -> None:
+    norm = nn.LayerNorm(4)
+    set_boundary(norm, "float32", torch.bfloat16)
+    buffer = io.BytesIO()
+    torch.save(norm, buffer)
+    buffer.seek(0)
+    x = torch.randn(2, 4)
+    for twin in (
+        copy.copy(norm),
+        copy.deepcopy(norm),
+        pickle.loads(pickle.dumps(norm)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert type(twin) is type(norm)
+        assert twin.weight is not norm.weight or twin._parameters is norm._parameters
+        assert torch.equal(twin(x), norm(x))
+        assert set_boundary(twin, None, torch.bfloat16)
+        assert isinstance(norm, Boundary)
+
+
+def test_accelerate_hooks_call_the_boundary() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    for hook_first in (True, False):
+        norm = nn.LayerNorm(4)
+        if hook_first:
+            add_hook_to_module(norm, ModelHook())
+        set_boundary(norm, "float32", torch.bfloat16)
+        if not hook_first:
+            add_hook_to_module(norm, ModelHook())
+        assert norm(torch.randn(2, 4)).dtype == torch.bfloat16
+        remove_hook_from_module(norm)
+        assert norm(torch.randn(2, 4)).dtype == torch.bfloat16
+        set_boundary(norm, None, torch.bfloat16)
+        assert norm(torch.randn(2, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@pytest.mark.parametrize("with_autocast", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(
+    saved: Saved, quantization: str | None, use_reentrant: bool, with_autocast: bool
+) -> None:
+    policy = isotype.resolve_precision(saved("gpt-oss"), "bfloat16", quantization, device="cpu")
+    model = isotype.load(saved("gpt-oss"), policy)
+    model = isotype.add_lora(model, policy, r=4, modules_to_save=["lm_head"], bias="all")
+    assert any(isinstance(module, Boundary) for module in model.modules())
+    model.train()
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with autocast(policy) if with_autocast else torch.enable_grad():
+            loss = model(**tiny_batch("gpt-oss")).loss
+        loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    actual = gradients()
+    assert actual.keys() == expected.keys()
+    for name, grad in actual.items():
+        assert torch.equal(grad, expected[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_torch_compile_traces_through_boundaries(saved: Saved) -> None:
+    """Captured by dynamo and run eagerly (`aot_eager`), so that no C++ compiler is needed."""
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", "nf4", device="cpu")
+    model = isotype.add_lora(
+        isotype.load(saved("llama"), policy), policy, r=4, modules_to_save=["lm_head", "norm"]
+    )
+    batch = tiny_batch("llama")
+    expected = model(**batch).loss
+    expected.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager")
+    loss = compiled(**batch).loss
+    loss.backward()
+    # The same operators; fused casts may round once less: a few units in the last place of bfloat16.
+    assert abs(loss.item() - expected.item()) <= 2 * EPSILON[torch.bfloat16] * expected.item()
+    for name, parameter in model.named_parameters():
+        if name in grads and grads[name].any():
+            assert parameter.grad is not None, name
+            assert relative_error(parameter.grad, grads[name]) <= 16 * EPSILON[torch.bfloat16], name

@@ -1,0 +1,196 @@
+"""The command line from outside: every bad input ends in one message and an exit status, no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isotype.cli import DEMO, main, take_debug_flag
+from isotype.train.methods import METHODS
+from isotype.train.settings import parse_settings
+from tests.train.tiny import rows, save_chat_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows("sft")))
+    return path
+
+
+def run(capsys, *argv: object) -> tuple[int, str, str]:
+    status = main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return status, out, err
+
+
+def sft(capsys, model: object, data: object, *argv: object) -> tuple[int, str, str]:
+    return run(capsys, "sft", "--model_name_or_path", model, "--dataset_name", data, *argv)
+
+
+def test_no_command_shows_the_commands(capsys):
+    status, out, _ = run(capsys)
+    assert status == 2
+    assert out.startswith("usage: isotype COMMAND")
+    assert run(capsys, "--help")[0] == 0
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    status, _, err = run(capsys, "stf")
+    assert status == 2
+    assert err == (
+        "error: unknown command\n"
+        "  - isotype stf\n"
+        "    expected  one of sft, dpo, reward, kto, grpo, rloo, demo, doctor, merge, chat\n"
+        "    fix       did you mean isotype sft?\n"
+    )
+
+
+def test_every_help_page_prints(capsys):
+    for command in (*METHODS, "doctor", "merge", "chat"):
+        with pytest.raises(SystemExit) as caught:
+            main([command, "--help"])
+        assert caught.value.code == 0
+        assert command in capsys.readouterr().out
+
+
+def test_the_demo_is_a_command_that_parses():
+    settings = parse_settings(METHODS["sft"], DEMO)
+    assert settings.wishes.quantization == "nf4"
+    assert settings.wishes.dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("argv", "rest", "debug"),
+    [
+        (["--debug", "sft"], ["sft"], True),
+        (["sft", "--seed", "1", "--debug"], ["sft", "--seed", "1"], True),
+        (["sft", "--debug", "underflow_overflow"], ["sft", "--debug", "underflow_overflow"], False),
+        (["sft"], ["sft"], False),
+    ],
+)
+def test_debug_is_ours_alone_and_transformers_with_a_value(argv, rest, debug):
+    assert take_debug_flag(argv) == (rest, debug)
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert main(["--debug", "stf"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_missing_data_file(capsys, model, tmp_path):
+    status, _, err = sft(capsys, model, tmp_path / "trian.jsonl")
+    assert status == 2
+    assert "trian.jsonl" in err
+
+
+def test_a_line_that_is_not_json(capsys, model, data):
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines[:16], '{"prompt": oops', *lines[16:]]))
+    status, _, err = sft(capsys, model, data)
+    assert status == 2
+    assert "line 17" in err
+
+
+def test_a_wrong_column(capsys, model, tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n')
+    status, _, err = sft(capsys, model, path)
+    assert status == 2
+    assert "question" in err
+
+
+def test_an_empty_data_set(capsys, model, tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text("")
+    status, _, err = sft(capsys, model, path)
+    assert status == 2
+    assert "d.jsonl" in err
+
+
+def test_a_directory_that_is_no_checkpoint(capsys, data, tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    status, _, err = sft(capsys, tmp_path, data, "--output_dir", tmp_path / "out")
+    assert status == 2
+    assert "notes.txt" in err
+
+
+def test_a_checkpoint_without_a_tokenizer(capsys, model, data, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    status, _, err = sft(capsys, bare, data, "--output_dir", tmp_path / "out")
+    assert status == 2
+    assert err.startswith("error: no tokenizer in the checkpoint\n")
+
+
+def test_a_truncated_checkpoint(capsys, model, data, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in model.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    status, _, err = sft(capsys, broken, data, "--output_dir", tmp_path / "out")
+    assert status == 2
+    assert "model.safetensors" in err
+
+
+def test_a_device_that_is_not_here(capsys, model, data, tmp_path):
+    status, _, err = sft(capsys, model, data, "--device", "t4", "--output_dir", tmp_path / "out")
+    assert status == 2
+    assert err == (
+        "error: NVIDIA T4 is not in this machine\n"
+        "  - --device t4\n"
+        "    expected  a device that is here\n"
+        "    fix       leave --device out\n"
+    )
+
+
+def test_conflicting_flags_name_both(capsys, model, data):
+    status, _, err = sft(capsys, model, data, "--dtype", "bfloat16", "--fp16")
+    assert status == 2
+    assert "--dtype bfloat16 and --fp16" in err
+
+
+def test_a_checkpoint_to_resume_that_is_not_there(capsys, model, data, tmp_path):
+    out = tmp_path / "out"
+    status, _, err = sft(
+        capsys, model, data, "--output_dir", out, "--resume_from_checkpoint", out / "checkpoint-9"
+    )
+    assert status == 2
+    assert err.startswith("error: no checkpoint to go on from\n")
+
+
+def test_an_output_directory_that_cannot_be_made(capsys, model, data, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = sft(capsys, model, data, "--output_dir", tmp_path / "file" / "out")
+    assert status == 2
+    assert err.startswith("error: cannot write to the output directory\n")
+
+
+def test_a_whole_run_leaves_adapter_policy_and_report(capsys, model, data, tmp_path):
+    out = tmp_path / "out"
+    status, text, _ = sft(
+        capsys, model, data, "--output_dir", out, "--max_steps", 3, "--ask", "w1 w2", "--quantization", "nf4"
+    )
+    assert status == 0
+    assert "precision policy" in text
+    assert "step 3/3" in text
+    names = {path.name for path in out.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "precision_policy.json", "run_report.html"} <= names
+    assert not [name for name in names if name.startswith(".isotype")]
+    record = json.loads((out / "run_report.json").read_text())
+    assert record["status"] == "finished"
+    assert len(record["steps"]) == 3
+    assert record["samples"][0]["question"] == "w1 w2"
+    assert record["command"].startswith("isotype sft --model_name_or_path")

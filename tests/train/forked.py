@@ -1,0 +1,57 @@
+"""The command line in forked processes, for programs that send signals to it.
+
+Forking is only safe from a process in which no thread pool runs yet, so these are programs of their own and not
+tests; importing the libraries once instead of once a run is what makes many runs affordable.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import isotype.cli
+import isotype.report.outcome
+import isotype.resolve
+import isotype.train.callback
+import isotype.train.data
+import isotype.train.models
+import isotype.train.progress
+import isotype.train.recipes
+import isotype.train.record
+from isotype.train.methods import METHODS
+
+METHODS["sft"].dataclass_types()
+METHODS["sft"].trainer_class()
+
+
+def start(argv: Sequence[str], log: Path) -> int:
+    """Start `isotype ARGV` in a process group of its own, which appends what it prints to `log`; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    code = 70
+    try:
+        code = isotype.cli.main(argv)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def wait_for(pid: int, condition: Callable[[], bool], ended: list[int]) -> bool:
+    """Wait until `condition()` holds; where the process ends before, its status goes to `ended`: False."""
+    while not condition():
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            ended.append(os.waitstatus_to_exitcode(status))
+            return False
+        time.sleep(0.0002)
+    return True

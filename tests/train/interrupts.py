@@ -1,0 +1,111 @@
+"""Stops training runs with SIGINT and SIGTERM at chosen moments; prints what came of each as JSON.
+
+usage: python -m tests.train.interrupts DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from isotype.checkpoint.staging import STAGING
+from isotype.train.saved import whole_checkpoints
+from tests.train.forked import start, wait_for
+from tests.train.tiny import rows, save_rows
+
+
+class Run:
+    """One command under way, what it printed, and where its checkpoints go."""
+
+    def __init__(self, root: Path, name: str, argv: Sequence[str]) -> None:
+        self.log, self.out = root / f"{name}.log", root / name
+        self.pid = start(argv, self.log)
+        self.ended: list[int] = []
+
+    def printed(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def when(self, condition: Callable[[], bool]) -> Run:
+        assert wait_for(self.pid, condition, self.ended), self.printed()
+        return self
+
+    def when_printed(self, text: str) -> Run:
+        return self.when(lambda: text in self.printed())
+
+    def when_saving(self) -> Run:
+        return self.when((self.out / STAGING).exists)
+
+    def send(self, number: int) -> Run:
+        os.killpg(self.pid, number)  # as a terminal does: the data loader's workers get it as well
+        return self
+
+    def end(self) -> dict[str, object]:
+        wait_for(self.pid, lambda: False, self.ended)
+        return {
+            "status": self.ended[0],
+            "printed": self.printed(),
+            "whole": [path.name for path in whole_checkpoints(self.out)],
+            "hidden": [path.name for path in self.out.glob(".*")],
+            "adapter": (self.out / "adapter_model.safetensors").exists(),
+            "report": (self.out / "run_report.json").exists(),
+        }
+
+
+def arguments(root: Path, name: str, steps: int, *more: str) -> list[str]:
+    return (
+        f"""sft --model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"}
+        --output_dir {root / name} --max_steps {steps} --logging_steps 1 --learning_rate 1e-2 --lora_dropout 0.2
+        --per_device_train_batch_size 2 --gradient_checkpointing False --quantization nf4
+        --report_to none""".split()
+        + list(more)
+    )
+
+
+def history(out: Path, steps: int) -> list[object]:
+    state = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+    return [[entry["step"], entry["loss"]] for entry in state["log_history"] if "loss" in entry]
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    save_rows(root / "train.jsonl", rows("sft"))
+    found: dict[str, object] = {}
+
+    workers = ("--dataloader_num_workers", "1", "--save_strategy", "no")
+    run = Run(root, "once", arguments(root, "once", 400, *workers))
+    found["once"] = run.when_printed("step 20/").send(signal.SIGINT).end()
+    command = shlex.split(re.search(r"^  isotype (sft .*)$", run.printed(), re.M)[1])
+    # What was printed goes on; only the end is brought nearer, for the time's sake.
+    stopped = int(command[-1].rpartition("-")[2])
+    near = ["--max_steps", str(stopped + 5), "--lr_scheduler_type", "constant", "--save_strategy", "steps"]
+    found["command"] = Run(root, "once", [*command, *near]).end()
+
+    run = Run(root, "terminated", arguments(root, "terminated", 400, "--save_steps", "1000"))
+    found["terminated"] = run.when_printed("step 20/").send(signal.SIGTERM).end()
+
+    run = Run(root, "twice", arguments(root, "twice", 400, "--save_steps", "10"))
+    run.when_printed("step 20/").when((run.out / "checkpoint-20").exists).send(signal.SIGINT)
+    found["twice"] = run.when_printed("once more").send(signal.SIGINT).end()
+
+    run = Run(root, "while-saving", arguments(root, "while-saving", 400, "--save_steps", "1"))
+    run.when((run.out / "checkpoint-3").exists).when(lambda: not (run.out / STAGING).exists())
+    found["while-saving"] = run.when_saving().send(signal.SIGINT).send(signal.SIGTERM).end()
+
+    for name, number in (("loading-int", signal.SIGINT), ("loading-term", signal.SIGTERM)):
+        run = Run(root, name, arguments(root, name, 400))
+        run.when_printed("precision policy")
+        time.sleep(0.05)
+        found[name] = run.send(number).end()
+
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

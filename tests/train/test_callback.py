@@ -1,0 +1,316 @@
+"""PrecisionCallback in scripts that know nothing else of isotype."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import peft
+import pytest
+import torch
+import transformers
+import trl
+
+import isotype
+from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
+from isotype.train.callback import optimizer_error, raise_optimizer_state, restore_rounded
+from tests.models import quiet
+from tests.train.tiny import rows, save_chat_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+class Spy(transformers.TrainerCallback):
+    """The dtypes of trainable parameters and of the optimizer's moments, as other callbacks find them."""
+
+    def __init__(self) -> None:
+        self.masters: list[set[torch.dtype]] = []
+        self.moments: set[torch.dtype] = set()
+
+    def see(self, model: Any, optimizer: Any) -> None:
+        self.masters.append({p.dtype for p in model.parameters() if p.requires_grad})
+        for state in optimizer.optimizer.state.values():
+            self.moments |= {tensor.dtype for name, tensor in state.items() if name != "step"}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.see(kwargs["model"], kwargs["optimizer"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.see(kwargs["model"], kwargs["optimizer"])
+
+
+def arguments(cls: Any, out: Path, **more: Any) -> Any:
+    given = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    return cls(output_dir=str(out), **{**given, **more})
+
+
+def qlora_script(path: Path, out: Path, callback: Any = None, **more: Any) -> tuple[Any, Spy]:
+    """What a QLoRA script with TRL looks like, and one line of isotype."""
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.bfloat16,
+            quantization_config=transformers.BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+            ),
+        )
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=arguments(trl.SFTConfig, out, bf16=True, gradient_checkpointing=False, **more),
+        train_dataset=datasets.Dataset.from_list(rows("sft")),
+        peft_config=peft.LoraConfig(r=4, lora_dropout=0.2),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    spy = Spy()
+    trainer.add_callback(callback or isotype.PrecisionCallback())
+    trainer.add_callback(spy)
+    return trainer, spy
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    out = tmp_path_factory.mktemp("uninterrupted")
+    trainer, _ = qlora_script(path, out)
+    trainer.train()
+    return out, losses(trainer)
+
+
+def test_masters_that_trl_has_cast_are_float32_from_the_first_step_on(path: Path, tmp_path: Path):
+    trainer, spy = qlora_script(path, tmp_path)
+    before = Counter(p.dtype for p in trainer.model.parameters() if p.requires_grad)
+    assert set(before) == {torch.bfloat16}  # TRL 1.16 casts them; without the cast this test would be idle
+    trainer.train()
+    assert spy.masters == [{torch.float32}] * 7
+    assert spy.moments == {torch.float32}
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+    policy = PrecisionPolicy.read(tmp_path / "checkpoint-6")
+    assert policy is not None
+    assert (policy.compute, policy.storage, policy.master) == (torch.bfloat16, "nf4", torch.float32)
+
+
+def test_a_resumed_script_goes_on_exactly(
+    path: Path, uninterrupted: tuple[Path, list[float]], tmp_path: Path
+):
+    before, expected = uninterrupted
+    shutil.copytree(before / "checkpoint-3", tmp_path / "checkpoint-3")
+    trainer, spy = qlora_script(path, tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(trainer) == expected
+    assert spy.masters[0] == {torch.float32}
+    for name in ("adapter_model.safetensors", "optimizer.pt"):
+        assert (tmp_path / "checkpoint-6" / name).read_bytes() == (
+            before / "checkpoint-6" / name
+        ).read_bytes()
+
+
+def test_rounded_values_whose_checkpoint_lies_elsewhere_are_an_error_with_a_cure(
+    path: Path, uninterrupted: tuple[Path, list[float]], tmp_path: Path
+):
+    before, expected = uninterrupted
+    elsewhere = before / "checkpoint-3"
+    out = tmp_path / "out"
+    trainer, _ = qlora_script(path, out)
+    # A checkpoint of the same name from another run: its values are not the ones that were rounded.
+    (out / "checkpoint-3").mkdir(parents=True)
+    shutil.copy(before / "checkpoint-6" / "adapter_model.safetensors", out / "checkpoint-3")
+    with pytest.raises(isotype.PrecisionError) as caught:
+        trainer.train(resume_from_checkpoint=str(elsewhere))
+    assert str(caught.value) == (
+        "the values this run goes on from were rounded while they were loaded\n"
+        "  - trainable parameters hold no more digits than bfloat16, and none of "
+        f"{out / 'checkpoint-3'} holds the values they come from\n"
+        "    expected  float32 values, as they were saved\n"
+        "    fix       give the checkpoint's folder as resume_from_checkpoint in the training arguments too, or "
+        "keep it in output_dir, so that it can be read again"
+    )
+    cured, _ = qlora_script(path, tmp_path / "cured", resume_from_checkpoint=str(elsewhere))
+    cured.train(resume_from_checkpoint=str(elsewhere))
+    assert losses(cured) == expected
+
+
+def test_check_warning_says_it_and_goes_on(
+    path: Path,
+    uninterrupted: tuple[Path, list[float]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    elsewhere = str(uninterrupted[0] / "checkpoint-3")
+    trainer, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check="warning"))
+    with caplog.at_level(logging.WARNING, logger="isotype"):
+        trainer.train(resume_from_checkpoint=elsewhere)
+    (record,) = [record for record in caplog.records if record.name == "isotype"]
+    assert record.getMessage().startswith(
+        "the values this run goes on from were rounded while they were loaded"
+    )
+    assert trainer.state.global_step == 6
+    silent, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check=None))
+    with caplog.at_level(logging.WARNING, logger="isotype"):
+        silent.train(resume_from_checkpoint=elsewhere)
+    assert len([record for record in caplog.records if record.name == "isotype"]) == 1
+
+
+def float16_script(path: Path, out: Path, check: str | None = "error", **more: Any) -> Any:
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    texts = [tokenizer(row["prompt"][0]["content"]) for row in rows("sft")]
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments(transformers.TrainingArguments, out, fp16=True, **more),
+        train_dataset=datasets.Dataset.from_list(texts),
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(isotype.PrecisionCallback(check=check))
+    return trainer
+
+
+def float16_policy(trainer: Any) -> PrecisionPolicy:
+    return isotype.resolve_precision(trainer.model, dtype="float16", device="cpu")
+
+
+def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_path: Path):
+    trainer = float16_script(path, tmp_path)
+    with pytest.raises(isotype.PrecisionError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the trainer and the policy disagree about loss scaling\n"
+        "  - no GradScaler with compute dtype float16\n"
+        "    expected  a GradScaler with float16 compute and with nothing else\n"
+        "    fix       build the trainer with fp16=True and call isotype.enforce(trainer, policy) before "
+        "trainer.train() (on a CPU, accelerate makes no GradScaler by itself)"
+    )
+    cured = float16_script(path, tmp_path)
+    isotype.enforce(cured, float16_policy(cured))
+    cured.train()
+    assert cured.accelerator.scaler.state_dict()["_growth_tracker"] > 0
+    assert losses(cured)[-1] < losses(cured)[0]
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_a_skipped_step_changes_nothing_and_moves_no_schedule(path: Path, tmp_path: Path, optim: str):
+    trainer = float16_script(path, tmp_path, optim=optim, max_steps=3, save_strategy="no")
+    isotype.enforce(trainer, float16_policy(trainer))
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # overflows once and again
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == [0.01] * 3
+    assert trainer.accelerator.scaler.get_scale() == 2.0**37
+    assert trainer.accelerator.optimizer_step_was_skipped
+    assert all(torch.equal(dict(trainer.model.named_parameters())[name], p) for name, p in start.items())
+
+
+def test_a_grad_scaler_too_many_is_an_error(path: Path, tmp_path: Path):
+    trainer, _ = qlora_script(path, tmp_path)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(isotype.PrecisionError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the trainer and the policy disagree about loss scaling\n"
+        "  - a GradScaler with compute dtype bfloat16\n"
+        "    expected  a GradScaler with float16 compute and with nothing else\n"
+        "    fix       build the trainer with fp16=False"
+    )
+
+
+def stepped(dtype: torch.dtype) -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+    layer = torch.nn.Linear(4, 3).to(dtype)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+def test_optimizer_state_in_bfloat16_is_found_and_cast():
+    layer, optimizer = stepped(torch.bfloat16)
+    error = optimizer_error(optimizer, torch.float32)
+    assert str(error) == (
+        "6 optimizer tensors are not in float32\n"
+        "  - parameter of a parameter of shape (3, 4) is bfloat16\n"
+        "    expected  float32, the policy's master dtype\n"
+        "    fix       build the optimizer after isotype.enforce(model, policy)"
+    )
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.float()
+        parameter.grad = None
+    assert "4 optimizer tensors" in str(optimizer_error(optimizer, torch.float32))
+    raise_optimizer_state(optimizer, torch.float32)
+    assert optimizer_error(optimizer, torch.float32) is None
+    layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_full_weights_that_were_rounded_are_read_again(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    layer, optimizer = stepped(torch.float32)
+    save_file(layer.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    rounded, others = stepped(torch.float32)
+    for name, parameter in rounded.named_parameters():
+        parameter.data = layer.get_parameter(name).data.bfloat16().float()
+    assert restore_rounded(rounded, others, torch.bfloat16, [tmp_path]) is None
+    assert not torch.equal(rounded.weight, layer.weight)
+    assert restore_rounded(rounded, others, torch.float32, [tmp_path / "nowhere", tmp_path]) is None
+    assert torch.equal(rounded.weight, layer.weight)
+    for mine, theirs in zip(others.state.values(), optimizer.state.values(), strict=True):
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+    # Values with float32 digits were not rounded: nothing is read, whatever lies there.
+    with torch.no_grad():
+        rounded.weight.mul_(1.1)
+    kept = rounded.weight.detach().clone()
+    assert restore_rounded(rounded, others, torch.float32, [tmp_path]) is None
+    assert torch.equal(rounded.weight, kept)
+
+
+def test_the_policy_of_a_checkpoint_is_not_written_twice(tmp_path: Path):
+    policy = PrecisionPolicy(compute=torch.bfloat16, storage="nf4")
+    callback = isotype.PrecisionCallback(policy)
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=4, is_world_process_zero=True)
+    callback.on_save(args, state, None)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "checkpoint-4").mkdir()
+    callback.on_save(args, state, None)
+    assert PrecisionPolicy.read(tmp_path / "checkpoint-4") == policy
+    written = (tmp_path / "checkpoint-4" / POLICY_FILE).stat().st_mtime_ns
+    callback.on_save(args, state, None)
+    assert (tmp_path / "checkpoint-4" / POLICY_FILE).stat().st_mtime_ns == written
+
+
+def test_an_unknown_check_is_refused():
+    with pytest.raises(isotype.UsageError) as caught:
+        isotype.PrecisionCallback(check="maybe")
+    assert str(caught.value) == (
+        "unknown check\n"
+        "  - check='maybe'\n"
+        "    expected  'error', 'warning' or None\n"
+        "    fix       give one of these"
+    )

@@ -1,0 +1,360 @@
+"""isotype chat: what is asked, what is kept, what is shown, and how it is stopped."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from isotype.checkpoint.load import load
+from isotype.errors import CheckpointError, UsageError
+from isotype.lora.adapters import add_lora
+from isotype.precision.policy import PrecisionPolicy
+from isotype.resolve import resolve_precision
+from isotype.train.chat import chat, load_for_inference, stream_answer
+from isotype.train.generate import answer
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+WORDS = ["[UNK]", "[PAD]", "[EOS]", "user", "assistant", *(f"w{i}" for i in range(59))]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def save_model(directory: Path, template: str | None = TEMPLATE, **config: Any) -> Path:
+    settings = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "initializer_range": 0.4,
+        "max_position_embeddings": 256,
+    }
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | config))).save_pretrained(directory)
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="[EOS]"
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+def save_adapter(base: Path, directory: Path, dtype: str, storage: str | None, **lora: Any) -> Path:
+    policy = resolve_precision(base, dtype, storage, "cpu")
+    settings: dict[str, Any] = {
+        "r": 4,
+        "target_modules": ["q_proj", "down_proj"],
+        "task_type": "CAUSAL_LM",
+    } | lora
+    model = add_lora(load(base, policy), policy, **settings)
+    torch.manual_seed(4)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespace:
+    values = {
+        "model": str(model),
+        "ask": list(questions) or None,
+        "dtype": "auto",
+        "quantization": None,
+        "device": "cpu",
+        "max_new_tokens": 8,
+        "temperature": 0.0,
+    }
+    return argparse.Namespace(**(values | more))
+
+
+def talk(*args: Any, **kwargs: Any) -> list[str]:
+    """The lines that a chat writes."""
+    file = io.StringIO()
+    assert chat(options(*args, **kwargs), Console(file=file, width=200)) == 0
+    return [line.strip() for line in file.getvalue().splitlines()]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+# ------------------------------------------------------------------------------------------------ conversation
+
+
+def test_each_question_goes_on_with_the_conversation(base: Path) -> None:
+    header, first, second = talk(base, "w1 w2", "w3")
+    assert header == f"{base} · compute float32 · storage float32 · greedy"
+    model, tokenizer, _ = load_for_inference(base, device="cpu")
+    assert first == answer(model, tokenizer, [user("w1 w2")], 8)
+    asked = [user("w1 w2"), {"role": "assistant", "content": first}, user("w3")]
+    assert second == answer(model, tokenizer, asked, 8)
+    assert second != answer(model, tokenizer, [user("w3")], 8), (
+        "the test needs an answer that depends on the first"
+    )
+
+
+def test_reset_forgets_and_exit_leaves(base: Path) -> None:
+    _, alone = talk(base, "w3")
+    lines = talk(base, "w1 w2", "/reset", "w3", "/exit", "w5")
+    assert lines[2:] == ["(the conversation starts anew)", alone]
+
+
+def test_a_pipe_is_read_by_lines(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = talk(base, "w1 w2", "w3")
+    monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2\n\nw3\n"))
+    assert talk(base) == expected
+
+
+def test_without_a_chat_template_it_continues_the_text(tmp_path: Path) -> None:
+    bare = save_model(tmp_path / "bare", template=None)
+    header, first, second = talk(bare, "w1 w2", "w3 w4")
+    assert header.endswith(" · greedy · no chat template: it continues your text")
+    model, tokenizer, _ = load_for_inference(bare, device="cpu")
+    inputs = tokenizer("w3 w4", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert second == tokenizer.decode(ids[0, 2:], skip_special_tokens=True)
+    assert first != second
+
+
+def test_what_no_longer_fits_is_forgotten_aloud(tmp_path: Path) -> None:
+    short = save_model(tmp_path / "short", max_position_embeddings=24)
+    lines = talk(short, "w1 w2 w3", "w4 w5 w6", " ".join(["w7"] * 40))
+    assert lines[2] == "(the oldest turns no longer fit into the context and are forgotten)"
+    assert lines[3] == talk(short, "w4 w5 w6")[1]
+    assert lines[4] == "(too long for this model's context; not asked)"
+
+
+def test_a_temperature_samples(base: Path) -> None:
+    torch.manual_seed(0)
+    first = talk(base, "w1", temperature=5.0)
+    second = talk(base, "w1", temperature=5.0)
+    assert first[0].endswith(" · temperature 5")
+    assert first[1] != second[1]
+    assert talk(base, "w1") == talk(base, "w1")
+
+
+# -------------------------------------------------------------------------------------------------- the keyboard
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def at_the_keyboard(monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException]) -> None:
+    keys = iter(typed)
+
+    def press(prompt: str = "") -> str:
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
+
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    monkeypatch.setattr("builtins.input", press)
+
+
+def test_the_keyboard(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, alone = talk(base, "w3")
+    at_the_keyboard(monkeypatch, "w3", KeyboardInterrupt, "/reset", "w3", EOFError)
+    lines = [line.removeprefix("> ") for line in talk(base)]
+    assert lines[0].endswith(" · greedy · /reset forgets, /exit leaves, Ctrl-C stops an answer")
+    assert [line for line in lines[1:] if line not in ("", ">")] == [
+        alone,
+        "(/exit or Ctrl-D leaves)",
+        "(the conversation starts anew)",
+        alone,
+    ]
+
+
+class Interrupting(io.StringIO):
+    """A terminal on which someone presses Ctrl-C when `words` words of the first answer have been written."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words = words
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text.strip().startswith("w"):
+            self.words -= 1
+            if self.words == 0:
+                signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def test_ctrl_c_stops_only_the_answer(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = talk(base, "w1 w2")
+    at_the_keyboard(monkeypatch, "w1 w2", "/reset", "w1 w2", EOFError)
+    file = Interrupting(2)
+    assert chat(options(base), Console(file=file, width=200)) == 0
+    lines = [line.removeprefix("> ").strip() for line in file.getvalue().splitlines()]
+    answers = [line for line in lines[1:] if line.startswith("w")]
+    assert answers[1] == whole
+    assert 0 < len(answers[0].split()) < len(whole.split())
+    assert whole.startswith(answers[0])
+
+
+def test_ctrl_c_ends_a_chat_that_no_one_types_in(base: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        chat(options(base, "w1 w2", "w3"), Console(file=Interrupting(2), width=200))
+
+
+def test_an_answer_is_written_while_it_is_generated(base: Path) -> None:
+    model, tokenizer, _ = load_for_inference(base, device="cpu")
+    pieces: list[str] = []
+
+    class Watching(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return super().write(text)
+
+    text, whole = stream_answer(
+        model,
+        tokenizer,
+        [user("w1 w2")],
+        Console(file=Watching(), width=200),
+        max_new_tokens=8,
+        do_sample=False,
+    )
+    assert whole
+    assert text == answer(model, tokenizer, [user("w1 w2")], 8)
+    assert len([piece for piece in pieces if piece.strip()]) > 3
+
+
+# ------------------------------------------------------------------------------------------ load_for_inference
+
+
+@pytest.mark.parametrize("storage", [None, "nf4", "fp4", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True, "bias": "all", "modules_to_save": ["lm_head"]}])
+def test_an_adapter_comes_back_as_it_was_trained(
+    base: Path, tmp_path: Path, dtype: str, storage: str | None, lora: dict[str, Any]
+) -> None:
+    policy = resolve_precision(base, dtype, storage, "cpu")
+    trained = add_lora(
+        load(base, policy), policy, r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **lora
+    )
+    torch.manual_seed(5)
+    for parameter in trained.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    trained.save_pretrained(tmp_path / "adapter")
+    model, tokenizer, found = load_for_inference(tmp_path / "adapter", device="cpu")
+    assert found == policy
+    assert tokenizer.chat_template == TEMPLATE
+    assert not model.training
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, trained.eval()(input_ids=ids).logits)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, trained.get_parameter(name)), name
+
+
+def test_what_is_asked_for_goes_before_what_was_trained(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", "nf4")
+    for asked, expected in (
+        ({}, ("bfloat16", "nf4")),
+        ({"dtype": "float32"}, ("float32", "nf4")),
+        ({"quantization": "int8"}, ("bfloat16", "int8")),
+        ({"quantization": "none"}, ("bfloat16", "bfloat16")),
+        ({"dtype": "float32", "quantization": "none"}, ("float32", "float32")),
+    ):
+        _, _, policy = load_for_inference(adapter, device="cpu", **asked)
+        assert (str(policy.compute).removeprefix("torch."), policy.storage) == expected
+
+
+def test_a_model_whose_every_weight_was_trained_runs_in_its_compute_dtype(base: Path, tmp_path: Path) -> None:
+    policy = resolve_precision(base, "bfloat16", None, "cpu", "full")
+    model = load(base, policy)
+    assert model.dtype == torch.float32
+    model.save_pretrained(tmp_path / "full")
+    policy.save(tmp_path / "full")
+    loaded, tokenizer, found = load_for_inference(tmp_path / "full", device="cpu")
+    assert (found.compute, found.storage, found.trainable) == (torch.bfloat16, "bfloat16", "lora")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert tokenizer is None
+
+
+def test_an_adapter_without_a_policy_takes_the_best_of_this_device(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", "nf4")
+    (adapter / "precision_policy.json").unlink()
+    _, _, policy = load_for_inference(adapter, device="cpu")
+    assert policy == resolve_precision(base, device="cpu")
+    assert isinstance(policy, PrecisionPolicy)
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+def test_options_that_cannot_work() -> None:
+    with pytest.raises(UsageError) as caught:
+        talk("nowhere", "w1", max_new_tokens=0, temperature=-1.0)
+    assert str(caught.value) == (
+        "options that cannot work\n"
+        "  - --max_new_tokens 0\n"
+        "    expected  at least 1\n"
+        "    fix       give a larger one\n"
+        "  - --temperature -1\n"
+        "    expected  0 (greedy) or more\n"
+        "    fix       0.7 is a common choice"
+    )
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    bare = save_model(tmp_path / "bare")
+    for file in bare.glob("token*"):
+        file.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        talk(bare, "w1")
+    assert str(caught.value) == (
+        "no tokenizer in the checkpoint\n"
+        f"  - {bare} has no tokenizer\n"
+        "    expected  tokenizer.json and tokenizer_config.json beside the weights\n"
+        "    fix       copy them from the model that the weights come from"
+    )
+
+
+def test_a_model_that_writes_no_text(base: Path, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(base, num_labels=1)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    with pytest.raises(UsageError) as caught:
+        talk(tmp_path / "reward", "w1")
+    assert str(caught.value) == (
+        "this model does not write text\n"
+        f"  - {tmp_path}/reward: a LlamaForSequenceClassification\n"
+        "    expected  a model with a language head\n"
+        "    fix       give another model"
+    )
+
+
+def test_a_device_that_is_elsewhere(base: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        talk(base, "w1", device="h100")
+    assert caught.value.problems[0].given == "device h100"
+    assert caught.value.problems[0].expected == "a device that is here"

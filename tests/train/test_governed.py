@@ -1,0 +1,349 @@
+"""The governed trainer: step measures, whole checkpoints, rotation, full disks, and the digits that TRL cuts off."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+import trl
+
+import isotype
+from isotype.checkpoint.staging import STAGING
+from isotype.cli import main
+from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
+from isotype.train.saved import whole_checkpoints
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, dtype: str = "float32", **more: Any) -> Any:
+    """A governed SFT trainer of a LoRA model, before `enforce_trainer`."""
+    policy = isotype.resolve_precision(path, dtype=dtype, quantization="nf4", device="cpu")
+    transformers.set_seed(0)
+    model = isotype.add_lora(isotype.load(path, policy), policy, r=4, lora_dropout=0.2)
+    given = {
+        "max_steps": 6,
+        "save_steps": 1,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    trainer = governed(cls)(
+        model=model,
+        args=trl.SFTConfig(output_dir=str(out), **{**given, **more}),
+        train_dataset=datasets.Dataset.from_list(rows("sft")),
+        eval_dataset=datasets.Dataset.from_list(rows("sft", 4)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+class Measures(transformers.TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.taken: list[tuple[int, float]] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.taken.append(self.trainer.take_step_measures())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_measures_of_a_step_are_the_trainers_own(path: Path, tmp_path: Path, accumulation: int):
+    trainer = build(path, tmp_path, save_strategy="no", gradient_accumulation_steps=accumulation)
+    measures = Measures(trainer)
+    trainer.add_callback(measures)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [loss for _, loss in measures.taken] == [entry["loss"] for entry in logged]
+    seen = [entry["num_tokens"] for entry in logged]
+    assert [tokens for tokens, _ in measures.taken] == [
+        int(b - a) for a, b in zip([0, *seen], seen, strict=False)
+    ]
+
+
+def test_tokens_are_the_attended_ones_where_a_mask_says_which():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert count_tokens({"input_ids": ids, "attention_mask": mask, "labels": ids}) == 3
+    assert count_tokens({"input_ids": ids, "position_ids": ids, "token_type_ids": ids}) == 6
+    both = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": ids, "completion_mask": 1 - mask}
+    assert count_tokens(both) == 6
+    assert count_tokens({"chosen_input_ids": ids[:1], "attention_mask": mask}) == 3
+    assert count_tokens([{"prompt": "text"}]) == 0
+
+
+def test_the_digits_that_trl_cuts_off_come_back(path: Path, tmp_path: Path):
+    trainer = build(path, tmp_path, dtype="bfloat16")  # the same seed gives the same adapters
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.bfloat16}
+
+    policy = isotype.resolve_precision(path, dtype="bfloat16", quantization="nf4", device="cpu")
+    transformers.set_seed(0)
+    model = isotype.add_lora(isotype.load(path, policy), policy, r=4, lora_dropout=0.2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    masters = masters_of(model)
+    assert enforce_trainer(trainer, policy, masters) == ()
+    after = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
+
+
+def test_a_trainer_in_another_mixed_precision_is_refused(path: Path, tmp_path: Path):
+    trainer = build(path, tmp_path)
+    policy = isotype.resolve_precision(path, dtype="float16", quantization="nf4", device="cpu")
+    with pytest.raises(isotype.PrecisionError) as caught:
+        enforce_trainer(trainer, policy)
+    assert str(caught.value) == (
+        "the trainer and the policy disagree\n"
+        "  - a trainer with mixed precision 'no'\n"
+        "    expected  'fp16', for compute float16\n"
+        "    fix       build it with fp16=True, bf16=False in its arguments"
+    )
+
+
+class WritesMore(trl.SFTTrainer):
+    """Writes into the checkpoint after its base class has, as GRPOTrainer does."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        name = f"checkpoint-{self.state.global_step}"
+        (Path(self._get_output_dir(trial)) / name / "more.json").write_text("{}")
+        assert not (Path(self.args.output_dir) / name).exists()
+
+
+def test_what_a_subclass_adds_is_in_before_the_checkpoint_has_its_name(path: Path, tmp_path: Path):
+    trainer = build(path, tmp_path, WritesMore, max_steps=2)
+    trainer.train()
+    assert type(trainer).__name__ == "WritesMore"
+    for step in (1, 2):
+        assert (tmp_path / f"checkpoint-{step}" / "more.json").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "checkpoint-1", "checkpoint-2"]
+
+
+def test_the_oldest_go_but_never_the_newest_or_the_best(path: Path, tmp_path: Path):
+    trainer = build(
+        path,
+        tmp_path,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    losses = iter([3.0, 1.0, 2.0, 2.5, 4.0, 5.0])  # the second is the best
+    trainer.evaluation_loop = lambda *args, **kwargs: transformers.trainer_utils.EvalLoopOutput(
+        None, None, {"eval_loss": next(losses)}, 4
+    )
+    trainer.train()
+    best = tmp_path / "checkpoint-2"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert whole_checkpoints(tmp_path) == [best, tmp_path / "checkpoint-6"]
+    for checkpoint in (best, tmp_path / "checkpoint-6"):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(best)
+
+
+def test_going_on_from_the_last_step_takes_no_further_one(path: Path, tmp_path: Path):
+    build(path, tmp_path, max_steps=3, save_steps=3).train()
+    trainer = build(path, tmp_path, max_steps=3, save_steps=3)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert trainer.state.global_step == 3
+    trainer.save_final(tmp_path)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "checkpoint-3" / name).read_bytes()
+
+
+def test_an_upload_sees_the_checkpoint_where_it_stays(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pushed: list[tuple[str, bool, bool]] = []
+
+    def keep(self: Any, checkpoint_folder: str) -> None:
+        pushed.append((checkpoint_folder, Path(checkpoint_folder).is_dir(), (tmp_path / STAGING).exists()))
+
+    def keep_final(self: Any, *args: Any, **kwargs: Any) -> None:
+        pushed.append(
+            ("final", (tmp_path / "adapter_model.safetensors").is_file(), (tmp_path / STAGING).exists())
+        )
+
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", keep)
+    monkeypatch.setattr(trl.SFTTrainer, "push_to_hub", keep_final, raising=False)
+    trainer = build(path, tmp_path, max_steps=1)
+    trainer.args.push_to_hub = True  # set late: the trainer would ask the hub for a repository
+    trainer._finish_current_push = lambda: None
+    trainer.train()
+    trainer.save_final(tmp_path)
+    assert pushed == [(str(tmp_path / "checkpoint-1"), True, False), ("final", True, False)]
+
+
+# Full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1.2 MB: room for two checkpoints of half a megabyte, not for three."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("no mount command: a small file system cannot be made")
+    command = ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(disk)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a small file system is not permitted here: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    """Set the greatest size of a file that this process may write, in bytes."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def set_limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield set_limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def sft(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the command line quiets the libraries through it
+    data = save_rows(tmp_path / "train.jsonl", rows("sft"))
+
+    def run(out: Path, *more: str) -> tuple[int, str, str]:
+        arguments = f"""sft --model_name_or_path {path} --dataset_name {data} --output_dir {out} --max_steps 4
+            --save_steps 1 --per_device_train_batch_size 2 --quantization nf4 --gradient_checkpointing False
+            --report_to none"""
+        status = main([*arguments.split(), *more])
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.out + printed.err
+        return status, printed.out, printed.err
+
+    return run
+
+
+def steps_in(printed: str) -> list[int]:
+    return [int(line.split()[1].split("/")[0]) for line in printed.splitlines() if line.startswith("step ")]
+
+
+def test_a_full_disk_is_one_message_and_everything_saved_before_is_whole(
+    small_disk: Path, sft: Callable[..., tuple[int, str, str]]
+):
+    out = small_disk / "out"
+    status, printed, message = sft(out)
+    assert status == 1
+    last = out / "checkpoint-2"
+    assert message == (
+        "error: the disk is full: the checkpoint could not be saved\n"
+        f"  - {out}: No space left on device\n"
+        "    expected  room for the adapter and twice its size for the optimizer state\n"
+        "    fix       free some room, or give --output_dir on another disk, or --save_total_limit 1\n"
+        f"  = nothing else is lost: go on from {last} with --resume_from_checkpoint {last}\n"
+    )
+    assert whole_checkpoints(out) == [out / "checkpoint-1", last]
+    assert [p.name for p in out.iterdir() if p.name.startswith(".") or p.name == "checkpoint-3"] == []
+    assert json.loads((out / "run_report.json").read_text())["status"] == "failed"
+
+    shutil.rmtree(out / "checkpoint-1")
+    status, printed, message = sft(out, "--resume_from_checkpoint", str(last), "--save_steps", "100")
+    assert (status, message) == (0, "")
+    assert steps_in(printed) == [3, 4]
+    assert (out / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        (100_000, os.strerror(errno.EFBIG)),  # safetensors stops in the adapter and names errno
+        (200_000, os.strerror(errno.EFBIG)),  # torch.save stops in the optimizer state and names none
+    ],
+    ids=["safetensors", "torch"],
+)
+def test_a_limit_on_file_sizes_is_one_message_too(
+    limit: int,
+    reason: str,
+    tmp_path: Path,
+    sft: Callable[..., tuple[int, str, str]],
+    file_size_limit: Callable[[int], None],
+):
+    out = tmp_path / "out"
+    assert sft(out, "--max_steps", "2")[0] == 0
+    file_size_limit(limit)
+    status, _, message = sft(out, "--resume_from_checkpoint", "true")
+    assert status == 1
+    last = out / "checkpoint-2"
+    assert message == (
+        "error: the checkpoint could not be saved\n"
+        f"  - {out}: {reason}\n"
+        "    expected  a directory that takes files of this size\n"
+        "    fix       make it writable and lift limits on file sizes, or give another --output_dir\n"
+        f"  = nothing else is lost: go on from {last} with --resume_from_checkpoint {last}\n"
+    )
+    assert whole_checkpoints(out) == [out / "checkpoint-1", last]
+    file_size_limit(-1)
+    status, printed, _ = sft(out, "--resume_from_checkpoint", "true")
+    assert status == 0
+    assert steps_in(printed) == [3, 4]
+
+
+def test_a_failure_that_has_nothing_to_do_with_writing_stays_what_it_is(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(self: Any, output_dir: str) -> None:
+        raise RuntimeError("No space left on device, says a library that was not writing")
+
+    trainer = build(path, tmp_path, max_steps=1)
+    monkeypatch.setattr(transformers.Trainer, "_save_rng_state", broken)
+    with pytest.raises(RuntimeError, match="says a library"):
+        trainer.train()
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_checkpoint_that_cannot_be_gone_on_from_says_what_is_missing(
+    tmp_path: Path, sft: Callable[..., tuple[int, str, str]]
+):
+    out = tmp_path / "out"
+    assert sft(out, "--max_steps", "2")[0] == 0
+    (out / "checkpoint-2" / "optimizer.pt").write_bytes(b"cut off")
+    size = (out / "checkpoint-1" / "optimizer.pt").stat().st_size
+    status, _, message = sft(out, "--resume_from_checkpoint", str(out / "checkpoint-2"))
+    assert status == 2
+    assert message == (
+        "error: no checkpoint to go on from\n"
+        f"  - --resume_from_checkpoint {out / 'checkpoint-2'}: optimizer.pt has 7 of {size} bytes\n"
+        "    expected  a folder checkpoint-N that was saved to the end\n"
+        f"    fix       whole in {out}: checkpoint-1\n"
+    )
+    status, printed, _ = sft(out, "--max_steps", "2", "--resume_from_checkpoint", "true")
+    assert status == 0
+    assert (
+        f"note: {out / 'checkpoint-2'} is not whole: optimizer.pt has 7 of {size} bytes\n"
+        f"going on from {out / 'checkpoint-1'}\n"
+    ) in printed
+    assert steps_in(printed) == [2]

@@ -1,0 +1,176 @@
+"""Ctrl-C and SIGTERM, once and twice, while training, saving and loading: real signals to real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from isotype.train.methods import METHODS
+from isotype.train.recipes import _graceful_stop, resume_command
+from isotype.train.settings import IsotypeArguments, Settings
+from tests.train.tiny import save_chat_model
+
+ROOT = Path(__file__).parents[2]
+STOPPING = "\nstopping after this step and saving a checkpoint; once more to stop at once\n"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("interrupts")
+    save_chat_model(root / "model")
+    command = [sys.executable, "-m", "tests.train.interrupts", str(root)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) | {"root": str(root)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["once", "terminated"])
+def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
+    run = found[name]
+    assert run["status"] == 130
+    assert run["printed"].count(STOPPING) == 1  # the data loader's worker says nothing
+    assert "Traceback" not in run["printed"]
+    (checkpoint,) = run["whole"]
+    assert int(checkpoint.removeprefix("checkpoint-")) >= 20
+    path = f"{found['root']}/{name}/{checkpoint}"
+    assert f"\nstopped; {path} is whole. Go on with:\n  isotype sft --model" in run["printed"]
+    assert run["printed"].endswith(f" --resume_from_checkpoint {path}\n")
+    assert (run["hidden"], run["adapter"], run["report"]) == ([], False, True)
+
+
+@pytest.mark.slow
+def test_the_command_that_is_printed_goes_on(found: dict[str, Any]):
+    run, before = found["command"], found["once"]
+    (checkpoint,) = before["whole"]
+    step = int(checkpoint.removeprefix("checkpoint-"))
+    printed = run["printed"].removeprefix(before["printed"])
+    assert run["status"] == 0, printed
+    assert f"going on from {found['root']}/once/{checkpoint}\nstep {step + 1}/{step + 5} " in printed
+    assert run["whole"] == [checkpoint, f"checkpoint-{step + 5}"]
+    assert run["adapter"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "before"), [("twice", 20), ("while-saving", 3)])
+def test_two_signals_stop_at_once_and_the_last_checkpoint_is_whole(
+    found: dict[str, Any], name: str, before: int
+):
+    run = found[name]
+    assert run["status"] == 130
+    assert "Traceback" not in run["printed"]
+    last = run["whole"][-1]
+    assert last in (f"checkpoint-{before}", f"checkpoint-{before + 1}")
+    assert f"\nstopped; {found['root']}/{name}/{last} is whole. Go on with:\n" in run["printed"]
+    assert (run["hidden"], run["adapter"], run["report"]) == ([], False, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loading-int", "loading-term"])
+def test_a_signal_before_the_training_says_so_and_nothing_else(found: dict[str, Any], name: str):
+    run = found[name]
+    assert run["status"] == 130
+    assert run["printed"].endswith("\ninterrupted\n")
+    assert "Traceback" not in run["printed"]
+    assert run["whole"] == []
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.callbacks: list[Any] = []
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback())
+
+
+def test_handlers_are_put_back_and_other_threads_and_processes_are_left_alone(
+    capsys: pytest.CaptureFixture[str],
+):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    trainer = Trainer()
+    with _graceful_stop(trainer, Console()) as stopped:
+        handler = signal.getsignal(signal.SIGINT)
+        assert callable(handler)
+        owner = os.getpid()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: owner + 1)
+            handler(signal.SIGINT, None)
+        assert stopped == []
+        handler(signal.SIGINT, None)
+        assert stopped == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            handler(signal.SIGTERM, None)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert capsys.readouterr().out == STOPPING
+
+    yielded: list[object] = []
+
+    def elsewhere() -> None:
+        with _graceful_stop(trainer, Console()) as stopped:
+            yielded.append(stopped)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert yielded == [[]]
+    assert len(trainer.callbacks) == 1
+
+
+def test_a_signal_during_an_evaluation_or_a_save_needs_no_further_step():
+    trainer = Trainer()
+    with _graceful_stop(trainer, Console(quiet=True)) as stopped:
+        (callback,) = trainer.callbacks
+        for event, saves in (("on_step_end", True), ("on_evaluate", True), ("on_save", False)):
+            control = SimpleNamespace(should_save=False, should_training_stop=False)
+            getattr(callback, event)(None, None, control)
+            assert control == SimpleNamespace(should_save=False, should_training_stop=False)
+            stopped.append(signal.SIGINT)
+            getattr(callback, event)(None, None, control)
+            assert control == SimpleNamespace(should_save=saves, should_training_stop=True)
+            stopped.clear()
+
+
+@pytest.mark.parametrize(
+    ("argv", "explicit", "command"),
+    [
+        (
+            ["--max_steps", "4", "--output_dir", "my runs"],
+            {"output_dir"},
+            "isotype sft --max_steps 4 --output_dir 'my runs' --resume_from_checkpoint 'my runs/checkpoint-2'",
+        ),
+        (
+            ["--resume_from_checkpoint", "true", "--bf16"],
+            set(),
+            "isotype sft --bf16 --output_dir 'my runs' --resume_from_checkpoint 'my runs/checkpoint-2'",
+        ),
+        (
+            ["--resume-from-checkpoint=true", "--bf16", "--resume_from_checkpoint"],
+            set(),
+            "isotype sft --bf16 --output_dir 'my runs' --resume_from_checkpoint 'my runs/checkpoint-2'",
+        ),
+    ],
+)
+def test_the_resume_command(argv: list[str], explicit: set[str], command: str):
+    training = SimpleNamespace(output_dir="my runs")
+    settings = Settings(
+        METHODS["sft"],
+        None,
+        training,
+        None,
+        None,
+        IsotypeArguments(),
+        None,  # type: ignore[arg-type]
+        frozenset(explicit),
+        tuple(argv),
+    )
+    assert resume_command(settings, Path("my runs/checkpoint-2")) == command

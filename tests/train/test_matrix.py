@@ -1,0 +1,92 @@
+"""Every architecture x compute dtype x quantization x {LoRA, DoRA} trains under its policy, through the public road."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import isotype
+from isotype.model.enforce import enforce_model
+from tests.models import tiny_batch
+from tests.policy import assert_policy_holds, train
+
+MODELS = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gemma3-vision",
+    "mistral",
+    "phi3",
+    "gpt-oss",
+    "qwen3-moe",
+)
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = (None, "nf4", "fp4", "int8")
+
+STACKED_EXPERTS = {
+    # bitsandbytes quantizes nn.Linear only; these architectures hold all experts of a layer in one parameter.
+    "gpt-oss": ("gate_up_proj", "down_proj"),
+    "qwen3-moe": ("gate_up_proj", "down_proj"),
+}
+"""Weights that cannot be quantized, by model: they lie in the compute dtype under every quantization."""
+
+PLAIN_LORA_ONLY = ("qwen3-moe",)
+"""Models whose experts PEFT adapts by reparametrization, which has no DoRA: its DoRA goes on the other layers."""
+
+
+def generate(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    model.eval()
+    with torch.no_grad():
+        return model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=lambda q: q or "dense")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_under_its_policy(
+    saved: Callable[..., Path], name: str, dtype: str, quantization: str | None, dora: bool
+) -> None:
+    batch = tiny_batch(name)
+    policy = isotype.resolve_precision(saved(name), dtype=dtype, quantization=quantization, device="cpu")
+    model = isotype.load(saved(name), policy)
+    with warnings.catch_warnings():
+        if dora and name in PLAIN_LORA_ONLY:
+            warnings.filterwarnings("ignore", message="use_dora: adapters go on")
+        model = isotype.add_lora(model, policy, r=4, use_dora=dora)
+
+    seen = assert_policy_holds(model, policy)
+    assert seen["master"] > 0
+    assert ("linear4bit" in seen) == (quantization in ("nf4", "fp4"))
+    assert ("linear8bit" in seen) == (quantization == "int8")
+    assert bool(seen.get("pinned")) == (name in ("gpt-oss",) and dtype != "float32")
+    assert_experts_unquantized(model, name, policy)
+
+    losses = train(model, policy, batch)
+    assert all(math.isfinite(loss) for loss in losses), losses
+    assert losses[-1] < losses[0] - 0.05, losses
+    assert_policy_holds(model, policy)
+
+    # Evaluation code knows nothing of autocast: no mismatch may wait there.
+    loss = model(**batch).loss
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert loss.item() < losses[0]
+    assert generate(model, batch).shape[1] >= 3
+    assert_policy_holds(model, policy)
+    assert enforce_model(model, policy) == ()
+
+
+def assert_experts_unquantized(model: torch.nn.Module, name: str, policy: isotype.PrecisionPolicy) -> None:
+    for stack in STACKED_EXPERTS.get(name, ()):
+        stacks = [p for n, p in model.named_parameters() if ".experts." in n and n.endswith(f".{stack}")]
+        assert stacks, f"{name} has no {stack} any more"
+        assert {(p.ndim, p.dtype) for p in stacks} == {(3, policy.plain)}

@@ -1,0 +1,48 @@
+"""Runs killed with SIGKILL while they save go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.tiny import save_chat_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kills", "flags"),
+    [
+        (10, ["--quantization", "nf4"]),
+        # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.
+        (3, ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"]),
+    ],
+    ids=["float32", "float16"],
+)
+def test_killed_in_saves_and_resumed_equals_uninterrupted(kills: int, flags: list[str], tmp_path: Path):
+    save_chat_model(tmp_path / "model")
+    command = [sys.executable, "-m", "tests.train.kill_chain", str(tmp_path), str(kills), "0", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+
+    assert [each["status"] for each in result["tries"]] == [-signal.SIGKILL] * kills
+    in_the_middle = [each for each in result["tries"] if any(name.startswith(".") for name in each["left"])]
+    assert len(in_the_middle) > kills // 2, result["tries"]
+    assert "Traceback" not in result["log"]
+    assert result["last"] == 0, result["log"]
+
+    assert len(result["uninterrupted"]["history"]) == 14
+    assert result["killed"]["history"] == result["uninterrupted"]["history"]  # every float, bit for bit
+    assert result["killed"]["digests"] == result["uninterrupted"]["digests"]
+    assert ("checkpoint-14/scaler.pt" in result["killed"]["digests"]) == ("float16" in flags)
+    assert result["killed"]["entries"] == ["checkpoint-13", "checkpoint-14"]
+    out = tmp_path / "killed"
+    assert f"no whole checkpoint in {out}: starting at step 0" in result["log"]
+    assert f"going on from {out / 'checkpoint-'}" in result["log"]

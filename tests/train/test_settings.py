@@ -1,0 +1,150 @@
+"""The arguments of the training commands: TRL's own, and what they say about precision."""
+
+from __future__ import annotations
+
+import pytest
+
+from isotype.errors import IsotypeError, PrecisionError, UsageError
+from isotype.precision.policy import Wishes
+from isotype.train.methods import METHODS
+from isotype.train.settings import parse_settings
+
+BASE = ("--model_name_or_path", "m", "--dataset_name", "d")
+
+
+def wishes(*argv: str, method: str = "sft") -> Wishes:
+    return parse_settings(METHODS[method], [*BASE, *argv]).wishes
+
+
+def message(*argv: str, base: tuple[str, ...] = BASE) -> str:
+    with pytest.raises(IsotypeError) as caught:
+        parse_settings(METHODS["sft"], [*base, *argv])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_trl_arguments_and_defaults_to_lora_in_auto(method):
+    settings = parse_settings(METHODS[method], [*BASE, "--learning_rate", "3e-4", "--lora-r", "4"])
+    assert settings.wishes == Wishes(dtype="auto", quantization=None, trainable="lora")
+    assert settings.training.learning_rate == 3e-4
+    assert settings.model.lora_r == 4
+    assert settings.model.lora_target_modules == "all-linear"
+    assert settings.model.lora_task_type == ("SEQ_CLS" if method == "reward" else "CAUSAL_LM")
+    assert settings.explicit == {"model_name_or_path", "dataset_name", "learning_rate", "lora_r"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "dtype", "quantization"),
+    [
+        (["--dtype", "bf16"], "bfloat16", None),
+        (["--fp16"], "float16", None),
+        (["--bf16"], "bfloat16", None),
+        (["--bf16", "True", "--dtype", "bfloat16"], "bfloat16", None),
+        (["--bf16", "False"], "auto", None),
+        (["--load_in_4bit"], "auto", "nf4"),
+        (["--load_in_4bit", "--bnb_4bit_quant_type", "fp4"], "auto", "fp4"),
+        (["--quantization", "fp4", "--load_in_4bit"], "auto", "fp4"),
+        (["--load_in_8bit", "--quantization", "int8"], "auto", "int8"),
+        (["--quantization", "nf4", "--fp16", "--dtype", "float16"], "float16", "nf4"),
+    ],
+)
+def test_short_and_long_forms_agree(argv, dtype, quantization):
+    assert wishes(*argv) == Wishes(dtype=dtype, quantization=quantization)
+
+
+def test_nested_quantization_storage_and_full_training():
+    assert wishes("--quantization", "nf4", "--use_bnb_nested_quant").double_quant is True
+    assert wishes("--quantization", "nf4", "--bnb_4bit_quant_storage", "bfloat16").quant_storage == "bfloat16"
+    assert wishes("--use_peft", "False").trainable == "full"
+
+
+def test_contradictions_are_all_named_with_both_flags():
+    argv = ["--dtype", "float32", "--bf16", "--load_in_8bit", "--quantization", "nf4", "--fp16_full_eval"]
+    assert message(*argv) == (
+        "the arguments disagree about precision\n"
+        "  - --dtype float32 and --bf16\n"
+        "    expected  one compute dtype (in isotype, --dtype names it and the weights follow)\n"
+        "    fix       leave --bf16 out for float32, or give --dtype bfloat16\n"
+        "  - --quantization nf4 and --load_in_8bit\n"
+        "    expected  one quantization\n"
+        "    fix       leave one of the two out\n"
+        "  - --fp16_full_eval\n"
+        "    expected  evaluation under the same policy as training\n"
+        "    fix       leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "given"),
+    [
+        (["--fp16", "--bf16"], "--fp16 and --bf16"),
+        (["--dtype", "bfloat16", "--bf16", "False"], "--dtype bfloat16 and --bf16 False"),
+        (
+            ["--quantization", "fp4", "--bnb_4bit_quant_type", "nf4"],
+            "--quantization fp4 and --bnb_4bit_quant_type nf4",
+        ),
+        (
+            ["--dtype", "float16", "--model_init_kwargs", '{"dtype": "bfloat16"}'],
+            "--dtype float16 and --model_init_kwargs dtype=bfloat16",
+        ),
+    ],
+)
+def test_each_contradiction_names_both(argv, given):
+    with pytest.raises(PrecisionError) as caught:
+        wishes(*argv)
+    assert [problem.given for problem in caught.value.problems] == [given]
+
+
+def test_accelerate_launch_must_agree(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert wishes().dtype == "float16"
+    with pytest.raises(
+        PrecisionError, match="--dtype bfloat16 and mixed precision fp16 of accelerate launch"
+    ):
+        wishes("--dtype", "bfloat16")
+
+
+def test_a_typing_error_names_the_nearest_argument():
+    assert message("--lerning_rate", "1") == (
+        "arguments not understood\n"
+        "  - --lerning_rate\n"
+        "    expected  a known name: --learning_rate, --learning-rate, --logging_strategy\n"
+        "    fix       did you mean --learning_rate?"
+    )
+
+
+def test_missing_and_wrong_values():
+    assert message(base=()).splitlines()[0] == "isotype sft: --model_name_or_path is required"
+    assert "invalid float value: 'x'" in message("--learning_rate", "x")
+    assert "dtype 'float8'" in message("--dtype", "float8")
+
+
+def test_a_yaml_file_sets_defaults_that_the_command_line_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model_name_or_path: m\ndataset_name: d\nbf16: true\nlearning_rate: 1.0e-3\nload_in_4bit: true\n"
+    )
+    settings = parse_settings(METHODS["sft"], ["--config", str(path), "--learning_rate", "3e-3"])
+    assert settings.wishes == Wishes(dtype="bfloat16", quantization="nf4")
+    assert settings.training.learning_rate == 3e-3
+    with pytest.raises(PrecisionError, match="--dtype float16 and --bf16"):
+        parse_settings(METHODS["sft"], [f"--config={path}", "--dtype", "float16"])
+
+
+def test_a_bad_yaml_file_is_named(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name: m\n")
+    assert message("--config", str(path), base=()) == (
+        f"unknown names in {path}\n"
+        "  - model_name\n"
+        "    expected  a known name: model_name_or_path, label_names, dataset_name\n"
+        "    fix       did you mean model_name_or_path?"
+    )
+    path.write_text("- a\n")
+    with pytest.raises(UsageError, match="config file is not a mapping"):
+        parse_settings(METHODS["sft"], ["--config", str(path)])
+    path.write_text("a: [1\n")
+    with pytest.raises(UsageError, match="config file is not YAML"):
+        parse_settings(METHODS["sft"], ["--config", str(path)])
+    with pytest.raises(UsageError, match="unreadable config file"):
+        parse_settings(METHODS["sft"], ["--config", str(tmp_path / "none.yaml")])
