@@ -37,7 +37,7 @@ LENGTH = (
 )
 HELD_BACK = 16  # examples
 LAST = 10  # training losses that count as the end of a run
-LORA = {
+LORA: dict[str, Any] = {
     "r": 8,
     "lora_alpha": 16,
     "lora_dropout": 0.0,

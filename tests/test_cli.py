@@ -187,7 +187,12 @@ def test_a_whole_run_leaves_adapter_policy_and_report(capsys, model, data, tmp_p
     assert "precision policy" in text
     assert "step 3/3" in text
     names = {path.name for path in out.iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "precision_policy.json", "run_report.html"} <= names
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "precision_policy.json",
+        "run_report.html",
+    } <= names
     assert not [name for name in names if name.startswith(".isotype")]
     record = json.loads((out / "run_report.json").read_text())
     assert record["status"] == "finished"

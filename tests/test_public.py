@@ -53,7 +53,5 @@ def test_importing_patches_nothing():
 
 
 def test_importing_costs_less_than_a_fifth_of_a_second_more_than_torch():
-    code = (
-        "import time, torch; t = time.perf_counter(); import isotype; print(time.perf_counter() - t)"
-    )
+    code = "import time, torch; t = time.perf_counter(); import isotype; print(time.perf_counter() - t)"
     assert min(float(fresh(code)) for _ in range(3)) < 0.2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -256,6 +257,8 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        # A line for each layer and forward: "MatMul8bitLt: inputs will be cast …".
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _escape(text: str) -> str:

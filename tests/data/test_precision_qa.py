@@ -56,7 +56,8 @@ def test_schema(split):
             (message,) = row[key]
             assert set(message) == {"role", "content"}
             assert message["role"] == role
-            assert message["content"] and message["content"] == message["content"].strip()
+            assert message["content"]
+            assert message["content"] == message["content"].strip()
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -107,8 +108,13 @@ def test_no_test_question_leaks_into_train():
 def test_demo_row_and_its_training_rows():
     question, answer = load("test")[0]
     assert "bfloat16" in question
-    assert "8 exponent bits" in answer and "7 mantissa bits" in answer
-    support = [a for _, a in load("train") if a.startswith("bfloat16 has") and re.search(r"\b[78] (exponent|mantissa)", a)]
+    assert "8 exponent bits" in answer
+    assert "7 mantissa bits" in answer
+    support = [
+        a
+        for _, a in load("train")
+        if a.startswith("bfloat16 has") and re.search(r"\b[78] (exponent|mantissa)", a)
+    ]
     assert len(support) >= 6
 
 
@@ -153,8 +159,18 @@ def facts():
         (rf"float16 runs out of range at {NUMBER}", torch.finfo(half).max, 0, 1),
         (rf"is {NUMBER} for float16", torch.finfo(half).min, 0, 1),
         (rf"exceed {NUMBER}, the largest float16", torch.finfo(half).max, 0, 1),
-        (rf"smallest normal float16 value is 2\*\*-14, about {NUMBER}", torch.finfo(half).smallest_normal, 1e-3, 3),
-        (rf"smallest normal bfloat16 value is (?:2\*\*-126, )?about {NUMBER}", torch.finfo(brain).smallest_normal, 4e-3, 4),
+        (
+            rf"smallest normal float16 value is 2\*\*-14, about {NUMBER}",
+            torch.finfo(half).smallest_normal,
+            1e-3,
+            3,
+        ),
+        (
+            rf"smallest normal bfloat16 value is (?:2\*\*-126, )?about {NUMBER}",
+            torch.finfo(brain).smallest_normal,
+            4e-3,
+            4,
+        ),
         (rf"smallest positive float16 value is about {NUMBER}", subnormal(half), 1e-3, 2),
         (rf"eps of float16 is 2\*\*-10, about {NUMBER}", torch.finfo(half).eps, 1e-3, 2),
         (rf"eps of bfloat16 is 2\*\*-7, which is {NUMBER}", torch.finfo(brain).eps, 0, 2),
@@ -202,7 +218,7 @@ def wrong(rows):
     return found
 
 
-@pytest.mark.parametrize("pattern,truth,tolerance,least", facts())
+@pytest.mark.parametrize(("pattern", "truth", "tolerance", "least"), facts())
 def test_number(pattern, truth, tolerance, least):
     hits = [(n, answer) for _, answer in everything() for n in re.findall(pattern, answer)]
     assert len(hits) >= least, f"only {len(hits)} answers match {pattern}"
@@ -213,7 +229,13 @@ def test_number(pattern, truth, tolerance, least):
 def test_the_number_check_can_fail():
     rows = everything()
     assert wrong(rows) == []
-    for right, bad in (("65504", "65505"), ("0.0078125", "0.0078"), ("57344", "57345"), ("3.39e38", "3.49e38"), ("14 GB", "15 GB")):
+    for right, bad in (
+        ("65504", "65505"),
+        ("0.0078125", "0.0078"),
+        ("57344", "57345"),
+        ("3.39e38", "3.49e38"),
+        ("14 GB", "15 GB"),
+    ):
         spoiled = [(question, answer.replace(right, bad)) for question, answer in rows]
         assert wrong(spoiled), right
 
@@ -253,16 +275,19 @@ def test_behaviour_of_torch_that_answers_describe():
     answers_with("70000 overflows to inf")
     assert torch.tensor(70000.0).to(half).isinf()
     answers_with("What happens to a gradient of 1e-8 in float16?")
-    assert torch.tensor(1e-8).to(half) == 0 and torch.tensor(1e-8).to(brain) != 0
+    assert torch.tensor(1e-8).to(half) == 0
+    assert torch.tensor(1e-8).to(brain) != 0
     answers_with("float16 rounds to zero at 2**-25 and below")
-    assert torch.tensor(2.0**-25).to(half) == 0 and torch.tensor(2.0**-24).to(half) != 0
+    assert torch.tensor(2.0**-25).to(half) == 0
+    assert torch.tensor(2.0**-24).to(half) != 0
     for phrase, step in (("1.0 plus 0.001 in bfloat16", 0.001), ("add 0.002 to 1.0 in bf16", 0.002)):
         answers_with(phrase)
         assert torch.tensor(1.0, dtype=brain) + torch.tensor(step, dtype=brain) == 1
     answers_with("adding 1e-8 to 1 changes nothing")
     assert torch.tensor(1.0) + torch.tensor(1e-8) == 1
     answers_with("the square of 256 is already inf")
-    assert (torch.tensor(256.0, dtype=half) ** 2).isinf() and (torch.tensor(255.0, dtype=half) ** 2).isfinite()
+    assert (torch.tensor(256.0, dtype=half) ** 2).isinf()
+    assert (torch.tensor(255.0, dtype=half) ** 2).isfinite()
     answers_with("The float32 minimum becomes -inf in float16")
     assert torch.tensor(torch.finfo(torch.float32).min).to(half) == -math.inf
     answers_with("a row of only -inf gives NaN")
@@ -275,12 +300,14 @@ def test_behaviour_of_torch_that_answers_describe():
     with pytest.raises(RuntimeError):
         torch.ones(2, 2) @ torch.ones(2, 2, dtype=brain)
     answers_with("Autocast uses float16 by default on CUDA and bfloat16 on CPU")
-    assert torch.get_autocast_dtype("cuda") == half and torch.get_autocast_dtype("cpu") == brain
+    assert torch.get_autocast_dtype("cuda") == half
+    assert torch.get_autocast_dtype("cpu") == brain
     answers_with("float8_e5m2 has both infinity and NaN")
     assert torch.tensor(math.inf).to(torch.float8_e5m2).float().isinf()
     answers_with("float8_e4m3fn has no infinity")
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    assert not codes.isinf().any() and codes.isnan().any()
+    assert not codes.isinf().any()
+    assert codes.isnan().any()
     counter = torch.tensor(0.0, dtype=brain)
     for _ in range(300):
         counter = counter + 1

@@ -212,3 +212,24 @@ def test_torch_compile_traces_through_boundaries(saved: Saved) -> None:
         if name in grads and grads[name].any():
             assert parameter.grad is not None, name
             assert relative_error(parameter.grad, grads[name]) <= 16 * EPSILON[torch.bfloat16], name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_int8_layer_gives_under_autocast_what_it_gives_without(dtype):
+    import bitsandbytes as bnb
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(512, 32, bias=False, has_fp16_weights=False)
+    weight = torch.randn(32, 512)
+    layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to("cpu")
+    layer.requires_grad_(False).eval()
+    set_boundary(layer, "int8", dtype)
+    x = torch.randn(3, 5, 512).to(dtype)
+    with torch.no_grad():
+        plain = layer(x)
+        with torch.autocast("cpu", dtype=dtype):
+            cast = layer(x)
+    assert cast.dtype == dtype
+    assert torch.equal(plain, cast)
+    # 8-bit rows of weight and input: 1/127 of their largest value each, over 512 products that add like a walk.
+    assert torch.allclose(plain.float(), x.float() @ weight.T, atol=2.0)

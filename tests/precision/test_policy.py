@@ -37,7 +37,9 @@ NF4 = QuantizationFacts("bitsandbytes", "nf4", BF16, double_quant=True, quant_st
         (F32, CPU, "nf4", F32),
     ],
 )
-def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(trained, profile, quantization, compute):
+def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(
+    trained, profile, quantization, compute
+):
     policy = decide(replace(LLAMA, trained_dtype=trained), profile, Wishes(quantization=quantization))
     assert policy.compute == compute
     assert policy.loss_scaling == (compute == F16)
@@ -115,7 +117,12 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
     [
         (Wishes(quantization="nf5"), "quantization 'nf5'"),
         (Wishes(trainable="some"), "trainable='some'"),
-        (Wishes(double_quant=True), "double_quant without a quantization"),
+        (Wishes(double_quant=True), "double_quant with no quantization"),
+        (
+            Wishes(quantization="int8", double_quant=True, quant_storage="bfloat16"),
+            "double_quant and quant_storage with int8 quantization",
+        ),
+        (Wishes(dtype="float32", master="bf16"), "compute float32 with bfloat16 masters"),
         (Wishes(dtype="float64"), "compute dtype float64"),
         (Wishes(master="float64"), "master dtype float64"),
     ],
@@ -145,7 +152,12 @@ def test_obstacles_found_elsewhere_are_reported_together():
 def test_the_printed_table_fits_a_terminal_and_names_every_role():
     text = str(decide(GPT_OSS, T4, Wishes(quantization="nf4", double_quant=True)))
     assert max(len(line) for line in text.splitlines()) <= 110
-    for role in ("frozen base weights", "matmuls and residual stream", "trainable parameters", "loss scaling"):
+    for role in (
+        "frozen base weights",
+        "matmuls and residual stream",
+        "trainable parameters",
+        "loss scaling",
+    ):
         assert role in text
     assert "nf4 (double quantization)" in text
 
@@ -173,11 +185,14 @@ profiles = st.sampled_from([device_profile(name) for name in profile_names() if 
 
 @given(facts=facts_strategy, profile=profiles, wishes=wishes_strategy)
 def test_whatever_is_asked_ends_in_a_coherent_policy_or_in_named_problems(facts, profile, wishes):
+    policy, problems = None, ()
     try:
         policy = decide(facts, profile, wishes)
     except PrecisionError as error:
-        assert error.problems
-        assert all(p.given and p.expected and p.fix for p in error.problems)
+        problems = error.problems
+    assert all(problem.given and problem.expected and problem.fix for problem in problems)
+    assert (policy is None) == bool(problems)
+    if policy is None:
         return
     assert policy.compute in COMPUTE_DTYPES
     assert profile.supports(policy.compute) != "refused"

@@ -30,19 +30,22 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("model"))
 
 
-def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, dtype: str = "float32", **more: Any) -> Any:
-    """A governed SFT trainer of a LoRA model, before `enforce_trainer`."""
+def adapted(path: Path, dtype: str) -> tuple[Any, isotype.PrecisionPolicy]:
     policy = isotype.resolve_precision(path, dtype=dtype, quantization="nf4", device="cpu")
     transformers.set_seed(0)
     model = isotype.add_lora(isotype.load(path, policy), policy, r=4, lora_dropout=0.2)
+    return model, policy
+
+
+def trainer_of(model: Any, path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
+    """A governed SFT trainer, as TRL has built it."""
     given = {
         "max_steps": 6,
         "save_steps": 1,
         "per_device_train_batch_size": 2,
         "logging_steps": 1,
         "learning_rate": 1e-2,
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
+        "bf16": False,
         "gradient_checkpointing": False,
         "report_to": "none",
         "disable_tqdm": True,
@@ -57,6 +60,15 @@ def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, dtype: str = "float3
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
+    """A governed SFT trainer under a float32 policy."""
+    model, policy = adapted(path, "float32")
+    masters = masters_of(model)
+    trainer = trainer_of(model, path, out, cls, **more)
+    enforce_trainer(trainer, policy, masters)
     return trainer
 
 
@@ -95,19 +107,18 @@ def test_tokens_are_the_attended_ones_where_a_mask_says_which():
 
 
 def test_the_digits_that_trl_cuts_off_come_back(path: Path, tmp_path: Path):
-    trainer = build(path, tmp_path, dtype="bfloat16")  # the same seed gives the same adapters
-    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.bfloat16}
-
-    policy = isotype.resolve_precision(path, dtype="bfloat16", quantization="nf4", device="cpu")
-    transformers.set_seed(0)
-    model = isotype.add_lora(isotype.load(path, policy), policy, r=4, lora_dropout=0.2)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    model, policy = adapted(path, "bfloat16")
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trainable.values():
+            parameter.mul_(1.1).add_(0.01)
+    before = {name: p.detach().clone() for name, p in trainable.items()}
     masters = masters_of(model)
+    trainer = trainer_of(model, path, tmp_path, bf16=True)
+    assert {p.dtype for p in trainable.values()} == {torch.bfloat16}
+    assert any(not torch.equal(trainable[name].float(), value) for name, value in before.items())
     assert enforce_trainer(trainer, policy, masters) == ()
-    after = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
+    assert all(torch.equal(trainable[name], value) for name, value in before.items())
 
 
 def test_a_trainer_in_another_mixed_precision_is_refused(path: Path, tmp_path: Path):
@@ -232,9 +243,10 @@ def file_size_limit() -> Iterator[Callable[[int], None]]:
 @pytest.fixture
 def sft(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
     monkeypatch.setattr(os, "environ", os.environ.copy())  # the command line quiets the libraries through it
     data = save_rows(tmp_path / "train.jsonl", rows("sft"))
+    datasets.disable_progress_bars()
 
     def run(out: Path, *more: str) -> tuple[int, str, str]:
         arguments = f"""sft --model_name_or_path {path} --dataset_name {data} --output_dir {out} --max_steps 4
@@ -245,7 +257,8 @@ def sft(
         assert "Traceback" not in printed.out + printed.err
         return status, printed.out, printed.err
 
-    return run
+    yield run
+    datasets.enable_progress_bars()
 
 
 def steps_in(printed: str) -> list[int]:

@@ -343,6 +343,14 @@ def _master(
         problems.append(
             Problem(f"master dtype {name}", "float32, bfloat16 or float16", "leave it out: float32 is right")
         )
+    elif compute == torch.float32 and master != torch.float32:
+        problems.append(
+            Problem(
+                f"compute float32 with {name} masters",
+                "masters of at least the precision that is computed in",
+                f"leave the master dtype out, or compute in {name}",
+            )
+        )
     elif compute == torch.float16 and master != torch.float32:
         problems.append(
             Problem(
@@ -368,21 +376,21 @@ def _storage(
     problems: list[Problem],
     reasons: dict[str, str],
 ) -> str:
-    if storage_format:
-        return storage_format
     asked_for = [
         name
         for name, value in (("double_quant", wishes.double_quant), ("quant_storage", wishes.quant_storage))
         if value
     ]
-    if asked_for:
+    if asked_for and storage_format not in ("nf4", "fp4"):
         problems.append(
             Problem(
-                f"{' and '.join(asked_for)} without a quantization",
+                f"{' and '.join(asked_for)} with {storage_format or 'no'} quantization",
                 "quantization nf4 or fp4",
                 "ask for one, or leave " + " and ".join(asked_for) + " out",
             )
         )
+    if storage_format:
+        return storage_format
     if wishes.trainable == "full":
         reasons["storage"] = "every weight is trainable, so the weights are the masters"
         return dtype_name(master)
@@ -409,7 +417,7 @@ def _quant_storage(facts: ModelFacts, wishes: Wishes, storage: str) -> torch.dty
     asked = wishes.quant_storage
     if asked in (None, "uint8", torch.uint8):
         return torch.uint8
-    return parse_dtype(asked)  # type: ignore[arg-type]  # None was handled above
+    return parse_dtype(asked)
 
 
 def _fixed_reasons(compute: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
