@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+# Before torch and bitsandbytes are loaded: threads make tiny models ten times slower where tests share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

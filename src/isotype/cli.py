@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _console(stderr: bool) -> Console:
-    console = Console(stderr=stderr)
+    # Under a launcher every rank runs this; one of them speaks.
+    console = Console(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 110  # a log file has no width of its own, and 80 wraps every table
     return console

@@ -284,7 +284,7 @@ def test_a_full_disk_is_one_message_and_everything_saved_before_is_whole(
     assert json.loads((out / "run_report.json").read_text())["status"] == "failed"
 
     shutil.rmtree(out / "checkpoint-1")
-    status, printed, message = sft(out, "--resume_from_checkpoint", str(last), "--save_steps", "100")
+    status, printed, message = sft(out, "--resume_from_checkpoint", str(last), "--save_total_limit", "1")
     assert (status, message) == (0, "")
     assert steps_in(printed) == [3, 4]
     assert (out / "adapter_model.safetensors").is_file()

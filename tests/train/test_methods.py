@@ -87,3 +87,29 @@ def test_trains_under_the_policy(model: Path, method: str, dtype: str, tmp_path:
         assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
         assert any("lora_B" in name and tensor.any() for name, tensor in tensors.items())
     assert any("score" in name for name in tensors) == (method == "reward")
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("sft", "--lora_modules_to_save lm_head embed_tokens"),
+        ("sft", "--use_dora True --gradient_checkpointing True"),
+        ("dpo", "--lora_modules_to_save lm_head --precompute_ref_log_probs True"),
+        ("grpo", "--num_iterations 2 --gradient_accumulation_steps 2"),
+    ],
+)
+def test_float32_heads_dora_and_reused_samples_in_float16(
+    model: Path, method: str, flags: str, tmp_path: Path, built: list[Any]
+):
+    outcome = train(model, method, "float16", tmp_path / "out", flags)
+    (trainer,) = built
+    assert_policy_holds(trainer.model, trainer.model.precision_policy)
+    steps = outcome.record.steps
+    assert all(math.isfinite(step.loss) for step in steps)
+    assert all(step.grad_norm and math.isfinite(step.grad_norm) for step in steps)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [step.loss for step in steps] == pytest.approx(logged, rel=1e-6, abs=1e-9)
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    for name in ("lm_head", "embed_tokens"):
+        assert any(name in key for key in tensors) == (name in flags)

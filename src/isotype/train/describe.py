@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from isotype.dtypes import dtype_name
 from isotype.precision.hardware import DeviceProfile
@@ -45,10 +47,10 @@ def show_policy(console: Console, policy: PrecisionPolicy) -> None:
     table.add_column("dtype", style="cyan", no_wrap=True)
     table.add_column("reason")
     for row in policy.rows():
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     for warning in policy.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+        console.print(Text.assemble(("warning: ", "yellow"), warning))
     console.print()
 
 
@@ -62,7 +64,7 @@ def show_model(console: Console, model: Any) -> None:
         highlight=False,
     )
     for line in unquantized_experts(model):
-        console.print(f"[yellow]note:[/yellow] {line}", highlight=False)
+        console.print(Text.assemble(("note: ", "yellow"), line))
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
@@ -164,8 +166,13 @@ def record(
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
         notes=tuple(unquantized_experts(trainer.model)),
-        resumed_from=int(resume.name.rpartition("-")[2]) if resume else None,
+        resumed_from=_step_of(resume) if resume else None,
     )
+
+
+def _step_of(checkpoint: Path) -> int:
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return int(state["global_step"])
 
 
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:

@@ -64,6 +64,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     from isotype.train.data import load_training_data
 
     profile = _training_device(settings)
+    rewards = _rewards(settings)
     _place_outputs(settings)
     resume = _resume_point(settings)
     data = load_training_data(
@@ -86,7 +87,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     )
     apply_to_arguments(policy, settings.training)
     describe.show_policy(console, policy)
-    trainer, sample = _build(settings, policy, data, resume, console)
+    trainer, sample = _build(settings, policy, data, rewards, resume, console)
     return _train(settings, policy, profile, trainer, sample, resume, console)
 
 
@@ -103,6 +104,18 @@ def _training_device(settings: Settings) -> DeviceProfile:
         raise UsageError(
             f"{profile.title} is not in this machine",
             [Problem(f"--device {settings.extra.device}", "a device that is here", "leave --device out")],
+        )
+    index = torch.device(profile.name).index
+    if index:
+        raise UsageError(
+            "the trainer takes the first GPU it sees",
+            [
+                Problem(
+                    f"--device {settings.extra.device}",
+                    "a device without an index",
+                    f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …",
+                )
+            ],
         )
     return profile
 
@@ -126,6 +139,8 @@ def _place_outputs(settings: Settings) -> None:
             ],
         ) from error
     settings.training.disable_tqdm = True
+    if not torch.cuda.is_available():
+        settings.training.dataloader_pin_memory = False  # torch warns where there is nothing to pin for
 
 
 _NO_RESUME = (None, False, "False", "false")
@@ -137,7 +152,9 @@ def _resume_point(settings: Settings) -> Path | None:
     if asked in _NO_RESUME:
         return None
     root = Path(settings.training.output_dir)
-    recover(root)
+    with settings.training.main_process_first(desc="looking for checkpoints"):
+        if settings.training.should_save:
+            recover(root)
     whole = whole_checkpoints(root)
     if str(asked).lower() in ("true", "last", "latest"):
         return whole[-1] if whole else None
@@ -159,7 +176,12 @@ def _resume_point(settings: Settings) -> Path | None:
 
 
 def _build(
-    settings: Settings, policy: PrecisionPolicy, data: Any, resume: Path | None, console: Console
+    settings: Settings,
+    policy: PrecisionPolicy,
+    data: Any,
+    rewards: dict[str, Any],
+    resume: Path | None,
+    console: Console,
 ) -> tuple[Any, Sample | None]:
     """The trainer under the policy, and the sample question with the answer before training."""
     from transformers import set_seed
@@ -179,7 +201,6 @@ def _build(
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     sample = _first_answer(settings, data, model, tokenizer, resume, console)
     masters = masters_of(model)
-    rewards = {"reward_funcs": _reward_functions(settings)} if method.name in ("grpo", "rloo") else {}
     trainer = governed(method.trainer_class())(
         model=model,
         args=training,
@@ -193,10 +214,14 @@ def _build(
     return trainer, sample
 
 
-def _reward_functions(settings: Settings) -> list[Any]:
+def _rewards(settings: Settings) -> dict[str, Any]:
+    """The trainer's argument for the rewards of grpo and rloo; nothing for the others."""
+    if not hasattr(settings.script, "reward_funcs"):
+        return {}
     from isotype.train.rewards import reward_functions
 
-    return reward_functions(settings.script.reward_funcs, settings.script.reward_model_name_or_path)
+    script = settings.script
+    return {"reward_funcs": reward_functions(script.reward_funcs, script.reward_model_name_or_path)}
 
 
 def _first_answer(

@@ -37,12 +37,16 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._grad_norm = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The norm of the gradients as the optimizer sees them (unscaled and clipped)."""
+        """The norm of the gradients as the optimizer sees them: unscaled, and clipped where that was asked for."""
         squares = [
             p.grad.detach().float().pow(2).sum() for p in kwargs["model"].parameters() if p.grad is not None
         ]
         if squares:
-            self._grad_norm = math.sqrt(float(torch.stack(squares).sum()))
+            # The Trainer unscales them only on its way to clip them.
+            scaler = self.trainer.accelerator.scaler
+            scaled = scaler is not None and scaler.is_enabled() and not args.max_grad_norm
+            norm = math.sqrt(float(torch.stack(squares).sum()))
+            self._grad_norm = norm / scaler.get_scale() if scaled else norm
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""

@@ -30,9 +30,7 @@ class IsotypeArguments:
             "choices": list(QUANTIZATIONS),
         },
     )
-    device: str = field(
-        default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, cuda:1, mps, xpu."}
-    )
+    device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})
     ask: str | None = field(
         default=None,
         metadata={
