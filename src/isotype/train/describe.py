@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -136,7 +134,6 @@ def record(
     trainer: Any,
     recorder: RunRecorder,
     sample: Sample | None,
-    resume: Path | None,
     started: datetime,
     status: Literal["finished", "interrupted", "failed"],
     error: str | None,
@@ -166,13 +163,8 @@ def record(
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
         notes=tuple(unquantized_experts(trainer.model)),
-        resumed_from=_step_of(resume) if resume else None,
+        resumed_from=recorder.resumed_from,
     )
-
-
-def _step_of(checkpoint: Path) -> int:
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    return int(state["global_step"])
 
 
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:

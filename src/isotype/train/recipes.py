@@ -270,16 +270,16 @@ def _train(
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
             )
-            _report_failure(record_of(sample, resume, started, "failed", error), root, console)
+            _report_failure(record_of(sample, started, "failed", error), root, console)
             raise
     if not finished:
-        record = record_of(sample, resume, started, "interrupted", None)
+        record = record_of(sample, started, "interrupted", None)
         return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
     try:
         sample = _second_answer(trainer, sample, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
-    record = record_of(sample, resume, started, "finished", None)
+    record = record_of(sample, started, "finished", None)
     return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
 
 

@@ -19,6 +19,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     Attributes:
         steps: the records so far; a resumed run starts with none.
         evals: held-back losses so far.
+        resumed_from: the step that the run went on from, None for a start from the beginning.
     """
 
     def __init__(self, trainer: Any, on_record: Callable[[StepRecord, int], None] | None = None) -> None:
@@ -26,9 +27,14 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.on_record = on_record
         self.steps: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
+        self.resumed_from: int | None = None
         self._began = 0.0
         self._learning_rate = 0.0
         self._grad_norm: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note where the run starts; the checkpoint may have been rotated away by the end."""
+        self.resumed_from = state.global_step or None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; the learning rate is the one this step will be taken with."""
