@@ -15,10 +15,10 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import isotype.cli
+import isotype.data.load
 import isotype.report.outcome
 import isotype.resolve
 import isotype.train.callback
-import isotype.train.data
 import isotype.train.models
 import isotype.train.progress
 import isotype.train.recipes

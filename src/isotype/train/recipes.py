@@ -60,8 +60,8 @@ def run(settings: Settings, console: Console) -> Outcome:
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
     """
+    from isotype.data.load import load_training_data
     from isotype.resolve import resolve_precision
-    from isotype.train.data import load_training_data
 
     profile = _training_device(settings)
     rewards = _rewards(settings)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isotype.data.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
 from isotype.errors import Problem
-from isotype.train.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
 
 Row = dict[str, Any]
 

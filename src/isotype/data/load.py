@@ -4,7 +4,7 @@
 for a data set that ships in the package. An existing path wins over a hub id, and what looks like a path is
 never looked up on the hub. Nothing is executed from a data set.
 
-JSON, JSON lines, CSV and text are read by `isotype.train.rows`, every row checked with its line number; parquet,
+JSON, JSON lines, CSV and text are read by `isotype.data.rows`, every row checked with its line number; parquet,
 directories of `save_to_disk` and hub data sets by `datasets`, their columns and first 1000 rows checked. Blank
 lines are skipped; a directory's splits are named by the words train, validation, test (or their usual other forms)
 in its files' names, a file without such a word beside others is a split of its own name.
@@ -22,11 +22,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isotype.data.columns import COLUMNS, TEXT_COLUMNS, columns_problem, quoted, survey
+from isotype.data.locate import EMBEDDED, PARQUET, LocalData, data_error, find_local, splits_problems
+from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
+from isotype.data.shapes import Shape, to_feature
 from isotype.errors import DataError, Problem
-from isotype.train.columns import COLUMNS, TEXT_COLUMNS, columns_problem, quoted, survey
-from isotype.train.locate import EMBEDDED, PARQUET, LocalData, data_error, find_local, splits_problems
-from isotype.train.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
-from isotype.train.shapes import Shape, to_feature
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDatasetDict

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isotype.data import locate
+from isotype.data.columns import METHOD_COLUMNS
+from isotype.data.load import load_training_data
+from isotype.data.locate import looks_like_path
 from isotype.errors import DataError
-from isotype.train import locate
-from isotype.train.columns import METHOD_COLUMNS
-from isotype.train.data import load_training_data
-from isotype.train.locate import looks_like_path
 
 USER = [{"role": "user", "content": "What is 2+2?"}]
 ASSISTANT = [{"role": "assistant", "content": "4"}]
@@ -1378,7 +1378,7 @@ def test_a_mixture_that_trl_refuses() -> None:
 
 def test_a_mixture_wins_over_a_name_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     write("a.jsonl", lines({"text": "a"}))
-    with caplog.at_level(logging.WARNING, "isotype.train.data"):
+    with caplog.at_level(logging.WARNING, "isotype.data.load"):
         loaded = mix(mixture({"path": "a.jsonl"}), name="b.jsonl")
     assert loaded["train"]["text"][:] == ["a"]
     said = "Both `datasets` and `dataset_name` are given: `datasets` is used, dataset_name 'b.jsonl' is not."
@@ -1393,7 +1393,7 @@ def test_importing_loads_no_library() -> None:
     import sys
 
     code = (
-        "import sys, isotype.train.data\n"
+        "import sys, isotype.data.load\n"
         "print([m for m in ('datasets', 'trl', 'transformers', 'peft', 'pyarrow') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
