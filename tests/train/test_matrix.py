@@ -23,6 +23,7 @@ MODELS = (
     "gemma3",
     "gemma3-vision",
     "mistral",
+    "phi",
     "phi3",
     "gpt-oss",
     "qwen3-moe",
