@@ -36,6 +36,9 @@ LENGTH = (
     48  # tokens an example is cut to; CPUs without bfloat16 instructions take seconds for a step as it is
 )
 HELD_BACK = 16  # examples
+INIT_SCALE = (
+    2.0**10
+)  # GradScaler's default of 2**16 overflows at first and skips steps, of which six are too few
 LAST = 10  # training losses that count as the end of a run
 LORA: dict[str, Any] = {
     "r": 8,
@@ -48,13 +51,14 @@ LORA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One trained model: who loaded it, how, its training losses and its held-back loss at the end."""
+    """One trained model: who loaded it, how, its losses, its held-back loss at the end, the steps that were skipped."""
 
     library: str
     storage: str
     compute: str
     losses: tuple[float, ...]
     held_back: float
+    skipped: int = 0
 
     @property
     def end(self) -> float:
@@ -98,13 +102,19 @@ def isotype_model(source: Path | str, compute: torch.dtype, quantization: str | 
     return isotype.add_lora(model, policy, **LORA)
 
 
-def train(model: Any, compute: torch.dtype, data: list[torch.Tensor], steps: int) -> list[float]:
-    """The loop both share: autocast to the compute dtype, a GradScaler for float16, AdamW."""
-    scaler = torch.amp.GradScaler("cpu", enabled=compute == torch.float16)
+def train(
+    model: Any, compute: torch.dtype, data: list[torch.Tensor], steps: int
+) -> tuple[tuple[float, ...], int]:
+    """The loop both share: autocast to the compute dtype, a GradScaler for float16, AdamW.
+
+    Returns:
+        (losses, skipped): one loss a step, and how many steps the GradScaler skipped.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, enabled=compute == torch.float16)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=5e-4)
     order = random.Random(SEED)
-    losses = []
+    losses, skipped = [], 0
     model.train()
     for _ in range(steps):
         ids = order.choice(data)
@@ -112,10 +122,12 @@ def train(model: Any, compute: torch.dtype, data: list[torch.Tensor], steps: int
             loss = model(input_ids=ids, labels=ids).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
+        scale = scaler.get_scale()
         scaler.update()
+        skipped += scaler.get_scale() < scale
         optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
+        losses.append(loss.item())
+    return tuple(losses), skipped
 
 
 @torch.no_grad()
@@ -140,6 +152,9 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--storages", nargs="+", default=["none", "nf4", "int8"])
+    parser.add_argument(
+        "--keep", nargs="*", default=[], help="compute dtypes whose runs OUTPUT.json has already"
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/parity"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -149,6 +164,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     data, held_back = examples("train", tokenizer), examples("test", tokenizer)[:HELD_BACK]
     runs: dict[tuple[str, str, str, int], Run] = {}
+    earlier = kept_runs(options.output.with_suffix(".json"), options.keep)
     plan = [(torch.float32, options.steps), (torch.bfloat16, options.steps)]
     plan += [(torch.float32, options.short), (torch.float16, options.short)]
     for storage in options.storages:
@@ -157,17 +173,19 @@ def main() -> None:
             for library, build in (("isotype", isotype_model), ("plain", plain_model)):
                 if (library, compute, steps) == ("plain", torch.float32, options.short):
                     continue  # the short float32 run is only the reference of float16
+                kept = earlier.get((library, storage, dtype_name(compute), steps))
+                if kept is not None:
+                    runs[library, storage, kept.compute, steps] = kept
+                    continue
                 model = build(source, compute, quantization)
-                losses = train(model, compute, data, steps)
-                run = Run(
-                    library,
-                    storage,
-                    dtype_name(compute),
-                    tuple(losses),
-                    held_back_loss(model, compute, held_back),
-                )
+                losses, skipped = train(model, compute, data, steps)
+                loss = held_back_loss(model, compute, held_back)
+                run = Run(library, storage, dtype_name(compute), losses, loss, skipped)
                 runs[library, storage, run.compute, steps] = run
-                print(f"# {library} {storage} {run.compute} {steps} steps: {run.held_back:.5f}", flush=True)
+                print(
+                    f"# {library} {storage} {run.compute} {steps} steps, {run.skipped} skipped: {run.held_back:.5f}",
+                    flush=True,
+                )
     rows = table(runs, options.steps, options.short)
     print_table(rows)
     result = {
@@ -180,6 +198,14 @@ def main() -> None:
     options.output.with_suffix(".json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     options.output.with_suffix(".svg").write_text(curves(runs, options.steps), encoding="utf-8")
     print(json.dumps(rows))
+
+
+def kept_runs(path: Path, dtypes: list[str]) -> dict[tuple[str, str, str, int], Run]:
+    """Runs of an earlier result in the compute dtypes named."""
+    if not dtypes:
+        return {}
+    runs = [Run(**{**run, "losses": tuple(run["losses"])}) for run in json.loads(path.read_text())["runs"]]
+    return {(r.library, r.storage, r.compute, len(r.losses)): r for r in runs if r.compute in dtypes}
 
 
 def table(runs: dict[tuple[str, str, str, int], Run], steps: int, short: int) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_importing_loads_no_model_library_and_no_more_of_torch():
+    # benchmarks/import_time.py says what that comes to in seconds.
     code = (
         "import json, sys, torch; before = set(sys.modules); import isotype; "
         "print(json.dumps(sorted(m for m in set(sys.modules) - before)))"
@@ -50,8 +51,3 @@ def test_importing_patches_nothing():
         "assert methods == {n: id(v) for c in SFTTrainer.__mro__ for n, v in vars(c).items()}; print('same')"
     )
     assert fresh(code).strip() == "same"
-
-
-def test_importing_costs_less_than_a_fifth_of_a_second_more_than_torch():
-    code = "import time, torch; t = time.perf_counter(); import isotype; print(time.perf_counter() - t)"
-    assert min(float(fresh(code)) for _ in range(3)) < 0.2
