@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-from isotype.cli import DEMO, main, take_debug_flag
+from isotype.cli import DEMO, _quiet_libraries, main, take_debug_flag
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model
@@ -60,6 +62,27 @@ def test_every_help_page_prints(capsys):
             main([command, "--help"])
         assert caught.value.code == 0
         assert command in capsys.readouterr().out
+
+
+def test_the_help_of_doctor_says_what_it_does(capsys):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    assert "What this machine and these library versions can do" in capsys.readouterr().out
+
+
+def test_warnings_of_isotype_are_shown_and_those_of_libraries_are_not(monkeypatch):
+    monkeypatch.setattr(sys, "warnoptions", [])
+    with warnings.catch_warnings(record=True) as caught:
+        _quiet_libraries()
+        for module in ("isotype.lora.adapters", "transformers.trainer"):
+            warnings.warn_explicit("left out", UserWarning, "file.py", 1, module=module)
+    assert len(caught) == 1
+
+
+def test_a_run_that_names_a_package_that_is_missing(capsys, model, data):
+    status, _, err = sft(capsys, model, data, "--deepspeed", "nosuch.json")
+    assert status == 2
+    assert "deepspeed" in err
 
 
 def test_the_demo_is_a_command_that_parses():

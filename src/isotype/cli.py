@@ -179,7 +179,13 @@ def _train(command: str, rest: list[str], console: Console) -> int:
     settings = parse_settings(METHODS[command], rest)
     outcome = run(settings, console)
     show_outcome(console, outcome, settings)
-    return INTERRUPTED if outcome.record.status == "interrupted" else 0
+    if outcome.record.status == "failed":
+        _console(stderr=True).print(
+            f"[bold red]error:[/bold red] {_escape(outcome.record.error or '')}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return {"interrupted": INTERRUPTED, "failed": CRASHED}.get(outcome.record.status, 0)
 
 
 def _demo(rest: list[str], console: Console) -> int:
@@ -194,7 +200,9 @@ def _demo(rest: list[str], console: Console) -> int:
 
 def _doctor(rest: list[str], console: Console) -> int:
     parser = argparse.ArgumentParser(
-        prog="isotype doctor", description=(_doctor.__doc__ or "").strip() or None
+        prog="isotype doctor",
+        description="What this machine and these library versions can do: dtypes, what each costs here (measured), "
+        "and versions that do not fit each other.",
     )
     parser.add_argument(
         "--device", default="auto", help="a device that is here (cpu, cuda:1) or a profile (t4, h100)"
@@ -258,6 +266,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=UserWarning, module=r"isotype\b")
         # A line for each layer and forward: "MatMul8bitLt: inputs will be cast …".
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 

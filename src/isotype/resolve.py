@@ -8,8 +8,9 @@ import torch
 
 from isotype.checkpoint.facts import ModelFacts, facts_of
 from isotype.errors import Problem
+from isotype.precision.decide import Wishes, decide
 from isotype.precision.hardware import DeviceProfile, device_profile
-from isotype.precision.policy import PrecisionPolicy, Wishes, decide
+from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed, misfits, toolkits
 
 
@@ -23,6 +24,8 @@ def resolve_precision(
     master: str | torch.dtype | None = None,
     double_quant: bool | None = None,
     quant_storage: str | torch.dtype | None = None,
+    storage: str | torch.dtype | None = None,
+    revision: str | None = None,
 ) -> PrecisionPolicy:
     """Decide the dtype of every role of a training run, once, with the reason for each.
 
@@ -37,14 +40,17 @@ def resolve_precision(
         master: dtype of trainable parameters; float32 unless asked.
         double_quant: quantize the quantization constants too (nf4, fp4).
         quant_storage: dtype of the packed 4-bit bytes; uint8 unless asked.
+        storage: float dtype of the frozen weights (`trainable="lora"` without quantization); the compute dtype
+            unless asked. Another one relies on autocast, which casts the weights in every step.
+        revision: branch, tag or commit of a hub id; of no meaning for anything else.
 
     Raises:
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
         CheckpointError: `model` names no checkpoint.
     """
-    facts = facts_of(model)
+    facts = facts_of(model, revision=revision)
     profile = device_profile(device)
-    wishes = Wishes(dtype, quantization, trainable, master, double_quant, quant_storage)
+    wishes = Wishes(dtype, quantization, trainable, master, double_quant, quant_storage, storage)
     return decide(facts, profile, wishes, _obstacles(facts, profile, quantization))
 
 

@@ -625,13 +625,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = saved(tmp_path / "hub")
     config = AutoConfig.from_pretrained(directory)
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: config)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)
     return directory
 
 
 def test_a_hub_id_in_the_local_cache(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(hub / "config.json"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(hub / "config.json"))
     facts = facts_of("owner/name")
     assert facts.source == "owner/name"
     assert facts.weight_dtypes == {torch.bfloat16: facts.parameters}
@@ -642,20 +642,41 @@ def test_a_hub_id_by_its_headers(hub: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     file = SafetensorsFileMetadata({}, {"w": TensorInfo("F16", [3, 2], (0, 12))})
     answer = SafetensorsRepoMetadata(None, False, {"w": "model.safetensors"}, {"model.safetensors": file})
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda model_id: answer)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: answer)
     facts = facts_of("owner/name")
     assert facts.weight_dtypes == {torch.float16: 6}
     assert (facts.trained_dtype, facts.config_dtype) == (torch.float16, torch.bfloat16)
     assert facts.parameter_bytes == 12
 
 
+def test_a_revision_reaches_every_question_to_the_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, asked = AutoConfig.from_pretrained(hub), []
+
+    def answer_config(model_id: str, revision: str, **_: Any) -> Any:
+        asked.append(revision)
+        return config
+
+    def answer_cache(model_id: str, file: str, revision: str | None) -> None:
+        asked.append(revision)
+
+    def answer_headers(model_id: str, revision: str | None) -> Any:
+        asked.append(revision)
+        raise huggingface_hub.errors.OfflineModeIsEnabled("offline")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", answer_config)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", answer_cache)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", answer_headers)
+    assert facts_of("owner/name", revision="v2").trained_dtype == torch.bfloat16
+    assert asked == ["v2", "v2", "v2"]
+
+
 def test_an_incomplete_cache_asks_the_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (hub / "model.safetensors").unlink()
     saved(hub, max_shard_size="40KB")
     next(hub.glob("model-*.safetensors")).unlink()
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(hub / "config.json"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(hub / "config.json"))
 
-    def offline(model_id: str) -> Any:
+    def offline(model_id: str, revision: str | None) -> Any:
         raise huggingface_hub.errors.OfflineModeIsEnabled("offline")
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
@@ -667,7 +688,7 @@ def test_an_incomplete_cache_asks_the_hub(hub: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_pickles_on_the_hub_are_refused(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pickled(model_id: str) -> Any:
+    def pickled(model_id: str, revision: str | None) -> Any:
         raise huggingface_hub.errors.NotASafetensorsRepoError("'owner/name' is not a safetensors repo.")
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", pickled)

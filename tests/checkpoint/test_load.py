@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import isotype
+from isotype.checkpoint.facts import facts_of
 from isotype.model.boundary import original_class
 from isotype.model.walk import is_pinned
 from tests.checkpoint.test_gguf import write_gguf
@@ -299,6 +302,64 @@ def test_no_class_for_the_config(saved: Saved) -> None:
         "    expected  a class of AutoModelForCausalLM\n"
         "    fix       give model_class=, or a checkpoint of an architecture that transformers knows"
     )
+
+
+def test_a_config_without_architectures(saved: Saved, tmp_path: Path) -> None:
+    directory = shutil.copytree(saved("t5"), tmp_path / "t5")
+    config = json.loads((directory / "config.json").read_text())
+    del config["architectures"]
+    (directory / "config.json").write_text(json.dumps(config))
+    policy = isotype.resolve_precision(directory, "bfloat16", device="cpu")
+    assert facts_of(directory).architecture == "T5ForConditionalGeneration"
+    assert type(isotype.load(directory, policy)) is transformers.T5ForConditionalGeneration
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp4", "bfloat16"])
+def test_a_policy_for_other_weights_is_refused_before_they_are_read(
+    saved: Saved, tmp_path: Path, storage: str
+) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", "nf4", device="cpu")
+    with quiet():
+        isotype.load(saved("llama"), policy).save_pretrained(tmp_path)
+    other = replace(policy, storage=storage)
+    with pytest.raises(isotype.PrecisionError) as caught:
+        isotype.load(tmp_path, other)
+    assert str(caught.value) == (
+        "the policy is for other weights\n"
+        f"  - {tmp_path}, saved in nf4, under a policy with storage {storage}\n"
+        "    expected  the format the weights lie in\n"
+        "    fix       resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
+        "checkpoint, give isotype.load its path and the policy"
+    )
+
+
+def test_float32_storage_with_bfloat16_compute(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu", storage="float32")
+    model = isotype.add_lora(isotype.load(saved("llama"), policy), policy, r=4)
+    dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.float32)}
+    seen = []
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer")
+    handle = layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    losses = train(model, policy, tiny_batch("llama"))
+    assert losses[-1] < losses[0] - 0.05
+    assert set(seen) == {torch.bfloat16}
+    seen.clear()
+    assert model(**tiny_batch("llama")).logits.dtype == torch.float32
+    assert seen == [torch.float32]
+    handle.remove()
+    assert_policy_holds(model, policy)
+    assert isotype.enforce(model) == ()
+
+
+def test_a_pinned_linear_layer_computes_in_float32_under_float32_storage_too(saved: Saved) -> None:
+    policy = isotype.resolve_precision(saved("t5"), "bfloat16", device="cpu", storage="float32")
+    model = isotype.load(saved("t5"), policy)
+    layer = model.encoder.block[0].layer[1].DenseReluDense.wo
+    x = torch.randn(3, layer.in_features)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert torch.equal(out, x @ layer.weight.T)
 
 
 def test_base_weights_are_frozen_unless_all_are_trained(saved: Saved) -> None:

@@ -189,6 +189,31 @@ def test_several_adapters(saved: Saved, name: str, quantization: str | None) -> 
         generate(model, tiny_batch(name))
 
 
+def test_the_adapter_added_last_is_active_and_each_is_saved_with_the_policy(
+    saved: Saved, tmp_path: Path
+) -> None:
+    model, policy = adapted(saved, "llama", "bfloat16")
+    assert model.active_adapters == ["default"]
+    isotype.add_lora(model, policy, adapter_name="second", r=2)
+    assert model.active_adapters == ["second"]
+    assert {n.split(".")[-2] for n in trained_names(model, "lora_")} == {"second"}
+    model.save_pretrained(tmp_path / "all")
+    assert isotype.PrecisionPolicy.read(tmp_path / "all") == policy
+    assert isotype.PrecisionPolicy.read(tmp_path / "all" / "second") == policy
+    model.save_pretrained(tmp_path / "one", selected_adapters=["second"])
+    assert isotype.PrecisionPolicy.read(tmp_path / "one" / "second") == policy
+    assert isotype.PrecisionPolicy.read(tmp_path / "one") is None
+
+
+def test_a_model_that_peft_wrapped_is_saved_with_the_policy_too(saved: Saved, tmp_path: Path) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(isotype.load(saved("llama"), policy), config, adapter_name="theirs")
+    isotype.add_lora(model, policy, adapter_name="ours", r=2)
+    model.save_pretrained(tmp_path)
+    assert [isotype.PrecisionPolicy.read(tmp_path / name) for name in ("theirs", "ours")] == [policy] * 2
+
+
 def test_inactive_masters_keep_their_digits(saved: Saved) -> None:
     model, policy = adapted(saved, "llama", "bfloat16")
     train(model, policy, tiny_batch("llama"), steps=3)
@@ -262,6 +287,9 @@ def test_experts_are_left_out_where_peft_cannot_adapt_them_and_it_is_said(saved:
         "(down_proj, gate.weight, gate_up_proj), which PEFT adapts by plain LoRA only"
     ]
     assert not any("experts" in name for name in trained_names(model, "lora_"))
+    assert model.adapter_notes == (str(caught[0].message),)
+    plain, _ = adapted(saved, "llama", "bfloat16", use_dora=True)
+    assert plain.adapter_notes == ()
 
 
 def test_settings_given_twice(saved: Saved) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,58 @@ def test_pins_match_as_transformers_matches_them() -> None:
     assert is_pinned("model.layers.3.mlp.gate.weight", ["layers.*.gate"])
     assert not is_pinned("model.layers.3.mlp.gate_proj.weight", ["mlp.gate.weight"])
     assert not is_pinned("lm_head.weight", [])
+
+
+@pytest.mark.parametrize(
+    ("lies", "storage", "found"),
+    [
+        ("nf4", "int8", "nf4 weights"),
+        ("nf4", "bfloat16", "nf4 weights"),
+        ("int8", "fp4", "int8 weights"),
+        (None, "nf4", "float weights in every linear layer"),
+    ],
+)
+def test_a_policy_for_other_weights_is_refused(
+    saved: Saved, lies: str | None, storage: str, found: str
+) -> None:
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", lies, device="cpu")
+    model = isotype.load(saved("llama"), policy)
+    with pytest.raises(isotype.PrecisionError) as caught:
+        isotype.enforce(model, replace(policy, storage=storage))
+    assert str(caught.value) == (
+        "the policy is for other weights\n"
+        f"  - LlamaForCausalLM with {found} under a policy with storage {storage}\n"
+        "    expected  the format the weights lie in\n"
+        "    fix       resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
+        "checkpoint, give isotype.load its path and the policy"
+    )
+    assert policy_of(model) == policy
+
+
+def test_a_quantizing_policy_where_there_is_nothing_to_quantize() -> None:
+    policy = PrecisionPolicy(torch.bfloat16, "nf4")
+    enforce_model(nn.Embedding(4, 2), policy)
+    skipped = tiny_model("llama")
+    skipped.config.quantization_config = {"load_in_4bit": True, "llm_int8_skip_modules": ["model", "lm_head"]}
+    enforce_model(skipped.requires_grad_(False), policy)
+    assert_policy_holds(skipped, policy)
+
+
+def test_frozen_weights_stay_as_they_lie_where_the_policy_says_so(saved: Saved) -> None:
+    base = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
+    model = isotype.add_lora(isotype.load(saved("llama"), base), base, r=4)
+    head = model.get_submodule("base_model.model.lm_head")
+    norm = model.get_submodule("base_model.model.model.norm")
+    head.float(), norm.float()
+    before = head.weight.clone()
+    changes = isotype.enforce(model, replace(base, keep_frozen=True))
+    assert {str(change) for change in changes} == {
+        "base_model.model.lm_head: compute boundary set",
+        "base_model.model.model.norm: float32 boundary set",
+    }
+    assert torch.equal(head.weight, before)
+    assert model(**tiny_batch("llama")).logits.dtype == torch.bfloat16
+    assert isotype.enforce(model) == ()
 
 
 def test_without_a_policy() -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from isotype.checkpoint.facts import ModelFacts, QuantizationFacts
 from isotype.dtypes import COMPUTE_DTYPES
 from isotype.errors import CheckpointError, PrecisionError, Problem
+from isotype.precision.decide import Wishes, decide
 from isotype.precision.hardware import device_profile, profile_names
-from isotype.precision.policy import POLICY_FILE, PrecisionPolicy, Wishes, decide
+from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 T4, A100, CPU = device_profile("t4"), device_profile("a100"), device_profile("cpu-generic")
@@ -89,7 +90,114 @@ def test_full_training_stores_the_weights_as_masters():
 def test_mxfp4_is_dequantized():
     facts = replace(LLAMA, quantization=QuantizationFacts("mxfp4", "mxfp4"))
     assert decide(facts, A100, Wishes()).storage == "bfloat16"
-    assert decide(facts, A100, Wishes(quantization="nf4")).storage == "nf4"
+    with pytest.raises(PrecisionError) as caught:
+        decide(facts, A100, Wishes(quantization="nf4"))
+    assert str(caught.value) == (
+        "1 conflict in the precision asked for\n"
+        "  - quantization nf4, but llama is saved in mxfp4\n"
+        "    expected  a float checkpoint to quantize: mxfp4 weights are dequantized when they are loaded\n"
+        "    fix       leave the quantization out, or save the dequantized model first and quantize that to nf4\n"
+        "  = nearest policy that works: compute bfloat16, storage bfloat16, masters float32, trainable lora"
+    )
+
+
+def test_gradients_are_reduced_in_the_dtype_of_the_masters():
+    assert decide(LLAMA, A100, Wishes(dtype="bf16")).reduce == F32
+    policy = decide(LLAMA, A100, Wishes(dtype="bf16", master="bf16"))
+    assert policy.reduce == BF16
+    assert ("gradient reduction", "bfloat16", "gradients have the dtype of the masters they belong to") in (
+        policy.rows()
+    )
+
+
+def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
+    policy = decide(GPT_OSS, A100, Wishes(dtype="bf16", storage="float32"))
+    assert (policy.storage, policy.plain, policy.compute, policy.master) == ("float32", F32, BF16, F32)
+    assert policy.autocast == BF16
+    assert policy.warnings == (
+        "float32 storage: every step casts the frozen weights to bfloat16 and they take twice the memory",
+    )
+    rows = {role: (dtype, reason) for role, dtype, reason in policy.rows()}
+    assert rows["matmuls"] == (
+        "bfloat16",
+        "as asked; autocast casts float32 weights to it at each matmul, the residual stream is not cast; outside "
+        "autocast the model computes in float32",
+    )
+    assert rows["frozen base weights"] == ("float32", "as asked")
+    assert rows["norms"] == (
+        "float32 inside",
+        "variance in float32; RMSNorm returns its input's dtype, LayerNorm under CUDA autocast float32",
+    )
+    assert rows["pinned parameters"][1].endswith("; their outputs return to float32")
+    text = " ".join(str(policy).split())
+    assert "outside autocast the model computes in float32" in text
+    assert "residual stream is not cast" in text
+
+
+def test_storage_in_the_compute_dtype_is_the_default():
+    assert decide(LLAMA, A100, Wishes(dtype="bf16", storage=BF16)) == decide(
+        LLAMA, A100, Wishes(dtype="bf16")
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "wishes", "problem"),
+    [
+        (
+            LLAMA,
+            Wishes(storage="float32", quantization="nf4"),
+            Problem(
+                "storage float32 with weights quantized in nf4",
+                "one of the two",
+                "leave the storage out (the weights lie in nf4), or take an unquantized checkpoint without a "
+                "quantization",
+            ),
+        ),
+        (
+            replace(LLAMA, quantization=NF4),
+            Wishes(storage="bf16"),
+            Problem(
+                "storage bfloat16 with weights quantized in nf4",
+                "one of the two",
+                "leave the storage out (the weights lie in nf4), or take an unquantized checkpoint without a "
+                "quantization",
+            ),
+        ),
+        (
+            LLAMA,
+            Wishes(storage="int8"),
+            Problem("storage int8", "a float dtype", "ask for quantization int8 instead of storage"),
+        ),
+        (
+            LLAMA,
+            Wishes(storage="float64"),
+            Problem("storage float64", "float32, bfloat16 or float16", "give one of these"),
+        ),
+        (
+            LLAMA,
+            Wishes(dtype="float32", storage="bf16"),
+            Problem(
+                "storage bfloat16 with compute float32",
+                "storage float32: there is no autocast to float32",
+                "leave the storage out, or compute in bfloat16",
+            ),
+        ),
+        (
+            LLAMA,
+            Wishes(storage="bf16", trainable="full"),
+            Problem(
+                "storage bfloat16 with every weight trainable and float32 masters",
+                "the masters' dtype: the weights are the masters",
+                "leave the storage out, or train adapters (trainable='lora')",
+            ),
+        ),
+    ],
+)
+def test_storage_that_cannot_be(facts, wishes, problem):
+    with pytest.raises(PrecisionError) as caught:
+        decide(facts, A100, wishes)
+    assert caught.value.problems == (problem,)
+    assert caught.value.hint.startswith("nearest policy that works: ")
 
 
 def test_every_conflict_at_once_with_the_nearest_policy_that_works():
@@ -170,6 +278,7 @@ wishes_strategy = st.builds(
     master=st.sampled_from([None, "float32", "bfloat16", "float16"]),
     double_quant=st.sampled_from([None, False, True]),
     quant_storage=st.sampled_from([None, "uint8", "bfloat16"]),
+    storage=st.sampled_from([None, "float32", "bf16", F16, "nf4", "float64"]),
 )
 facts_strategy = st.builds(
     ModelFacts,
@@ -200,6 +309,8 @@ def test_whatever_is_asked_ends_in_a_coherent_policy_or_in_named_problems(facts,
     assert not (policy.loss_scaling and policy.master != F32)
     assert policy.quantized == (policy.storage in ("nf4", "fp4", "int8"))
     assert not (policy.quantized and policy.trainable == "full")
+    assert policy.reduce == policy.master
+    assert policy.quantized or policy.plain == policy.compute or policy.autocast is not None
     assert PrecisionPolicy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
 
 

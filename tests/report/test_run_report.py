@@ -529,12 +529,15 @@ def test_everything_is_said() -> None:
         *(
             "Loss",
             "Learning rate",
-            "Gradient norm",
+            "Gradient norm before clipping",
             "Tokens per second",
-            "Memory, GiB",
+            "Peak memory of a step, GiB",
             "Loss scale",
             "3 steps skipped",
         ),
+        "Peak memory is the most that was in use during a step. On a GPU it is what torch had allocated there; on a "
+        "CPU it is the resident size of the process, sampled every 20 ms, so shorter peaks can be missed. Loading, "
+        "evaluation and saving are not in it.",
         "made by isotype",
     ]
     assert [part for part in parts if part not in said] == []
@@ -545,6 +548,7 @@ def test_what_was_not_measured_has_no_chart_and_says_so() -> None:
     page = Page(to_html(realistic(steps=bare, evals=(), samples=())))
     assert sum(tag == "figure" for tag, _ in page.tags) == 2
     assert page.text().count("not measured") == 3
+    assert "Peak memory is" not in page.text()
     assert "A sample question" not in page.text()
 
 

@@ -19,7 +19,7 @@ import trl
 
 import isotype
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.train.callback import optimizer_error, raise_optimizer_state, restore_rounded
+from isotype.train.callback import optimizer_error, policy_as_it_lies, raise_optimizer_state, restore_rounded
 from tests.models import quiet
 from tests.train.tiny import rows, save_chat_model
 
@@ -170,6 +170,147 @@ def test_check_warning_says_it_and_goes_on(
     with caplog.at_level(logging.WARNING, logger="isotype"):
         silent.train(resume_from_checkpoint=elsewhere)
     assert len([record for record in caplog.records if record.name == "isotype"]) == 1
+
+
+def bare_script(
+    path: Path, out: Path, dtype: torch.dtype, lora: bool = True, frozen: str = "", **more: Any
+) -> Any:
+    """A script with transformers' Trainer that says nothing of precision but `bf16`."""
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    if lora:
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments(
+            transformers.TrainingArguments, out, **{"max_steps": 2, "save_strategy": "no", **more}
+        ),
+        train_dataset=datasets.Dataset.from_list([tokenizer(r["prompt"][0]["content"]) for r in rows("sft")]),
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def frozen_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+
+
+def assert_frozen_as_before(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+    after = frozen_weights(model)
+    assert after.keys() == before.keys()
+    for name, weight in after.items():
+        assert weight.dtype == before[name].dtype, name
+        assert torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bf16", "compute"),
+    [
+        (torch.float32, True, torch.bfloat16),
+        (torch.float32, False, torch.float32),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.bfloat16, True, torch.bfloat16),
+    ],
+)
+def test_without_a_policy_frozen_weights_stay_as_they_lie(
+    path: Path, tmp_path: Path, dtype: torch.dtype, bf16: bool, compute: torch.dtype, caplog: Any
+):
+    trainer = bare_script(path, tmp_path, dtype, bf16=bf16)
+    trainer.add_callback(isotype.PrecisionCallback())
+    before = frozen_weights(trainer.model)
+    with caplog.at_level(logging.WARNING, logger="isotype"):
+        trainer.train()
+    assert [record for record in caplog.records if record.name == "isotype"] == []
+    assert_frozen_as_before(trainer.model, before)
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    trainer.save_model(str(tmp_path / "saved"))
+    policy = PrecisionPolicy.read(tmp_path / "saved")
+    assert policy is not None
+    assert (policy.compute, policy.plain, policy.trainable, policy.keep_frozen) == (
+        compute,
+        dtype,
+        "lora",
+        True,
+    )
+    assert policy.reasons["storage"] == "as the model lies; no frozen weight is recast"
+
+
+def test_without_a_policy_the_compute_dtype_of_a_quantized_model_is_kept(path: Path, tmp_path: Path):
+    trainer, _ = qlora_script(path, tmp_path, max_steps=1, save_strategy="no")
+    policy = policy_as_it_lies(trainer.model, SimpleNamespace(fp16=False, bf16=False, device="cpu"))
+    assert (policy.storage, policy.compute, policy.plain) == ("nf4", torch.bfloat16, torch.bfloat16)
+
+
+def test_full_training_with_one_frozen_embedding_is_full(path: Path, tmp_path: Path):
+    trainer = bare_script(path, tmp_path, torch.bfloat16, lora=False, frozen="embed_tokens", bf16=True)
+    trainer.add_callback(isotype.PrecisionCallback())
+    before = frozen_weights(trainer.model)
+    trainer.train()
+    assert list(before) == ["model.embed_tokens.weight"]
+    assert_frozen_as_before(trainer.model, before)
+    policy = trainer.model.precision_policy
+    assert (policy.trainable, policy.storage, policy.compute) == ("full", "float32", torch.bfloat16)
+    trainer.model.save_pretrained(tmp_path / "saved")
+    assert PrecisionPolicy.read(tmp_path / "saved") == policy
+
+
+def test_a_trained_head_on_a_frozen_model(path: Path, tmp_path: Path):
+    trainer = bare_script(path, tmp_path, torch.bfloat16, lora=False, frozen="model.")
+    trainer.add_callback(isotype.PrecisionCallback())
+    before = frozen_weights(trainer.model)
+    trainer.train()
+    assert_frozen_as_before(trainer.model, before)
+    policy = trainer.model.precision_policy
+    assert (policy.trainable, policy.storage, policy.compute) == ("full", "bfloat16", torch.bfloat16)
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+
+
+def test_16_bit_weights_among_float32_masters_need_autocast(path: Path, tmp_path: Path):
+    trainer = bare_script(path, tmp_path, torch.bfloat16, lora=False, frozen="embed_tokens")
+    trainer.add_callback(isotype.PrecisionCallback())
+    with pytest.raises(isotype.PrecisionError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "weights of different dtypes and no autocast\n"
+        "  - frozen weights in bfloat16 among float32 masters\n"
+        "    expected  one dtype, or autocast between them\n"
+        "    fix       train with bf16=True or fp16=True, or load the model in float32"
+    )
+
+
+def test_one_callback_decides_anew_for_every_run(path: Path, tmp_path: Path):
+    callback = isotype.PrecisionCallback()
+    first = bare_script(path, tmp_path / "1", torch.float32, bf16=True)
+    second = bare_script(path, tmp_path / "2", torch.float32)
+    for trainer, compute in ((first, torch.bfloat16), (second, torch.float32)):
+        trainer.add_callback(callback)
+        trainer.train()
+        assert trainer.model.precision_policy.compute == compute
+    assert callback.policy is None
+    # The same model in another trainer: what was read off it before does not count either.
+    again = bare_script(path, tmp_path / "3", torch.float32)
+    again.model = again.model_wrapped = first.model
+    again.add_callback(callback)
+    again.train()
+    assert first.model.precision_policy.compute == torch.float32
+
+
+def test_a_policy_that_recasts_frozen_weights_does_so_with_a_warning(path: Path, tmp_path: Path, caplog: Any):
+    trainer = bare_script(path, tmp_path, torch.float32, bf16=True)
+    policy = isotype.resolve_precision(trainer.model, "bfloat16", device="cpu")
+    trainer.add_callback(isotype.PrecisionCallback(policy))
+    with caplog.at_level(logging.WARNING, logger="isotype"):
+        trainer.train()
+    assert [r.getMessage() for r in caplog.records if r.name == "isotype"] == [
+        "policy restored on frozen weights: float32 -> bfloat16 (21 places)"
+    ]
 
 
 def float16_script(path: Path, out: Path, check: str | None = "error", **more: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import isotype
 from isotype.checkpoint.staging import STAGING
 from isotype.cli import main
 from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
+from isotype.train.methods import METHODS
+from isotype.train.record import StepMeasures
 from isotype.train.saved import whole_checkpoints
-from tests.train.tiny import rows, save_chat_model, save_rows
+from tests.train.tiny import reward_by_words, rows, save_chat_model, save_rows
 
 
 @pytest.fixture(scope="module")
@@ -75,24 +78,125 @@ def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
 class Measures(transformers.TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.taken: list[tuple[int, float]] = []
+        self.taken: list[StepMeasures] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.taken.append(self.trainer.take_step_measures())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_measures_of_a_step_are_the_trainers_own(path: Path, tmp_path: Path, accumulation: int):
-    trainer = build(path, tmp_path, save_strategy="no", gradient_accumulation_steps=accumulation)
+def measured(trainer: Any) -> tuple[list[StepMeasures], list[dict[str, Any]]]:
+    """What a run measured, and what the trainer itself logged, step by step."""
     measures = Measures(trainer)
     trainer.add_callback(measures)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [loss for _, loss in measures.taken] == [entry["loss"] for entry in logged]
-    seen = [entry["num_tokens"] for entry in logged]
-    assert [tokens for tokens, _ in measures.taken] == [
-        int(b - a) for a, b in zip([0, *seen], seen, strict=False)
-    ]
+    return measures.taken, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def gained(logged: list[dict[str, Any]]) -> list[int]:
+    """Tokens of each step, from the trainer's own running total."""
+    seen = [0]
+    for entry in logged:  # GRPO and RLOO log it only when they have generated
+        seen.append(entry.get("num_tokens", seen[-1]))
+    return [int(b - a) for a, b in pairwise(seen)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {"padding_free": True, "max_length": None},
+        {"packing": True, "packing_strategy": "wrapped", "max_length": 16},
+    ],
+    ids=["padded", "accumulated", "evaluated", "padding-free", "packed"],
+)
+@pytest.mark.filterwarnings("ignore:.*(padding_free|flash|packing)")
+def test_the_measures_of_a_step_are_the_trainers_own(path: Path, tmp_path: Path, more: dict[str, Any]):
+    taken, logged = measured(build(path, tmp_path, save_strategy="no", **more))
+    assert len(taken) == 6
+    assert [step.loss for step in taken] == [entry["loss"] for entry in logged]
+    assert [step.grad_norm for step in taken] == [entry["grad_norm"] for entry in logged]
+    assert [step.tokens for step in taken] == gained(logged)
+    assert all(step.memory_bytes > 2**20 for step in taken)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_gradient_norm_is_the_one_before_clipping(
+    path: Path, tmp_path: Path, dtype: str, max_grad_norm: float
+):
+    def norms(limit: float) -> list[float]:
+        model, policy = adapted(path, dtype)
+        masters = masters_of(model)
+        given = {"max_steps": 1, "save_strategy": "no", "fp16": dtype == "float16"}
+        trainer = trainer_of(model, path, tmp_path, max_grad_norm=limit, **given)
+        enforce_trainer(trainer, policy, masters)
+        if policy.loss_scaling:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        taken, logged = measured(trainer)
+        assert [step.grad_norm for step in taken] == [entry["grad_norm"] for entry in logged]
+        return [step.grad_norm for step in taken if step.grad_norm is not None]
+
+    unclipped = norms(1e6)
+    assert norms(max_grad_norm) == unclipped
+    assert 1e-3 < unclipped[0] < 1e3
+
+
+def trainer_for(path: Path, out: Path, method: str, **more: Any) -> Any:
+    """A governed trainer of `method`, under no policy."""
+    config, trainer = METHODS[method].dataclass_types()[1], METHODS[method].trainer_class()
+    if method == "reward":
+        model = transformers.LlamaForSequenceClassification.from_pretrained(path, num_labels=1)
+    else:
+        model, _ = adapted(path, "float32")
+    given = {
+        "max_steps": 4,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    rewarded = {"reward_funcs": [reward_by_words]} if method in ("grpo", "rloo") else {}
+    built = governed(trainer)(
+        model=model,
+        args=config(output_dir=str(out), **{**given, **more}),
+        train_dataset=datasets.Dataset.from_list(rows(method)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+        **rewarded,
+    )
+    built.remove_callback(transformers.PrinterCallback)
+    return built
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+def test_the_tokens_of_preferences_are_the_trainers_own(path: Path, tmp_path: Path, method: str):
+    taken, logged = measured(trainer_for(path, tmp_path, method))
+    assert [step.tokens for step in taken] == gained(logged)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize("reuse", [{"steps_per_generation": 2}, {"num_iterations": 2}], ids=str)
+def test_completions_count_in_every_step_that_learns_from_them(
+    path: Path, tmp_path: Path, method: str, reuse: dict[str, int]
+):
+    trainer = trainer_for(
+        path, tmp_path, method, num_generations=2, max_completion_length=6, beta=0.0, **reuse
+    )
+    taken, logged = measured(trainer)
+    tokens = [step.tokens for step in taken]
+    assert all(count > 0 for count in tokens)
+    generated = [count for count in gained(logged) if count]
+    assert len(generated) == 2
+    if "num_iterations" in reuse:
+        assert tokens == [generated[0], generated[0], generated[1], generated[1]]
+    else:
+        assert [tokens[0] + tokens[1], tokens[2] + tokens[3]] == generated
 
 
 def test_tokens_are_the_attended_ones_where_a_mask_says_which():
@@ -102,8 +206,8 @@ def test_tokens_are_the_attended_ones_where_a_mask_says_which():
     assert count_tokens({"input_ids": ids, "position_ids": ids, "token_type_ids": ids}) == 6
     both = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": ids, "completion_mask": 1 - mask}
     assert count_tokens(both) == 6
-    assert count_tokens({"chosen_input_ids": ids[:1], "attention_mask": mask}) == 3
-    assert count_tokens([{"prompt": "text"}]) == 0
+    kto = {"input_ids": ids, "attention_mask": mask, "completion_mask": mask, "KL_input_ids": ids}
+    assert count_tokens(kto) == 3
 
 
 def test_the_digits_that_trl_cuts_off_come_back(path: Path, tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.errors import IsotypeError, PrecisionError, UsageError
-from isotype.precision.policy import Wishes
+from isotype.precision.decide import Wishes
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 
@@ -148,3 +148,71 @@ def test_a_bad_yaml_file_is_named(tmp_path):
         parse_settings(METHODS["sft"], ["--config", str(path)])
     with pytest.raises(UsageError, match="unreadable config file"):
         parse_settings(METHODS["sft"], ["--config", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("argv", "targets"),
+    [
+        ([], "all-linear"),
+        (["all-linear"], "all-linear"),
+        (["q_proj"], ["q_proj"]),
+        (["self_attn.q_proj"], ["self_attn.q_proj"]),
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj,v_proj"], ["q_proj", "v_proj"]),
+        ([r".*\.(q|v)_proj"], r".*\.(q|v)_proj"),
+    ],
+)
+def test_plain_target_names_are_a_list_and_regexes_stay_strings(argv, targets):
+    flags = ["--lora_target_modules", *argv] if argv else []
+    assert parse_settings(METHODS["sft"], [*BASE, *flags]).model.lora_target_modules == targets
+
+
+def test_yaml_no_is_the_choice_no(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("eval_strategy: no\nsave_strategy: no\npacking: no\n")
+    settings = parse_settings(METHODS["sft"], [*BASE, "--config", str(path)])
+    assert (settings.training.eval_strategy, settings.training.save_strategy) == ("no", "no")
+    assert settings.training.packing is False
+
+
+def test_model_init_kwargs_have_a_say_in_the_quantization():
+    def init(text: str) -> list[str]:
+        return ["--model_init_kwargs", text]
+
+    assert wishes(*init('{"quantization_config": {"load_in_4bit": true}}')).quantization == "fp4"
+    both = '{"quantization_config": {"load_in_8bit": true}}'
+    assert wishes(*init(both), "--quantization", "int8").quantization == "int8"
+    nested = (
+        '{"quantization_config": {"load_in_4bit": true, "bnb_4bit_quant_type": "nf4", '
+        '"bnb_4bit_use_double_quant": true, "bnb_4bit_compute_dtype": "float16"}}'
+    )
+    assert wishes(*init(nested)) == Wishes(dtype="float16", quantization="nf4", double_quant=True)
+    assert message(*init(both), "--quantization", "nf4") == (
+        "the arguments disagree about precision\n"
+        "  - --quantization nf4 and --model_init_kwargs quantization_config load_in_8bit\n"
+        "    expected  one quantization\n"
+        "    fix       leave one of the two out"
+    )
+    assert message(*init('{"quantization_config": {"quant_method": "gptq"}}')).splitlines()[1] == (
+        "  - --model_init_kwargs quantization_config {'quant_method': 'gptq'}"
+    )
+
+
+@pytest.mark.parametrize("text", ["notjson", "{oops", "[1]"])
+def test_model_init_kwargs_that_are_no_json_object(text):
+    with pytest.raises(UsageError, match="an argument is not JSON") as caught:
+        wishes("--model_init_kwargs", text)
+    assert caught.value.problems[0].given.startswith(f"--model_init_kwargs {text}: ")
+
+
+def test_flags_that_are_false_rule_dtypes_out_and_use_cpu_names_the_device():
+    settings = parse_settings(METHODS["sft"], [*BASE, "--bf16", "False", "--use_cpu", "True"])
+    assert settings.refused == {"bfloat16"}
+    assert settings.extra.device == "cpu"
+    assert parse_settings(METHODS["sft"], [*BASE]).refused == frozenset()
+
+
+def test_lora_bias_is_an_argument():
+    assert parse_settings(METHODS["sft"], [*BASE, "--lora_bias", "lora_only"]).extra.lora_bias == "lora_only"
+    assert "invalid choice: 'some'" in message("--lora_bias", "some")

@@ -121,20 +121,27 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
     return model
 
 
-def model_class(config: Any) -> Any:
-    """The class that the config names, else the one transformers lists for it; None if it has none."""
+def model_class(config: Any, auto_class: Any = None) -> Any:
+    """The class that the config names, else the one transformers lists for it; None if it has none.
+
+    With an auto class (`AutoModelForCausalLM`, …), the one that this class lists.
+    """
     import transformers
 
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    for mapping in (
+    mappings: tuple[Any, ...] = (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_MASKED_LM_MAPPING,
         transformers.MODEL_MAPPING,
-    ):
+    )
+    if auto_class is not None:
+        mappings = (auto_class._model_mapping,)
+    else:
+        for name in config.architectures or ():
+            if hasattr(transformers, name):
+                return getattr(transformers, name)
+    for mapping in mappings:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found

@@ -91,12 +91,13 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
 
 
-def facts_of(model: Any) -> ModelFacts:
+def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """The facts about a model, without reading or allocating a weight.
 
     Args:
         model: an `nn.Module`, a transformers config, or what `resolve_source` takes: a checkpoint directory, a
             GGUF file, `embedded:NAME` or a hub id.
+        revision: branch, tag or commit of a hub id; of no meaning for anything else.
 
     Raises:
         CheckpointError: there is no model there, or it is damaged or incomplete.
@@ -107,7 +108,7 @@ def facts_of(model: Any) -> ModelFacts:
     if isinstance(model, (str, Path)):
         source = resolve_source(model)
         if isinstance(source, str):
-            return _of_hub(source)
+            return _of_hub(source, revision)
         return _of_directory(source) if source.is_dir() else _of_file(source)
     if _is_config(model):
         return _of_config(type(model).__name__, model, None)
@@ -419,9 +420,9 @@ def _of_directory(directory: Path) -> ModelFacts:
     return _of_config(str(directory), config, read_headers(directory))
 
 
-def _of_hub(model_id: str) -> ModelFacts:
-    config = hub_config(model_id)
-    headers = cached_headers(model_id)
+def _of_hub(model_id: str, revision: str | None) -> ModelFacts:
+    config = hub_config(model_id, revision)
+    headers = cached_headers(model_id, revision)
     if headers is not None:
         return _of_config(model_id, config, headers)
-    return _of_config(model_id, config, *remote_headers(model_id))
+    return _of_config(model_id, config, *remote_headers(model_id, revision))

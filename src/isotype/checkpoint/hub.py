@@ -16,8 +16,8 @@ from isotype.dtypes import from_safetensors_name
 from isotype.errors import CheckpointError, Problem
 
 
-def hub_config(model_id: str) -> Any:
-    """The transformers config of a hub id.
+def hub_config(model_id: str, revision: str | None = None) -> Any:
+    """The transformers config of a hub id, of its main branch unless a revision is given.
 
     Raises:
         CheckpointError: the hub does not have it, or cannot be reached and the local cache does not have it.
@@ -26,14 +26,14 @@ def hub_config(model_id: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model_id, trust_remote_code=False)
+        return AutoConfig.from_pretrained(model_id, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             "the model cannot be read from the hub",
             [
                 Problem(
-                    f"hub id {model_id}: {reason}",
+                    f"hub id {model_id}{f' at revision {revision}' if revision else ''}: {reason}",
                     "a model on the hub (or in its local cache); no local path has this name either",
                     "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
                     "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache at once",
@@ -42,11 +42,11 @@ def hub_config(model_id: str) -> Any:
         ) from error
 
 
-def cached_headers(model_id: str) -> CheckpointHeaders | None:
+def cached_headers(model_id: str, revision: str | None = None) -> CheckpointHeaders | None:
     """Headers from the hub's local cache, if all of the weights are there."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(model_id, "config.json")
+    config = try_to_load_from_cache(model_id, "config.json", revision=revision)
     found = find_weights(Path(config).parent) if isinstance(config, str) else None
     if found is None or found[1] != "model" or found[0].suffix == ".gguf":
         return None
@@ -55,13 +55,15 @@ def cached_headers(model_id: str) -> CheckpointHeaders | None:
     return read_headers(found[0])
 
 
-def remote_headers(model_id: str) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
+def remote_headers(
+    model_id: str, revision: str | None = None
+) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
     """Headers by range requests, without downloading a weight; or none, and why."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
     try:
-        repository = get_safetensors_metadata(model_id)
+        repository = get_safetensors_metadata(model_id, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         problem = Problem(
             f"hub id {model_id}: {error}",

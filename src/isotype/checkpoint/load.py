@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.config import model_class as class_of
+from isotype.checkpoint.facts import ModelFacts, facts_of
 from isotype.checkpoint.gguf import dense_copy
 from isotype.checkpoint.locate import resolve_source
 from isotype.errors import CheckpointError, Problem
-from isotype.model.enforce import enforce_model
+from isotype.model.enforce import contradiction, enforce_model
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -41,13 +42,15 @@ def load(
 
     Raises:
         CheckpointError: `path` is no checkpoint, or holds a format that cannot be loaded as asked.
+        PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
     """
     source = dense_source(path, policy.plain)
     config_arguments = {k: kwargs[k] for k in ("revision", "trust_remote_code") if k in kwargs}
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source, **config_arguments)
-    facts = facts_of(source)
+    facts = facts_of(source, revision=kwargs.get("revision"))
+    _check_saved_format(facts, policy)
     if "quantization_config" not in kwargs:
         saved = facts.quantization.format if facts.quantization else None
         kwargs["quantization_config"] = _quantization_config(policy, saved)
@@ -69,6 +72,13 @@ def load(
     return model
 
 
+def _check_saved_format(facts: ModelFacts, policy: PrecisionPolicy) -> None:
+    saved = facts.quantization.format if facts.quantization else None
+    fits = not policy.quantized if saved == "mxfp4" else saved in (None, policy.storage)
+    if not fits:
+        raise contradiction(f"{facts.source}, saved in {saved},", policy)
+
+
 def dense_source(path: str | Path, dtype: torch.dtype) -> Path | str:
     """A directory or hub id that `from_pretrained` reads; a GGUF file is dequantized into a cache first."""
     source = resolve_source(path)
@@ -83,20 +93,11 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
     Raises:
         CheckpointError: the config names no class that transformers has.
     """
-    import transformers
-
     if model_class is not None and not hasattr(model_class, "_model_mapping"):
         return model_class
-    mapping = getattr(model_class, "_model_mapping", None)
-    if mapping is not None and type(config) in mapping:
-        chosen = mapping[type(config)]
-        return chosen[0] if isinstance(chosen, tuple) else chosen
-    for name in config.architectures or ():
-        if hasattr(transformers, name) and mapping is None:
-            return getattr(transformers, name)
-    fallback = transformers.AutoModelForCausalLM._model_mapping
-    if mapping is None and type(config) in fallback:
-        return fallback[type(config)]
+    found = class_of(config, model_class)
+    if found is not None:
+        return found
     raise CheckpointError(
         "no model class for this checkpoint",
         [

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.errors import PrecisionError, Problem, UsageError
-from isotype.model.enforce import enforce_model
+from isotype.model.enforce import enforce_model, policy_of
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -24,7 +24,9 @@ def add_lora(
     """Add a LoRA adapter (or DoRA, rsLoRA: `use_dora=`, `use_rslora=`) whose masters are as `policy` says.
 
     The base weights are frozen and stay as they lie: nothing is upcast. A model that has adapters already gets
-    another one under `adapter_name`. The policy is saved beside the adapter by `save_pretrained`.
+    another one under `adapter_name`, which becomes the active one, the one that is trained: `add_lora` always
+    returns a model ready to train the adapter it has added (PEFT's own `add_adapter` activates only the first;
+    `model.set_adapter` goes back). The policy is saved beside every adapter by `save_pretrained`.
 
     Args:
         model: a model loaded with `isotype.load`, or any model that PEFT takes.
@@ -35,11 +37,12 @@ def add_lora(
         **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
 
     Returns:
-        The PEFT model.
+        The PEFT model. What could not be adapted as asked is in its attribute `adapter_notes`, a tuple of sentences
+        (empty where all went as asked), and is a warning too.
 
     Raises:
         UsageError: `config` and `lora_kwargs` are both given.
-        PrecisionError: the policy trains every weight.
+        PrecisionError: the policy trains every weight, or is for a model that is stored otherwise.
     """
     import peft
 
@@ -64,19 +67,21 @@ def add_lora(
         if hasattr(model, "prepare_inputs_for_generation"):
             lora_kwargs.setdefault("task_type", "CAUSAL_LM")
         config = peft.LoraConfig(**lora_kwargs)
-    _leave_out_experts(model, config)
+    notes = (*getattr(model, "adapter_notes", ()), *_leave_out_experts(model, config))
     if isinstance(model, peft.PeftModel):
         model.add_adapter(adapter_name, config)
+        model.set_adapter(adapter_name)
     else:
         model.requires_grad_(False)
         model = peft.get_peft_model(model, config, adapter_name=adapter_name)
-        _save_policy_too(model)
+    model.adapter_notes = notes
+    save_policy_too(model)
     enforce_model(model, policy)
     return model
 
 
-def _leave_out_experts(model: Any, config: Any) -> None:
-    """Take stacked experts off the targets where PEFT cannot adapt them as asked; say so.
+def _leave_out_experts(model: Any, config: Any) -> tuple[str, ...]:
+    """Take stacked experts off the targets where PEFT cannot adapt them as asked; say so in a warning and return it.
 
     PEFT reaches experts that are stacked in one parameter by reparametrizing it, which leaves no activation to
     drop out, no output to scale and no bias (`ParamWrapper.__init__` raises ValueError).
@@ -85,25 +90,37 @@ def _leave_out_experts(model: Any, config: Any) -> None:
 
     unable = [name for name in ("use_dora", "lora_dropout", "lora_bias") if getattr(config, name, None)]
     if not unable:
-        return
+        return ()
     converted = copy.deepcopy(config)
     convert_peft_config_for_transformers(converted, model, None)
     experts = set(converted.target_parameters or ()) - set(config.target_parameters or ())
     if not experts or not converted.target_modules:
-        return
+        return ()
     config.target_modules = converted.target_modules
-    warnings.warn(
+    note = (
         f"{' and '.join(unable)}: adapters go on {', '.join(sorted(config.target_modules))}, not on the stacked "
-        f"experts ({', '.join(sorted(experts))}), which PEFT adapts by plain LoRA only",
-        stacklevel=3,
+        f"experts ({', '.join(sorted(experts))}), which PEFT adapts by plain LoRA only"
     )
+    warnings.warn(note, stacklevel=3)
+    return (note,)
 
 
-def _save_policy_too(model: Any) -> None:
-    """Let this one model's `save_pretrained` leave its policy beside the adapter."""
+def save_policy_too(model: Any) -> None:
+    """Let this one model's `save_pretrained` leave the policy it carries beside the weights it writes.
+
+    Of a PEFT model, in the folder of each adapter that is saved.
+    """
+    if "save_pretrained" in vars(model):
+        return
 
     def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         type(self).save_pretrained(self, save_directory, *args, **kwargs)
-        self.precision_policy.save(save_directory)
+        policy = policy_of(self)
+        if policy is None or not kwargs.get("is_main_process", True):
+            return
+        # PEFT writes the adapter "default" into the folder itself and every other one into a folder of its name.
+        names = kwargs.get("selected_adapters") or getattr(self, "peft_config", None) or ["default"]
+        for name in names:
+            policy.save(Path(save_directory) / ("" if name == "default" else name))
 
     model.save_pretrained = types.MethodType(save_pretrained, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from isotype.dtypes import dtype_name
 from isotype.errors import PrecisionError, Problem
 from isotype.model.boundary import set_boundary
-from isotype.model.quantized import align_4bit, align_8bit
+from isotype.model.quantized import align_4bit, align_8bit, quantization_state
 from isotype.model.walk import Place, is_pinned, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -42,17 +42,20 @@ class Change:
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
     """Restore `policy` on `model` in place and return what had to be changed (nothing, the second time).
 
-    Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32;
+    Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32 (all stay as
+    they lie where the policy says `keep_frozen`);
     quantization states and compute dtypes follow; float32 buffers are restored where something rounded them;
     modules whose own weights are float32 get a boundary, so that they meet 16-bit neighbours in the compute
     dtype. Values that were rounded before are not brought back, except for rotary buffers, which are computed
     anew.
 
     Raises:
-        PrecisionError: a quantized layer has lost its quantization state.
+        PrecisionError: the model is stored in another format than the policy says, or a quantized layer has lost
+            its quantization state.
     """
     changes: list[Change] = []
     found = tuple(places(model))
+    _check_storage(model, found, policy)
     wanted = wanted_dtypes(found, policy)
     for place in found:
         changes += _parameters(place, wanted)
@@ -61,6 +64,52 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
         changes += _boundary(place, policy)
     setattr(model, POLICY_ATTRIBUTE, policy)
     return tuple(changes)
+
+
+def _check_storage(model: Any, found: Sequence[Place], policy: PrecisionPolicy) -> None:
+    """Refuse a policy whose storage is not the model's: quantizing, or undoing it, is not a matter of a cast."""
+    quantized = [place for place in found if place.kind in _FORMATS]
+    formats = {_FORMATS[place.kind](place.module) for place in quantized}
+    other = sorted(form for form in formats if form is not None and form != policy.storage)
+    # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.
+    left_dense = policy.quantized and not quantized and not _quantization_configured(model)
+    dense = [place for place in found if place.kind == "linear" and not place.adapter] if left_dense else []
+    if not other and not dense:
+        return
+    lies = f"{other[0]} weights" if other else "float weights in every linear layer"
+    raise contradiction(f"{type(model).__name__} with {lies}", policy)
+
+
+def contradiction(found: str, policy: PrecisionPolicy) -> PrecisionError:
+    """The error for a model or checkpoint (`found`, with the format it lies in) that `policy` does not fit."""
+    return PrecisionError(
+        "the policy is for other weights",
+        [
+            Problem(
+                f"{found} under a policy with storage {policy.storage}",
+                "the format the weights lie in",
+                "resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
+                "checkpoint, give isotype.load its path and the policy",
+            )
+        ],
+    )
+
+
+def _format_4bit(layer: Any) -> str | None:
+    """The 4-bit format; None where the weight has lost it, which `align_4bit` has its own error for."""
+    state = quantization_state(layer)
+    form: str | None = getattr(layer.weight if state is None else state, "quant_type", None)
+    return form
+
+
+_FORMATS: dict[str, Callable[[Any], str | None]] = {
+    "linear4bit": _format_4bit,
+    "linear8bit": lambda layer: "int8",
+}
+
+
+def _quantization_configured(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "quantization_config", None) is not None
 
 
 def policy_of(model: Any) -> PrecisionPolicy | None:
@@ -94,6 +143,8 @@ def _own_dtypes(place: Place, policy: PrecisionPolicy) -> dict[nn.Parameter, tor
     for name, parameter in own_float_parameters(place.module).items():
         if parameter.requires_grad or place.adapter:  # an adapter that is inactive now may be trained next
             wanted[parameter] = policy.master
+        elif policy.keep_frozen:
+            wanted[parameter] = parameter.dtype
         elif is_pinned(f"{place.name}.{name}", policy.pinned):
             wanted[parameter], pinned = torch.float32, True
         else:
@@ -172,7 +223,10 @@ def _fresh_rotary(place: Place) -> nn.Module:
 
 def _boundary(place: Place, policy: PrecisionPolicy) -> list[Change]:
     wanted = _wanted_boundary(place, policy)
-    if not set_boundary(place.module, wanted, policy.compute):
+    # Neighbours take what a boundary returns: float weights lie in the plain dtype, which is the compute dtype
+    # except under autocast. The kinds that choose their own dtype are set where the two are the same.
+    dtype = policy.plain if wanted == "float32" else policy.compute
+    if not set_boundary(place.module, wanted, dtype):
         return []
     return [Change(place.name, f"{wanted} boundary set" if wanted else "boundary removed")]
 
@@ -180,10 +234,14 @@ def _boundary(place: Place, policy: PrecisionPolicy) -> list[Change]:
 def _wanted_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
     if place.kind == "linear8bit":
         return "int8"
-    if policy.plain == torch.float32 or place.tuner:
+    if place.tuner:
         return None
-    own = own_float_parameters(place.module).values()
-    high = [p for p in own if p.dtype == torch.float32]
+    own = own_float_parameters(place.module)
+    pinned = any(is_pinned(f"{place.name}.{name}", policy.pinned) for name in own)
+    if policy.plain == torch.float32:
+        # Autocast would compute a pinned linear layer in 16 bits.
+        return "float32" if pinned and place.kind == "linear" else None
+    high = [p for p in own.values() if p.dtype == torch.float32]
     if not high:
         return None
     if place.kind == "linear4bit":
@@ -192,4 +250,5 @@ def _wanted_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
     if place.kind == "other":
         # Of modules that we know nothing about, the author's own code handles the pinned parameters.
         return "compute" if trained else None
-    return "compute" if place.kind == "linear" and trained else "float32"
+    # A frozen float32 linear layer that nobody pins lies so by chance (`keep_frozen`): it computes as the others.
+    return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"

@@ -34,10 +34,13 @@ class StepRecord:
         step: global step, counted from 1.
         loss: training loss of the step; NaN and infinities are kept as they are.
         learning_rate: learning rate the step was taken with.
-        grad_norm: norm of the gradients before clipping, None where it was not measured.
-        tokens: tokens processed in this step.
-        seconds: duration of this step.
-        memory_bytes: resident or device memory at the end of the step, 0 where it was not measured.
+        grad_norm: norm of the gradients, unscaled and before clipping, None where it was not measured.
+        tokens: tokens, without padding, of the sequences the loss was computed on, in all processes. Completions
+            that GRPO and RLOO reuse count in every step that uses them.
+        seconds: duration of this step, generation of completions included.
+        memory_bytes: the most memory in use during the step, in this process, 0 where it was not measured: on a
+            GPU what torch had allocated there; else the largest resident size of the process among samples 20 ms
+            apart, which misses shorter peaks.
         loss_scale: the GradScaler's scale, None without loss scaling.
         skipped: whether the GradScaler skipped the optimizer step.
     """
@@ -171,7 +174,7 @@ class RunSummary:
         final_loss: mean training loss of the last `window` steps; NaN if one of them is.
         window: steps in each of these means: a tenth of the run, at least 1 and at most 10.
         tokens_per_second: median over the steps.
-        peak_memory_bytes: the largest memory at the end of a step.
+        peak_memory_bytes: the largest `memory_bytes` of a step; loading, evaluation and saving are not in it.
     """
 
     steps: int

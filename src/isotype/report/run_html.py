@@ -79,6 +79,12 @@ if (navigator.clipboard) for (const block of document.querySelectorAll(".command
 }
 """
 
+_MEMORY = (
+    "Peak memory is the most that was in use during a step. On a GPU it is what torch had allocated there; on a CPU "
+    "it is the resident size of the process, sampled every 20 ms, so shorter peaks can be missed. Loading, "
+    "evaluation and saving are not in it."
+)
+
 _STATUS = {"finished": "✓ finished", "interrupted": "◐ interrupted", "failed": "✕ failed"}
 
 
@@ -104,7 +110,7 @@ def to_html(record: RunRecord) -> str:
             "Command",
             f'<div class="command"><pre tabindex="0"><code>{escape(record.command)}</code></pre></div>',
         ),
-        _notes(record.notes),
+        _notes([*record.notes, *([] if summary.peak_memory_bytes is None else [_MEMORY])]),
     ]
     body = "\n".join(section for section in sections if section)
     return f"""<!DOCTYPE html>
@@ -180,7 +186,11 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
             "not measured" if rate is None else format_number(rate, 3),
             "" if rate is None else "median",
         ),
-        ("Peak memory", "not measured" if peak is None else format_bytes(peak), ""),
+        (
+            "Peak memory",
+            "not measured" if peak is None else format_bytes(peak),
+            "" if peak is None else "in a step",
+        ),
     ]
 
 
@@ -292,7 +302,8 @@ def _norm(record: RunRecord) -> _Titled | None:
     if all(norm is None for norm in norms):
         return None
     remark = f"median {format_number(statistics.median(finite), 3)}" if finite else "never finite"
-    return Chart("Gradient norm", (Series("gradient norm", _over(record), norms),), zero=True), remark
+    series = Series("gradient norm", _over(record), norms)
+    return Chart("Gradient norm before clipping", (series,), zero=True), remark
 
 
 def _speed(record: RunRecord, summary: RunSummary) -> _Titled | None:
@@ -310,7 +321,12 @@ def _memory(record: RunRecord, summary: RunSummary) -> _Titled | None:
         return None
     gib = tuple(step.memory_bytes / 2**30 or None for step in record.steps)
     series = Series("memory", _over(record), gib, "area")
-    chart = Chart("Memory, GiB", (series,), zero=True, number=lambda value: f"{format_number(value, 3)} GiB")
+    chart = Chart(
+        "Peak memory of a step, GiB",
+        (series,),
+        zero=True,
+        number=lambda value: f"{format_number(value, 3)} GiB",
+    )
     return chart, f"peak {format_bytes(summary.peak_memory_bytes)}"
 
 

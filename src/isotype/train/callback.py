@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from transformers import TrainerCallback
 
 from isotype.dtypes import dtype_name
 from isotype.errors import PrecisionError, Problem, UsageError
+from isotype.lora.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
+from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 
 logger = logging.getLogger("isotype")
@@ -30,8 +34,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     policy as a readable file.
 
     Args:
-        policy: by default the one the model carries, else decided from the trainer's own arguments
-            (`fp16`, `bf16`) for the model as it is.
+        policy: by default the one the model carries, else, for every run anew, one that is read off the model as
+            it lies and the trainer's arguments (`fp16`, `bf16`): frozen weights keep their dtypes then.
         check: what to do where trainer and policy disagree (a GradScaler missing or too many, optimizer state
             that is not in the master dtype, rounded values that cannot be read again): `"error"` raises
             PrecisionError, `"warning"` logs it, None looks away.
@@ -45,20 +49,21 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             )
         self.policy = policy
         self.check = check
+        self._policy = policy  # of the current run
         self._checked = False
         self._scale: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring model, optimizer and GradScaler under the policy."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        if self.policy is None:
-            self.policy = policy_of(model) or _policy_from_arguments(model, args)
-        for line in summarize(enforce_model(model, self.policy)):
-            logger.info("policy restored: %s", line)
+        policy = self._policy = self.policy or _policy_carried(model) or policy_as_it_lies(model, args)
+        _restore(model, policy)
+        if hasattr(model, "save_pretrained"):
+            save_policy_too(model)
         if state.global_step > 0:
-            self._judge(restore_rounded(model, optimizer, self.policy.master, _candidates(args, state)))
-        raise_optimizer_state(optimizer, self.policy.master)
-        self._judge(scaler_error(optimizer, self.policy))
+            self._judge(restore_rounded(model, optimizer, policy.master, _candidates(args, state)))
+        raise_optimizer_state(optimizer, policy.master)
+        self._judge(scaler_error(optimizer, policy))
         self._checked = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -77,17 +82,17 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the first step: masters and optimizer state are in the master dtype."""
-        if self._checked or self.policy is None:
+        if self._checked or self._policy is None:
             return
         self._checked = True
-        self._judge(optimizer_error(kwargs["optimizer"], self.policy.master))
+        self._judge(optimizer_error(kwargs["optimizer"], self._policy.master))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the policy beside the adapter."""
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         missing = directory.is_dir() and not (directory / POLICY_FILE).exists()
-        if self.policy is not None and state.is_world_process_zero and missing:
-            self.policy.save(directory)
+        if self._policy is not None and state.is_world_process_zero and missing:
+            self._policy.save(directory)
 
     def _judge(self, error: PrecisionError | None) -> None:
         if error is None or self.check is None:
@@ -139,12 +144,82 @@ def _is_moment(name: str, tensor: Any) -> bool:
     return torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
 
 
-def _policy_from_arguments(model: Any, args: Any) -> PrecisionPolicy:
+def _policy_carried(model: Any) -> PrecisionPolicy | None:
+    policy = policy_of(model)
+    # One that was read off the model for another run says nothing about this one.
+    return None if policy is None or policy.keep_frozen else policy
+
+
+def _restore(model: Any, policy: PrecisionPolicy) -> None:
+    """Bring the model under the policy and say what was changed; of frozen weights, as a warning."""
+    frozen = {
+        f"{place.name}.{name}" if place.name else name
+        for place in places(model)
+        for name, parameter in place.module.named_parameters(recurse=False)
+        if not parameter.requires_grad and not place.adapter
+    }
+    changes = enforce_model(model, policy)
+    for line in summarize(tuple(change for change in changes if change.name in frozen)):
+        logger.warning("policy restored on frozen weights: %s", line)
+    for line in summarize(tuple(change for change in changes if change.name not in frozen)):
+        logger.info("policy restored: %s", line)
+
+
+def policy_as_it_lies(model: Any, args: Any) -> PrecisionPolicy:
+    """The policy of a model that carries none, in a trainer with these arguments.
+
+    Storage is the model's quantization format, else the dtype that most of its float weights have once trainable
+    ones are float32 masters. Compute is what `fp16` or `bf16` asks for, else bitsandbytes' compute dtype, else
+    that same dtype. Frozen weights are never recast under it.
+
+    Raises:
+        PrecisionError: such a policy cannot be, or without autocast 16-bit weights would meet float32 ones.
+    """
+    from isotype.checkpoint.facts import facts_of
     from isotype.resolve import resolve_precision
 
-    dtype = "float16" if args.fp16 else "bfloat16" if args.bf16 else "float32"
-    trainable = "full" if all(p.requires_grad for p in model.parameters()) else "lora"
-    return resolve_precision(model, dtype=dtype, device=args.device, trainable=trainable)
+    lying = _lying_dtypes(model)
+    most = max(lying, key=lambda dtype: lying[dtype], default=torch.float32)
+    saved = facts_of(model).quantization
+    asked = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    compute = asked or (saved.compute_dtype if saved else None) or most
+    trainable = "lora" if getattr(model, "peft_config", None) else "full"
+    others = [dtype for dtype in lying if dtype != torch.float32]
+    if trainable == "full" and compute == torch.float32 and others:
+        raise PrecisionError(
+            "weights of different dtypes and no autocast",
+            [
+                Problem(
+                    f"frozen weights in {dtype_name(others[0])} among float32 masters",
+                    "one dtype, or autocast between them",
+                    "train with bf16=True or fp16=True, or load the model in float32",
+                )
+            ],
+        )
+    policy = resolve_precision(
+        model,
+        dtype=compute,
+        device=args.device,
+        trainable=trainable,
+        storage=most if trainable == "lora" and saved is None else None,
+    )
+    return replace(
+        policy,
+        storage=policy.storage if policy.quantized else dtype_name(most),
+        keep_frozen=True,
+        reasons={**policy.reasons, "storage": "as the model lies; no frozen weight is recast"},
+        warnings=(),
+    )
+
+
+def _lying_dtypes(model: Any) -> Counter[torch.dtype]:
+    """Elements of the base's float weights by dtype; a trainable one counts as the float32 master it becomes."""
+    lying: Counter[torch.dtype] = Counter()
+    for place in places(model):
+        if not place.adapter:
+            for parameter in own_float_parameters(place.module).values():
+                lying[torch.float32 if parameter.requires_grad else parameter.dtype] += parameter.numel()
+    return lying
 
 
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:

@@ -17,6 +17,7 @@ from isotype.precision.hardware import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.run import PolicyRow, RunRecord, Sample
+from isotype.train.generate import Prompt
 from isotype.train.record import RunRecorder
 from isotype.train.settings import Settings
 
@@ -35,8 +36,34 @@ _SETTINGS = (
     "seed",
 )
 
+# What `--optim` keeps (the first word that its name contains): dtype, where {} is the masters', and why.
+_OPTIMIZER_STATE = (
+    ("8bit", ("8-bit", "both moments are quantized in blocks; small tensors keep theirs in float32")),
+    ("4bit", ("4-bit", "both moments are quantized in blocks; small tensors keep theirs in float32")),
+    ("anyprecision", ("bfloat16", "the second moment and Kahan's compensation are kept in bfloat16")),
+    ("adafactor", ("float32", "the second moment is kept as its row and column sums")),
+    ("galore", ("{}", "moments of gradients projected to a low rank")),
+    ("apollo", ("{}", "moments of gradients projected to a low rank")),
+    ("lomo", ("none", "weights are updated in the backward pass; no moments")),
+    ("schedule_free", ("{}", "follows the parameters")),
+    ("sgd", ("none", "no moments without momentum")),
+)
 
-def show_policy(console: Console, policy: PrecisionPolicy) -> None:
+
+def policy_rows(policy: PrecisionPolicy, optimizer: Any = None) -> tuple[tuple[str, str, str], ...]:
+    """The rows of the policy; the optimizer's state as `--optim` keeps it, where that is not in the master dtype."""
+    name = str(getattr(optimizer, "value", optimizer))
+    kept = next((row for word, row in _OPTIMIZER_STATE if word in name), None)
+    if kept is None:
+        return policy.rows()
+    dtype = kept[0].format(dtype_name(policy.master))
+    return tuple(
+        (row[0], f"{dtype} ({name})", kept[1]) if row[0] == "optimizer state" else row
+        for row in policy.rows()
+    )
+
+
+def show_policy(console: Console, policy: PrecisionPolicy, optimizer: Any = None) -> None:
     """The policy as a table, then its warnings."""
     table = Table(
         box=None, pad_edge=False, title="precision policy", title_justify="left", title_style="bold"
@@ -44,7 +71,7 @@ def show_policy(console: Console, policy: PrecisionPolicy) -> None:
     table.add_column("role", style="bold", no_wrap=True)
     table.add_column("dtype", style="cyan", no_wrap=True)
     table.add_column("reason")
-    for row in policy.rows():
+    for row in policy_rows(policy, optimizer):
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     for warning in policy.warnings:
@@ -61,7 +88,7 @@ def show_model(console: Console, model: Any) -> None:
         f"weights: {lies}",
         highlight=False,
     )
-    for line in unquantized_experts(model):
+    for line in model_notes(model):
         console.print(Text.assemble(("note: ", "yellow"), line))
 
 
@@ -84,8 +111,14 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
         name = state.quant_type if state is not None else dtype_name(parameter.dtype)
         sizes[name] += parameter.numel() * parameter.element_size()
         if state is not None:
-            sizes[name] += state.absmax.numel() * state.absmax.element_size()
+            constants = (state.absmax, state.state2.absmax) if state.nested else (state.absmax,)
+            sizes[name] += sum(tensor.nbytes for tensor in constants)
     return tuple(sizes.most_common())
+
+
+def model_notes(model: Any) -> tuple[str, ...]:
+    """What is not as one might expect of this model: unquantized experts, adapters that were left out."""
+    return (*unquantized_experts(model), *getattr(model, "adapter_notes", ()))
 
 
 def unquantized_experts(model: Any) -> list[str]:
@@ -103,19 +136,26 @@ def unquantized_experts(model: Any) -> list[str]:
     ]
 
 
-def sample_question(settings: Settings, data: Any) -> Sample | None:
-    """The question of `--ask`, or the first prompt of the test split."""
+def sample_question(settings: Settings, data: Any) -> tuple[Sample, Prompt] | None:
+    """The question of `--ask` as one turn of a chat, or the first prompt of the test split as its row has it.
+
+    Returns:
+        (sample, prompt): the texts to show, and what the model is asked; None where there is nothing to ask.
+    """
     if settings.extra.ask:
-        return Sample(settings.extra.ask, None, None, None)
+        sample = Sample(settings.extra.ask, None, None, None)
+        return sample, [{"role": "user", "content": settings.extra.ask}]
     split = settings.script.dataset_test_split
     if split not in data:
         return None
     row = next(iter(data[split]))
-    question, reference = _text(row.get("prompt")), _text(row.get("completion") or row.get("chosen"))
-    if question is None and isinstance(row.get("messages"), list):
-        question = next((m["content"] for m in row["messages"] if m.get("role") == "user"), None)
-        reference = next((m["content"] for m in row["messages"] if m.get("role") == "assistant"), None)
-    return Sample(question, None, None, reference) if question else None
+    prompt, answer = row.get("prompt"), row.get("completion") or row.get("chosen")
+    messages = row.get("messages")
+    if prompt is None and isinstance(messages, list):
+        first = next((n for n, m in enumerate(messages) if m.get("role") == "assistant"), len(messages))
+        prompt, answer = messages[:first], messages[first : first + 1]
+    question = _text(prompt)
+    return (Sample(question, None, None, _text(answer)), prompt) if question else None
 
 
 def _text(value: Any) -> str | None:
@@ -137,6 +177,7 @@ def record(
     started: datetime,
     status: Literal["finished", "interrupted", "failed"],
     error: str | None,
+    notes: Sequence[str] = (),
 ) -> RunRecord:
     """The run as data."""
     total, trainable = parameter_counts(trainer.model)
@@ -152,7 +193,7 @@ def record(
         dataset=dataset,
         output_dir=str(settings.training.output_dir),
         device=profile.title,
-        policy=tuple(PolicyRow(*row) for row in policy.rows()),
+        policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.training.optim)),
         warnings=policy.warnings,
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
         parameters_total=total,
@@ -162,13 +203,14 @@ def record(
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
-        notes=tuple(unquantized_experts(trainer.model)),
+        notes=(*model_notes(trainer.model), *notes),
         resumed_from=recorder.resumed_from,
     )
 
 
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
-    rows = [(name, str(getattr(settings.training, name, ""))) for name in _SETTINGS]
+    values = {name: getattr(settings.training, name, "") for name in _SETTINGS}
+    rows = [(name, str(getattr(value, "value", value))) for name, value in values.items()]
     if settings.model.use_peft:
         targets = settings.model.lora_target_modules
         rows += [
@@ -178,6 +220,7 @@ def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
             ("lora_target_modules", targets if isinstance(targets, str) else ", ".join(targets or ())),
             ("use_dora", str(settings.model.use_dora)),
             ("use_rslora", str(settings.model.use_rslora)),
+            ("lora_bias", settings.extra.lora_bias),
         ]
     return tuple((name, value) for name, value in rows if value)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 Message = dict[str, str]
+Prompt = str | Sequence[Message]
+"""A plain text to go on with, or a conversation."""
 
 
 @contextmanager
@@ -24,8 +26,11 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-def encode(tokenizer: Any, messages: Sequence[Message]) -> Any:
-    """The prompt's ids and mask: by the chat template, or the last message as plain text where there is none."""
+def encode(tokenizer: Any, messages: Prompt) -> Any:
+    """The prompt's ids and mask: plain text as it is; a conversation by the chat template, or its last message
+    as plain text where there is none."""
+    if isinstance(messages, str):
+        return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
         return tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -34,10 +39,8 @@ def encode(tokenizer: Any, messages: Sequence[Message]) -> Any:
 
 
 @torch.no_grad()
-def answer(
-    model: Any, tokenizer: Any, messages: Sequence[Message], max_new_tokens: int = 64, **kwargs: Any
-) -> str:
-    """The model's greedy answer (sampling with `do_sample=True, …`) to a conversation, as text.
+def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
+    """The model's greedy answer (sampling with `do_sample=True, …`) to a text or a conversation, as text.
 
     Runs without autocast: under a policy no operator meets two float dtypes.
     """

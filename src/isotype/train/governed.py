@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from isotype.checkpoint.staging import (
 from isotype.errors import PrecisionError, Problem, SaveError
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 
 
@@ -35,11 +37,12 @@ class _Governed:
     """Mixin over `transformers.Trainer`; see `governed`."""
 
     _staging: Path | None = None
-    _seen_before: int = 0
     _began: float = 0.0
     _resumed_from: Path | None = None
-    step_tokens: torch.Tensor | int = 0
-    step_loss: torch.Tensor | None = None
+    _memory: MemoryMeter | None = None
+    _step_tokens: torch.Tensor | int = 0
+    _step_loss: torch.Tensor | None = None
+    _step_norm: torch.Tensor | float | None = None
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; first, what a killed run left in the output directory is put in order."""
@@ -47,7 +50,8 @@ class _Governed:
             recover(Path(self.args.output_dir))
         self._began = time.time()
         self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        with memory_meter(self.args.device) as self._memory:
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def last_checkpoint(self: Any) -> Path | None:
         """The whole checkpoint to go on from: the last that this run saved, else the one it went on from."""
@@ -61,25 +65,49 @@ class _Governed:
             return
         super()._run_epoch(**kwargs)  # type: ignore[misc]
 
-    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's own, and adds the tokens and the loss of this micro-batch to the step's."""
-        if self.step_loss is None:
-            self._seen_before = self.state.num_input_tokens_seen
-        loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        self.step_tokens = self.step_tokens + count_tokens(inputs)
-        self.step_loss = loss if self.step_loss is None else self.step_loss + loss
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own, and adds the loss of this micro-batch to the step's."""
+        if self._step_loss is None and self._memory is not None:
+            self._memory.restart()
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         return loss
 
-    def take_step_measures(self: Any) -> tuple[int, float]:
-        """(tokens, loss) of the optimizer step that has just ended, and start anew.
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own; in training, the tokens of the batch are added to the step's.
 
-        Where the batch holds prompts only, the tokens are those that the trainer itself counted while it
-        generated completions in this step.
+        Here, and not in `training_step`, a batch holds what the loss is computed on: GRPO and RLOO have put
+        completions, new or kept from an earlier step, in the place of the prompts that the data loader gave.
         """
-        loss = float("nan") if self.step_loss is None else float(self.step_loss)
-        tokens = int(self.step_tokens) or int(self.state.num_input_tokens_seen - self._seen_before)
-        self.step_tokens, self.step_loss = 0, None
-        return tokens, loss
+        if model.training:
+            self._step_tokens = self._step_tokens + count_tokens(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The Trainer comes here once a step, with gradients unscaled; what it returns is the norm before clipping.
+        self._step_norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+        return self._step_norm
+
+    def take_step_measures(self: Any) -> StepMeasures:
+        """The measures of the optimizer step that has just ended; the next step starts anew.
+
+        Every process has to call it: where there are several, they bring their tokens and losses together.
+        """
+        device = self.args.device
+        # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
+        wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        parts = (self._step_tokens, self._step_loss, self._step_norm)
+        values = torch.stack(
+            [torch.as_tensor(math.nan if v is None else v, dtype=wide, device=device) for v in parts]
+        )
+        if self.accelerator.num_processes > 1:
+            values[:2] = self.accelerator.reduce(values[:2], reduction="sum")
+            values[1] /= self.accelerator.num_processes
+        tokens, loss, norm = values.tolist()  # the one time in a step that its measures wait for the device
+        memory = 0 if self._memory is None else self._memory.peak()
+        measures = StepMeasures(int(tokens), loss, None if self._step_norm is None else norm, memory)
+        self._step_tokens, self._step_loss, self._step_norm = 0, None, None
+        return measures
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         if self._staging is not None:
@@ -250,20 +278,17 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         accelerator.native_amp = True
 
 
-def count_tokens(inputs: Any) -> torch.Tensor | int:
-    """Tokens in a batch: the attended ones where a mask says which, else all ids."""
-    if not isinstance(inputs, Mapping):
-        return 0
+_MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completion_ids": "completion_mask"}
+
+
+def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
+    """Tokens of the sequences that a loss is computed on: the attended ones where a mask says which, else all.
+
+    Sequences that are only compared with, such as those of KTO's KL estimate, do not count.
+    """
     total: torch.Tensor | int = 0
-    for key, value in inputs.items():
-        if (
-            not key.endswith("_ids")
-            or key in ("position_ids", "token_type_ids")
-            or not torch.is_tensor(value)
-        ):
-            continue
-        mask = inputs.get(key.removesuffix("_ids") + "_mask", inputs.get("attention_mask"))
-        same = torch.is_tensor(mask) and mask.shape == value.shape
-        # The sum stays on its device: reading it would make every micro-batch wait for the GPU.
-        total = total + (mask.sum() if same and mask is not None else value.numel())
+    for ids, mask in _MASKS.items():
+        if batch.get(ids) is not None:
+            # The sum stays on its device: reading it would make every micro-batch wait for the GPU.
+            total = total + (batch[ids].numel() if batch.get(mask) is None else batch[mask].sum())
     return total

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import difflib
 from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.load import load
-from isotype.errors import CheckpointError, Problem
+from isotype.errors import CheckpointError, Problem, UsageError
 from isotype.lora.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
+
+# What the policy decides; `read_wishes` has heard what the arguments say about it.
+_DECIDED = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "load_in_4bit",
+    "load_in_8bit",
+    "trust_remote_code",
+)
 
 
 def adapted_model(settings: Settings, policy: PrecisionPolicy) -> tuple[Any, Any]:
@@ -23,28 +35,86 @@ def adapted_model(settings: Settings, policy: PrecisionPolicy) -> tuple[Any, Any
     from trl import get_peft_config
 
     arguments, training, method = settings.model, settings.training, settings.method
-    kwargs = dict(training.model_init_kwargs or {})
-    for decided in ("dtype", "torch_dtype", "quantization_config"):
-        kwargs.pop(decided, None)
+    given = {k: v for k, v in (training.model_init_kwargs or {}).items() if k not in _DECIDED}
     training.model_init_kwargs = None
-    kwargs |= dict(method.model_kwargs)
-    model = load(
-        arguments.model_name_or_path,
-        policy,
-        model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
-        revision=arguments.model_revision,
-        trust_remote_code=training.trust_remote_code,
-        attn_implementation=arguments.attn_implementation,
-        **kwargs,
-    )
+    named = {"revision": arguments.model_revision, "attn_implementation": arguments.attn_implementation}
+    kwargs = {**named, **given, **dict(method.model_kwargs)}
+    try:
+        model = load(
+            arguments.model_name_or_path,
+            policy,
+            model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
+            **kwargs,
+        )
+    except TypeError as error:
+        if not given or "unexpected keyword argument" not in str(error):
+            raise
+        raise UsageError(
+            "the model does not take these arguments",
+            [
+                Problem(
+                    f"--model_init_kwargs {', '.join(given)}: {error}",
+                    "arguments of from_pretrained or fields of the model's config",
+                    "leave out the one it names",
+                )
+            ],
+        ) from error
     model.config.use_cache = False
     if policy.trainable == "full":
         return model, None
     peft_config = get_peft_config(arguments)
+    peft_config.bias = settings.extra.lora_bias
+    check_module_names(model, peft_config)
     template = getattr(training, "chat_template_path", None)  # sft and reward have it
     if template is not None and not Path(template).is_file():
         return model, peft_config
-    return add_lora(model, policy, peft_config), None
+    try:
+        return add_lora(model, policy, peft_config), None
+    except (ValueError, NotImplementedError) as error:
+        # PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt.
+        raise UsageError(
+            "the adapter cannot be made as asked",
+            [Problem(first_sentence(error), "arguments that PEFT can adapt this model by", "see --lora_*")],
+        ) from error
+
+
+def check_module_names(model: Any, config: Any) -> None:
+    """Whether every name in `--lora_target_modules` and `--lora_modules_to_save` is one of a module.
+
+    A regex or `all-linear` (a string) is left to PEFT.
+
+    Raises:
+        UsageError: a name that no module ends with, with the nearest names there are.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted = copy.deepcopy(config)
+    convert_peft_config_for_transformers(converted, model, None)  # names of experts that lie stacked
+    modules = [name for name, _ in model.named_modules() if name]
+    last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
+    problems = []
+    for flag, wanted in (
+        ("lora_target_modules", converted.target_modules),
+        ("lora_modules_to_save", converted.modules_to_save),
+    ):
+        for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
+            if any(module == name or module.endswith(f".{name}") for module in modules):
+                continue
+            close = difflib.get_close_matches(name, last, n=3, cutoff=0.4)
+            problems.append(
+                Problem(
+                    f"--{flag} {name}",
+                    f"the name of a module: {', '.join(last)}",
+                    f"did you mean {' or '.join(close)}?" if close else "give one of these",
+                )
+            )
+    if problems:
+        raise UsageError("no such modules in the model", problems)
+
+
+def first_sentence(error: BaseException) -> str:
+    """The message of a library's error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def processing_class(source: Path | str, **kwargs: Any) -> Any:

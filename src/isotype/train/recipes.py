@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,15 +24,26 @@ from isotype.checkpoint.staging import recover
 from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, UsageError
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.run import RunRecord, Sample, write_run_report
+from isotype.report.run import JSON_NAME, RunRecord, Sample, StepRecord, write_run_report
 from isotype.train import describe
+from isotype.train.check import check_policy, check_settings, check_tokenizer, check_weights, dropped_examples
+from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
     enforce_trainer,
     governed,
     masters_of,
     mixed_precision_name,
 )
-from isotype.train.saved import all_checkpoints, damage, whole_checkpoints
+from isotype.train.models import adapted_model, first_sentence, processing_class
+from isotype.train.saved import (
+    RESULT_FILES,
+    all_checkpoints,
+    damage,
+    differences,
+    remove_other_kind,
+    trained_kind,
+    whole_checkpoints,
+)
 from isotype.train.settings import Settings
 
 
@@ -66,6 +79,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     profile = _training_device(settings)
     rewards = _rewards(settings)
     _place_outputs(settings)
+    check_settings(settings)
     resume = _resume_point(settings)
     data = load_training_data(
         settings.script,
@@ -85,10 +99,15 @@ def run(settings: Settings, console: Console) -> Outcome:
         double_quant=wishes.double_quant,
         quant_storage=wishes.quant_storage,
     )
+    check_policy(settings, policy)
+    check_weights(settings.model.model_name_or_path)
+    _check_resume(settings, policy, resume)
     apply_to_arguments(policy, settings.training)
-    describe.show_policy(console, policy)
-    trainer, sample = _build(settings, policy, data, rewards, resume, console)
-    return _train(settings, policy, profile, trainer, sample, resume, console)
+    describe.show_policy(console, policy, settings.training.optim)
+    if resume is None:
+        _say_what_is_overwritten(settings, console)
+    built = _build(settings, policy, data, rewards, resume, console)
+    return _train(settings, policy, profile, built, resume, console)
 
 
 def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
@@ -122,7 +141,9 @@ def _training_device(settings: Settings) -> DeviceProfile:
 
 def _place_outputs(settings: Settings) -> None:
     if "output_dir" not in settings.explicit:
-        name = Path(str(settings.model.model_name_or_path)).stem.replace("embedded:", "") or "model"
+        # Not the stem: "Qwen3-0.6B" has no suffix.
+        name = Path(str(settings.model.model_name_or_path)).resolve().name
+        name = name.removeprefix("embedded:").removesuffix(".gguf") or "model"
         settings.training.output_dir = str(Path("runs") / f"{settings.method.name}-{name}")
     root = Path(settings.training.output_dir)
     try:
@@ -175,6 +196,52 @@ def _resume_point(settings: Settings) -> Path | None:
     )
 
 
+def _check_resume(settings: Settings, policy: PrecisionPolicy, resume: Path | None) -> None:
+    """Whether the checkpoint to go on from was made with this run's dtypes, base model and adapter."""
+    if resume is None:
+        return
+    model = settings.model
+    adapter = {
+        "r": model.lora_r,
+        "lora_alpha": model.lora_alpha,
+        "use_dora": model.use_dora,
+        "use_rslora": model.use_rslora,
+        "bias": settings.extra.lora_bias,
+        "target_modules": model.lora_target_modules,
+    }
+    found = differences(
+        resume, policy, str(model.model_name_or_path), adapter if policy.trainable == "lora" else None
+    )
+    if found:
+        raise CheckpointError(
+            f"{resume} is of another run",
+            found,
+            hint="a checkpoint goes on with the settings it was made with; leave --resume_from_checkpoint out and "
+            "give another --output_dir to begin anew",
+        )
+
+
+def _say_what_is_overwritten(settings: Settings, console: Console) -> None:
+    root = Path(settings.training.output_dir)
+    held = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
+    if (root / JSON_NAME).is_file() and held:
+        console.print(
+            f"note: {root} holds a finished run ({held[0]}, {JSON_NAME}); this run will overwrite it",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A trainer under the policy, the question it is asked before and after, and what there is to note."""
+
+    trainer: Any
+    asked: tuple[Sample, Prompt] | None
+    notes: tuple[str, ...] = ()
+
+
 def _build(
     settings: Settings,
     policy: PrecisionPolicy,
@@ -182,36 +249,57 @@ def _build(
     rewards: dict[str, Any],
     resume: Path | None,
     console: Console,
-) -> tuple[Any, Sample | None]:
+) -> _Built:
     """The trainer under the policy, and the sample question with the answer before training."""
     from transformers import set_seed
 
     from isotype.checkpoint.load import dense_source
-    from isotype.train.models import adapted_model, processing_class
 
     training, method = settings.training, settings.method
     source = dense_source(settings.model.model_name_or_path, policy.plain)
-    tokenizer = processing_class(
-        source, revision=settings.model.model_revision, trust_remote_code=training.trust_remote_code
-    )
+    tokenizer = processing_class(source, revision=settings.model.model_revision)
+    check_tokenizer(settings, source, tokenizer, data)
     set_seed(training.seed)
     with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
         model, peft_config = adapted_model(settings, policy)
     describe.show_model(console, model)
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
-    sample = _first_answer(settings, data, model, tokenizer, resume, console)
+    asked = _first_answer(settings, data, model, tokenizer, resume, console)
     masters = masters_of(model)
-    trainer = governed(method.trainer_class())(
-        model=model,
-        args=training,
-        train_dataset=data[train_split],
-        eval_dataset=data[test_split] if training.eval_strategy != "no" else None,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        **rewards,
-    )
-    enforce_trainer(trainer, policy, masters)
-    return trainer, sample
+    with _arguments_of(method.trainer):
+        trainer = governed(method.trainer_class())(
+            model=model,
+            args=training,
+            train_dataset=data[train_split],
+            eval_dataset=data[test_split] if training.eval_strategy != "no" else None,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            **rewards,
+        )
+    changes = Counter(change.what for change in enforce_trainer(trainer, policy, masters))
+    if changes:
+        places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
+        console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
+    dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
+    if dropped is not None:
+        console.print(f"note: {dropped}", highlight=False, markup=False, soft_wrap=True)
+    return _Built(trainer, asked, (dropped,) if dropped else ())
+
+
+@contextmanager
+def _arguments_of(trainer: str) -> Iterator[None]:
+    """What TRL and PEFT refuse while they build a trainer is about the user's arguments."""
+    try:
+        yield
+    except (ValueError, ImportError, NotImplementedError) as error:
+        raise UsageError(
+            f"{trainer} does not take these arguments",
+            [
+                Problem(
+                    first_sentence(error), f"arguments that {trainer} takes together", "change what it names"
+                )
+            ],
+        ) from error
 
 
 def _rewards(settings: Settings) -> dict[str, Any]:
@@ -226,25 +314,23 @@ def _rewards(settings: Settings) -> dict[str, Any]:
 
 def _first_answer(
     settings: Settings, data: Any, model: Any, tokenizer: Any, resume: Path | None, console: Console
-) -> Sample | None:
+) -> tuple[Sample, Prompt] | None:
     if settings.method.name == "reward":
         return None
-    sample = describe.sample_question(settings, data)
-    if sample is None or resume is not None:
-        return sample
-    from isotype.train.generate import answer
-
+    asked = describe.sample_question(settings, data)
+    if asked is None or resume is not None:
+        return asked
+    sample, prompt = asked
     with console.status("asking the model before training …"):
-        text = answer(model, tokenizer, [{"role": "user", "content": sample.question}])
-    return replace(sample, before=text)
+        text = answer(model, tokenizer, prompt)
+    return replace(sample, before=text), prompt
 
 
 def _train(
     settings: Settings,
     policy: PrecisionPolicy,
     profile: DeviceProfile,
-    trainer: Any,
-    sample: Sample | None,
+    built: _Built,
     resume: Path | None,
     console: Console,
 ) -> Outcome:
@@ -255,6 +341,7 @@ def _train(
     from isotype.train.record import RunRecorder
 
     root = Path(settings.training.output_dir)
+    trainer, sample = built.trainer, built.asked[0] if built.asked else None
     started = datetime.now(UTC)
     _say_where(settings, resume, console)
     with ProgressView(console) as view:
@@ -263,7 +350,7 @@ def _train(
             trainer.remove_callback(callback)
         trainer.add_callback(PrecisionCallback(policy))
         trainer.add_callback(recorder)
-        record_of = partial(describe.record, settings, policy, profile, trainer, recorder)
+        record_of = partial(describe.record, settings, policy, profile, trainer, recorder, notes=built.notes)
         try:
             finished = _train_and_save(trainer, root, resume, console)
         except Exception as failure:
@@ -275,12 +362,37 @@ def _train(
     if not finished:
         record = record_of(sample, started, "interrupted", None)
         return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
+    if recorder.steps and not math.isfinite(recorder.steps[-1].loss):
+        error = _diverged(recorder.steps, policy, root)
+        record = record_of(sample, started, "failed", error)
+        return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
     try:
-        sample = _second_answer(trainer, sample, console)
+        sample = _second_answer(trainer, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
     record = record_of(sample, started, "finished", None)
     return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
+
+
+def _diverged(steps: Sequence[StepRecord], policy: PrecisionPolicy, root: Path) -> str:
+    """What to say of a run whose loss is no number at the end."""
+    first = next(record.step for record in steps if not math.isfinite(record.loss))
+    if policy.compute == torch.float16:
+        hint = "float16 ends at 65504: --dtype bfloat16 or float32 has the range of the weights it was trained in"
+    else:
+        hint = (
+            "a smaller --learning_rate; if the first step is not finite either, look at the model's weights"
+        )
+    problem = Problem(
+        f"loss {steps[-1].loss} at step {steps[-1].step}, not finite since step {first}", "a number", hint
+    )
+    return str(
+        IsotypeError(
+            "the loss is not finite: what was trained is of no use",
+            [problem],
+            f"saved in {root} all the same",
+        )
+    )
 
 
 def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> bool:
@@ -290,7 +402,10 @@ def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Cons
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             if stopped and trainer.state.global_step < trainer.state.max_steps:
                 return False
+            former = trained_kind(root)
             trainer.save_final(root)
+            if trainer.args.should_save:
+                remove_other_kind(root, former)
         except KeyboardInterrupt:
             if trainer.args.should_save:
                 recover(root)
@@ -314,13 +429,12 @@ def _say_where(settings: Settings, resume: Path | None, console: Console) -> Non
         say(f"going on from {resume}")
 
 
-def _second_answer(trainer: Any, sample: Sample | None, console: Console) -> Sample | None:
-    if sample is None:
+def _second_answer(trainer: Any, asked: tuple[Sample, Prompt] | None, console: Console) -> Sample | None:
+    if asked is None:
         return None
-    from isotype.train.generate import answer
-
+    sample, prompt = asked
     with console.status("asking the model after training …"):
-        text = answer(trainer.model, trainer.processing_class, [{"role": "user", "content": sample.question}])
+        text = answer(trainer.model, trainer.processing_class, prompt)
     return replace(sample, after=text)
 
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-import math
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import psutil
 import torch
 from transformers import TrainerCallback
 
 from isotype.report.run import EvalRecord, StepRecord
 
+SAMPLING_SECONDS = 0.02
+"""Time between two looks at the resident size of the process."""
+
+
+@dataclass(frozen=True)
+class StepMeasures:
+    """What a governed trainer measured in one optimizer step; the attributes are those of `StepRecord`."""
+
+    tokens: int
+    loss: float
+    grad_norm: float | None
+    memory_bytes: int
+
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Makes a `StepRecord` of every optimizer step of a governed trainer and hands it to `on_record`.
+    """Makes a `StepRecord` of every optimizer step of a governed trainer.
+
+    Of several processes each holds the records, so that all judge the run alike; only the first shows progress.
+
+    Args:
+        trainer: from `isotype.train.governed.governed`.
+        on_progress: called with (steps done, steps in all, record of the last one): once with None before the
+            first step, then after every step.
 
     Attributes:
         steps: the records so far; a resumed run starts with none.
@@ -22,57 +45,45 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         resumed_from: the step that the run went on from, None for a start from the beginning.
     """
 
-    def __init__(self, trainer: Any, on_record: Callable[[StepRecord, int], None] | None = None) -> None:
+    def __init__(
+        self, trainer: Any, on_progress: Callable[[int, int, StepRecord | None], None] | None = None
+    ) -> None:
         self.trainer = trainer
-        self.on_record = on_record
+        self.on_progress = on_progress
         self.steps: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
         self.resumed_from: int | None = None
         self._began = 0.0
         self._learning_rate = 0.0
-        self._grad_norm: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run starts; the checkpoint may have been rotated away by the end."""
         self.resumed_from = state.global_step or None
+        self._show(state, None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; the learning rate is the one this step will be taken with."""
         self._began = time.perf_counter()
         self._learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
-        self._grad_norm = None
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The norm of the gradients as the optimizer sees them: unscaled, and clipped where that was asked for."""
-        squares = [
-            p.grad.detach().float().pow(2).sum() for p in kwargs["model"].parameters() if p.grad is not None
-        ]
-        if squares:
-            # The Trainer unscales them only on its way to clip them.
-            scaler = self.trainer.accelerator.scaler
-            scaled = scaler is not None and scaler.is_enabled() and not args.max_grad_norm
-            norm = math.sqrt(float(torch.stack(squares).sum()))
-            self._grad_norm = norm / scaler.get_scale() if scaled else norm
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""
-        tokens, loss = self.trainer.take_step_measures()
+        measures = self.trainer.take_step_measures()
         accelerator = self.trainer.accelerator
         scaler = accelerator.scaler
         record = StepRecord(
             step=state.global_step,
-            loss=loss,
+            loss=measures.loss,
             learning_rate=self._learning_rate,
-            grad_norm=self._grad_norm,
-            tokens=tokens,
+            grad_norm=measures.grad_norm,
+            tokens=measures.tokens,
             seconds=time.perf_counter() - self._began,
-            memory_bytes=memory_in_use(),
+            memory_bytes=measures.memory_bytes,
             loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None,
             skipped=bool(accelerator.optimizer_step_was_skipped),
         )
         self.steps.append(record)
-        if self.on_record is not None:
-            self.on_record(record, state.max_steps)
+        self._show(state, record)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the held-back loss."""
@@ -80,11 +91,76 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         if "eval_loss" in metrics:
             self.evals.append(EvalRecord(step=state.global_step, loss=float(metrics["eval_loss"])))
 
+    def _show(self, state: Any, record: StepRecord | None) -> None:
+        if self.on_progress is not None and state.is_world_process_zero:
+            self.on_progress(state.global_step, state.max_steps, record)
 
-def memory_in_use() -> int:
-    """Bytes in use: of the accelerator where there is one (allocated by torch), else of this process (resident)."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.memory_allocated())
-    import psutil
 
-    return int(psutil.Process().memory_info().rss)
+class MemoryMeter(Protocol):
+    """The most memory in use since a moment."""
+
+    def restart(self) -> None:
+        """Forget what was; start with what is in use now."""
+
+    def peak(self) -> int:
+        """Bytes, the most since `restart`."""
+
+
+@contextmanager
+def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
+    """A meter for the time of a run.
+
+    On CUDA, ROCm and XPU it is torch's own count of what it has allocated on `device`, which misses no peak. Else it
+    is the resident size of this process, looked at every `SAMPLING_SECONDS` and at both ends: a peak between two
+    looks is missed. (The kernel's own mark, `ru_maxrss`, cannot be set back, and starts with the peak of loading.)
+    """
+    if device.type in ("cuda", "xpu"):
+        yield _Allocated(device)
+        return
+    with _Resident() as meter:
+        yield meter
+
+
+class _Allocated:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend = torch.get_device_module(device)
+
+    def restart(self) -> None:
+        self._backend.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return int(self._backend.max_memory_allocated(self._device))
+
+
+class _Resident:
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._peak = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="isotype-memory", daemon=True)
+
+    def __enter__(self) -> _Resident:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def restart(self) -> None:
+        with self._lock:
+            self._peak = self._size()
+
+    def peak(self) -> int:
+        with self._lock:
+            self._peak = max(self._peak, self._size())
+            return self._peak
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLING_SECONDS):
+            self.peak()
+
+    def _size(self) -> int:
+        return int(self._process.memory_info().rss)

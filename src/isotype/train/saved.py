@@ -5,14 +5,31 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from isotype.dtypes import dtype_name
+from isotype.errors import Problem
+from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 
 MANIFEST = "isotype_checkpoint.json"
 """File in a checkpoint that says when it was saved and how large each of its files is."""
 
 _STATE = "trainer_state.json"
 _WEIGHTS = ("adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*")
+
+# What a finished run leaves of each kind; `PrecisionPolicy.trainable` names the kind.
+RESULT_FILES = {
+    "lora": ("adapter_config.json", "adapter_model.*"),
+    "full": (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "model-*-of-*.safetensors",
+        "config.json",
+        "generation_config.json",
+    ),
+}
 
 
 def write_manifest(directory: Path) -> None:
@@ -78,6 +95,84 @@ def saved_at(checkpoint: Path) -> float:
         return float(manifest["saved_at"])
     state = checkpoint / _STATE
     return (state if state.is_file() else checkpoint).stat().st_mtime
+
+
+def differences(
+    checkpoint: Path, policy: PrecisionPolicy, model: str, adapter: Mapping[str, Any] | None
+) -> list[Problem]:
+    """Where a checkpoint was made by another run than the one that is to go on from it.
+
+    Args:
+        checkpoint: a whole checkpoint.
+        policy: of this run.
+        model: name or path of this run's base model.
+        adapter: this run's adapter in the words of `adapter_config.json`; None for training every weight.
+
+    What a checkpoint does not say is not compared, nor are targets that PEFT works out (`all-linear`, a regex).
+    """
+    was: dict[str, Any] = {}
+    now: dict[str, Any] = {}
+    saved = _read_json(checkpoint / POLICY_FILE)
+    if saved is not None:
+        was |= {key: saved.get(key) for key in ("storage", "compute", "master")}
+        now |= {
+            "storage": policy.storage,
+            "compute": dtype_name(policy.compute),
+            "master": dtype_name(policy.master),
+        }
+    config = _read_json(checkpoint / "adapter_config.json")
+    was["trains"], now["trains"] = _kind(config), _kind(adapter)
+    if config is not None and adapter is not None:
+        base = config.get("base_model_name_or_path")
+        if base and not _same_model(str(base), model):
+            was["base model"], now["base model"] = base, model
+        for key, value in adapter.items():
+            if key in config and not (key == "target_modules" and _open_ended(value, config[key])):
+                was[key], now[key] = _plain(config[key]), _plain(value)
+    return [
+        Problem(
+            f"{key} {now[key]}", f"{was[key]}, as in {checkpoint.name}", "go on with the settings of that run"
+        )
+        for key in was
+        if was[key] != now[key]
+    ]
+
+
+def trained_kind(root: Path) -> str | None:
+    """The kind of the run whose result lies in `root`, None where there is none."""
+    policy = _read_json(root / POLICY_FILE) or {}
+    kind = policy.get("trainable")
+    return kind if kind in RESULT_FILES else None
+
+
+def remove_other_kind(root: Path, former: str | None) -> None:
+    """Take a former run's files away, if it was of the other kind: readers would mix them with the new ones.
+
+    Only after the new files are there, and never files that no run of ours has left.
+    """
+    if former is None or former == trained_kind(root):
+        return
+    for pattern in RESULT_FILES[former]:
+        for path in root.glob(pattern):
+            path.unlink()
+
+
+def _kind(adapter: Mapping[str, Any] | None) -> str:
+    return "every weight" if adapter is None else "an adapter"
+
+
+def _same_model(saved: str, asked: str) -> bool:
+    if Path(saved).is_dir() and Path(asked).is_dir():
+        return Path(saved).resolve() == Path(asked).resolve()
+    return saved == asked or Path(saved).name == Path(asked).name  # moved, or on another machine
+
+
+def _open_ended(*values: Any) -> bool:
+    return any(isinstance(value, str) for value in values)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (list, tuple, set)) else value
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

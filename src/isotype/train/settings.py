@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +14,11 @@ from typing import Any, NoReturn
 
 from isotype.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.errors import PrecisionError, Problem, UsageError
-from isotype.precision.policy import Wishes
+from isotype.precision.decide import Wishes
 from isotype.train.methods import Method
 
 _UNSET = object()
+_FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 
 
 @dataclass
@@ -35,7 +38,14 @@ class IsotypeArguments:
         default=None,
         metadata={
             "help": "A question the model answers before and after training. By default the first prompt of "
-            "the test split, where there is one."
+            "the test split, where evaluation is on (--eval_strategy)."
+        },
+    )
+    lora_bias: str = field(
+        default="none",
+        metadata={
+            "help": "Which biases are trained beside the adapters: none, all, or those of the adapted layers.",
+            "choices": ["none", "all", "lora_only"],
         },
     )
 
@@ -51,6 +61,7 @@ class Settings:
         wishes: what the flags say about precision, free of contradictions.
         explicit: the names of the arguments that were really given.
         argv: the command line as typed.
+        refused: the dtypes that `--bf16 False` and `--fp16 False` rule out.
     """
 
     method: Method
@@ -62,6 +73,7 @@ class Settings:
     wishes: Wishes
     explicit: frozenset[str]
     argv: tuple[str, ...]
+    refused: frozenset[str] = frozenset()
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
@@ -81,15 +93,54 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     neutral = ["--bf16", "False", "--fp16", "False"]
     if _given_value(parser, given, "device", config_keys) == "cpu":
         neutral += ["--use_cpu", "True"]
+    _check_model_init_kwargs(_given_value(parser, given, "model_init_kwargs", config_keys))
     try:
         parsed = parser.parse_args_into_dataclasses(args=[*arguments, *neutral])
     except ValueError as error:
         raise _usage_error(parser, str(error), arguments) from error
+    except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
+        raise UsageError(f"an argument needs a package that is not installed: {error}") from error
     script, training, model, dataset, extra = parsed
     if model.model_name_or_path is None:
         parser.error("--model_name_or_path is required")
+    model.lora_target_modules = target_modules(model.lora_target_modules)
+    if training.use_cpu and extra.device == "auto":
+        extra.device = "cpu"
     wishes = read_wishes(training, model, extra, frozenset(explicit), flags)
-    return Settings(method, script, training, model, dataset, extra, wishes, frozenset(explicit), tuple(argv))
+    refused = frozenset(name for flag, name in _FLAGS if flags[flag] is False)
+    return Settings(
+        method, script, training, model, dataset, extra, wishes, frozenset(explicit), tuple(argv), refused
+    )
+
+
+def target_modules(value: Any) -> Any:
+    """`--lora_target_modules` as PEFT takes it: plain names as a list; `all-linear` and regexes as they are.
+
+    TRL makes a string of a list of one name, and PEFT reads a string as a regex of the whole module name.
+    """
+    if isinstance(value, str) and re.fullmatch(r"[\w.]+([\s,]+[\w.]+)*", value):
+        return re.split(r"[\s,]+", value)
+    return value
+
+
+def _check_model_init_kwargs(value: Any) -> None:
+    if value is None or isinstance(value, dict):
+        return
+    try:
+        wrong = None if isinstance(json.loads(value), dict) else "it is no object"
+    except (TypeError, ValueError) as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise UsageError(
+            "an argument is not JSON",
+            [
+                Problem(
+                    f"--model_init_kwargs {value}: {wrong}",
+                    "a JSON object",
+                    """write it like '{"attn_implementation": "eager"}'""",
+                )
+            ],
+        )
 
 
 def read_wishes(
@@ -110,8 +161,10 @@ def read_wishes(
         PrecisionError: two flags disagree; each problem names both.
     """
     problems: list[Problem] = []
+    init = _init_kwargs(training)
     dtype = _wished_dtype(training, model, flags, problems)
-    quantization = _wished_quantization(model, extra, explicit, problems)
+    quantization = _wished_quantization(model, extra, explicit, init, problems)
+    nested = model.use_bnb_nested_quant or _saved_quantization(init).get("bnb_4bit_use_double_quant")
     for flag in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(training, flag):
             problems.append(
@@ -127,7 +180,7 @@ def read_wishes(
         dtype=dtype,
         quantization=quantization,
         trainable="lora" if model.use_peft else "full",
-        double_quant=model.use_bnb_nested_quant or None,
+        double_quant=bool(nested) or None,
         quant_storage=model.bnb_4bit_quant_storage,
     )
 
@@ -139,7 +192,7 @@ def _wished_dtype(
     claims: list[tuple[str, str]] = []
     if model.dtype not in (None, "auto"):
         claims.append((f"--dtype {model.dtype}", dtype_name(parse_dtype(model.dtype))))
-    for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")):
+    for flag, name in _FLAGS:
         if flags[flag]:
             claims.append((f"--{flag}", name))
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -150,10 +203,18 @@ def _wished_dtype(
                 {"fp16": "float16", "bf16": "bfloat16"}[launched],
             )
         )
-    init = training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
+    init = _init_kwargs(training)
     for key in ("dtype", "torch_dtype"):
         if init.get(key) not in (None, "auto"):
             claims.append((f"--model_init_kwargs {key}={init[key]}", dtype_name(parse_dtype(init[key]))))
+    compute = _saved_quantization(init).get("bnb_4bit_compute_dtype")
+    if compute is not None:
+        claims.append(
+            (
+                f"--model_init_kwargs quantization_config bnb_4bit_compute_dtype={compute}",
+                dtype_name(parse_dtype(compute)),
+            )
+        )
     first = claims[0] if claims else None
     for claim, name in claims[1:]:
         if first and name != first[1]:
@@ -164,7 +225,7 @@ def _wished_dtype(
                     f"leave {claim} out for {first[1]}, or give --dtype {name}",
                 )
             )
-    for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")):
+    for flag, name in _FLAGS:
         if first and flags[flag] is False and first[1] == name:
             problems.append(
                 Problem(
@@ -176,8 +237,43 @@ def _wished_dtype(
     return first[1] if first else "auto"
 
 
+def _init_kwargs(training: Any) -> dict[str, Any]:
+    return training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
+
+
+def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `--model_init_kwargs` says about quantization, in the words of `BitsAndBytesConfig`."""
+    config = init.get("quantization_config")
+    flat = {key: init[key] for key in ("load_in_4bit", "load_in_8bit") if init.get(key)}
+    return {**flat, **config} if isinstance(config, dict) else flat
+
+
+def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list[tuple[str, str]]:
+    """The claim that `--model_init_kwargs` makes about the quantization, if it makes one."""
+    config = _saved_quantization(init)
+    given = "--model_init_kwargs quantization_config"
+    if config.get("load_in_8bit"):
+        return [(f"{given} load_in_8bit", "int8")]
+    if config.get("load_in_4bit"):
+        name = str(config.get("bnb_4bit_quant_type", "fp4"))  # bitsandbytes' own default
+        return [(f"{given} load_in_4bit ({name})", name)]
+    if init.get("quantization_config"):
+        problems.append(
+            Problem(
+                f"{given} {init['quantization_config']}",
+                "load_in_4bit or load_in_8bit of bitsandbytes",
+                "leave it out and give --quantization nf4, fp4 or int8",
+            )
+        )
+    return []
+
+
 def _wished_quantization(
-    model: Any, extra: IsotypeArguments, explicit: frozenset[str], problems: list[Problem]
+    model: Any,
+    extra: IsotypeArguments,
+    explicit: frozenset[str],
+    init: Mapping[str, Any],
+    problems: list[Problem],
 ) -> str | None:
     """The quantization that all flags agree on."""
     claims: list[tuple[str, str]] = []
@@ -192,6 +288,7 @@ def _wished_quantization(
         claims.append(("--load_in_4bit" + (f" --bnb_4bit_quant_type {name}" if chosen_type else ""), name))
     elif chosen_type:
         claims.append((f"--bnb_4bit_quant_type {model.bnb_4bit_quant_type}", model.bnb_4bit_quant_type))
+    claims += _init_quantization(init, problems)
     for claim, name in claims[1:]:
         if name != claims[0][1]:
             problems.append(
@@ -277,8 +374,14 @@ def _apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
             f"unknown names in {path}",
             [Problem(key, *_closest(key, known, "")) for key in unknown],
         )
-    parser.set_defaults_with_config(**values)
+    parser.set_defaults_with_config(**_yaml_choices(parser, values))
     return set(values)
+
+
+def _yaml_choices(parser: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """YAML reads a bare `no` as false; where "no" is one of an argument's choices, that is what was meant."""
+    with_no = {action.dest for action in parser._actions if "no" in (action.choices or ())}
+    return {name: "no" if value is False and name in with_no else value for name, value in values.items()}
 
 
 def _config_path(argv: Sequence[str]) -> str | None:

@@ -1,0 +1,428 @@
+"""Decide the precision policy. Pure: facts about the model, a device profile and the user's wishes go in, a policy
+or one error that names every conflict comes out. `isotype.resolve_precision` gathers the facts and calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isotype.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.errors import PrecisionError, Problem
+from isotype.precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from isotype.checkpoint.facts import ModelFacts
+    from isotype.precision.hardware import DeviceProfile
+
+TRAINABLE = ("lora", "full")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for; None and "auto" mean: decide for me."""
+
+    dtype: str | torch.dtype = "auto"
+    quantization: str | None = None
+    trainable: str = "lora"
+    master: str | torch.dtype | None = None
+    double_quant: bool | None = None
+    quant_storage: str | torch.dtype | None = None
+    storage: str | torch.dtype | None = None
+
+
+def decide(
+    facts: ModelFacts, profile: DeviceProfile, wishes: Wishes, obstacles: Sequence[Problem] = ()
+) -> PrecisionPolicy:
+    """The policy for a model, a device and the user's wishes.
+
+    Args:
+        facts: what the checkpoint's headers and config say.
+        profile: what the device can do.
+        wishes: what was asked for explicitly.
+        obstacles: problems found elsewhere (library versions) to be reported together with ours.
+
+    Raises:
+        PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
+    """
+    problems = list(obstacles)
+    warnings: list[str] = []
+    reasons: dict[str, str] = {}
+    storage_format = _storage_format(facts, wishes, problems, reasons)
+    compute = _compute(facts, profile, wishes, storage_format, problems, warnings, reasons)
+    master = _master(wishes, compute, problems, warnings, reasons)
+    storage = _storage(facts, wishes, storage_format, compute, master, problems, warnings, reasons)
+    pinned = () if compute == torch.float32 else (*facts.pinned, *facts.pinned_strict)
+    if problems:
+        raise PrecisionError(
+            f"{len(problems)} conflict{'s' if len(problems) > 1 else ''} in the precision asked for",
+            problems,
+            hint=_nearest(facts, profile, wishes, obstacles),
+        )
+    double_quant = _double_quant(facts, wishes, storage)
+    plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
+    reasons |= _fixed_reasons(compute, plain, pinned)
+    if plain != compute:
+        reasons["compute"] += (
+            f"; autocast casts {dtype_name(plain)} weights to it at each matmul, the residual stream is not cast; "
+            f"outside autocast the model computes in {dtype_name(plain)}"
+        )
+    return PrecisionPolicy(
+        compute=compute,
+        storage=storage,
+        master=master,
+        reduce=master,
+        loss_scaling=compute == torch.float16,
+        trainable=wishes.trainable,
+        device=profile.name,
+        pinned=tuple(sorted(set(pinned))),
+        double_quant=double_quant,
+        quant_storage=_quant_storage(facts, wishes, storage),
+        reasons=reasons,
+        warnings=tuple(warnings),
+    )
+
+
+def _storage_format(
+    facts: ModelFacts, wishes: Wishes, problems: list[Problem], reasons: dict[str, str]
+) -> str | None:
+    """The quantization format of the frozen weights, or None for a float dtype."""
+    asked = wishes.quantization
+    saved = facts.quantization.format if facts.quantization else None
+    if wishes.trainable not in TRAINABLE:
+        problems.append(Problem(f"trainable={wishes.trainable!r}", "'lora' or 'full'", "give one of the two"))
+    if asked is not None and asked not in QUANTIZATIONS:
+        problems.append(
+            Problem(
+                f"quantization {asked!r}", f"one of {', '.join(QUANTIZATIONS)} or none", "give one of these"
+            )
+        )
+        return None
+    if wishes.trainable == "full" and (asked or saved in QUANTIZATIONS):
+        problems.append(
+            Problem(
+                f"every weight trainable, but the weights are stored in {asked or saved}",
+                "float weights: quantized weights have no gradient",
+                "train adapters (trainable='lora'), or leave the quantization out",
+            )
+        )
+    if saved in QUANTIZATIONS:
+        if asked not in (None, saved):
+            problems.append(
+                Problem(
+                    f"quantization {asked}, but {facts.source} is saved in {saved}",
+                    f"{saved}, or an unquantized checkpoint",
+                    f"leave the quantization out (the checkpoint's {saved} is kept) or give the 16-bit original",
+                )
+            )
+        reasons["storage"] = f"the checkpoint is saved in {saved}"
+        return saved
+    if asked and saved == "mxfp4":
+        problems.append(
+            Problem(
+                f"quantization {asked}, but {facts.source} is saved in mxfp4",
+                "a float checkpoint to quantize: mxfp4 weights are dequantized when they are loaded",
+                f"leave the quantization out, or save the dequantized model first and quantize that to {asked}",
+            )
+        )
+    if asked:
+        reasons["storage"] = "as asked"
+        return asked
+    if saved and saved != "mxfp4":
+        problems.append(
+            Problem(
+                f"{facts.source} is quantized with {saved}",
+                "float weights, mxfp4, or bitsandbytes nf4, fp4 or int8",
+                "give the unquantized original and a quantization of " + ", ".join(QUANTIZATIONS),
+            )
+        )
+    return None
+
+
+def _compute(
+    facts: ModelFacts,
+    profile: DeviceProfile,
+    wishes: Wishes,
+    storage_format: str | None,
+    problems: list[Problem],
+    warnings: list[str],
+    reasons: dict[str, str],
+) -> torch.dtype:
+    trained = facts.trained_dtype
+    if wishes.dtype in ("auto", None):
+        best = profile.best_dtype()
+        if trained is None or trained not in COMPUTE_DTYPES:
+            reasons["compute"] = f"the best that {profile.title} runs natively; the checkpoint names no dtype"
+            return best
+        name = dtype_name(trained)
+        if trained == torch.float32 and storage_format and best != torch.float32:
+            reasons["compute"] = (
+                f"{storage_format} weights are rounded already, so {dtype_name(best)} matmuls lose nothing that "
+                "float32 ones would keep and run faster"
+            )
+            return best
+        if profile.supports(trained) == "native":
+            reasons["compute"] = f"the checkpoint was trained in {name} and {profile.title} runs it natively"
+            return trained
+        reasons["compute"] = (
+            f"the checkpoint was trained in {name}; {profile.reason(trained)}, so the best it has is taken"
+        )
+        return best
+    compute = parse_dtype(wishes.dtype)
+    name = dtype_name(compute)
+    reasons["compute"] = "as asked"
+    if compute not in COMPUTE_DTYPES:
+        problems.append(
+            Problem(f"compute dtype {name}", "float32, bfloat16 or float16", "give one of these, or auto")
+        )
+        return compute
+    support = profile.supports(compute)
+    if support == "refused":
+        problems.append(
+            Problem(
+                f"compute dtype {name} on {profile.title}",
+                f"a dtype it runs: {', '.join(sorted(dtype_name(d) for d in profile.native))}",
+                f"{profile.reason(compute)}; use {dtype_name(profile.best_dtype())}, or auto",
+            )
+        )
+    elif support == "emulated":
+        warnings.append(
+            f"{name} on {profile.title}: {profile.reason(compute)}; expect it to be slow "
+            f"({dtype_name(profile.best_dtype())} is what it runs best)"
+        )
+    if compute == torch.float16 and trained == torch.bfloat16:
+        warnings.append(
+            "the checkpoint was trained in bfloat16: activations above 65504 overflow in float16 "
+            "(loss scaling guards the gradients, not the activations)"
+        )
+    return compute
+
+
+def _master(
+    wishes: Wishes,
+    compute: torch.dtype,
+    problems: list[Problem],
+    warnings: list[str],
+    reasons: dict[str, str],
+) -> torch.dtype:
+    if wishes.master is None:
+        reasons["master"] = "small updates survive; cast to the compute dtype where they are used"
+        return torch.float32
+    master = parse_dtype(wishes.master)
+    name = dtype_name(master)
+    reasons["master"] = "as asked"
+    if master not in COMPUTE_DTYPES:
+        problems.append(
+            Problem(f"master dtype {name}", "float32, bfloat16 or float16", "leave it out: float32 is right")
+        )
+    elif compute == torch.float32 and master != torch.float32:
+        problems.append(
+            Problem(
+                f"compute float32 with {name} masters",
+                "masters of at least the precision that is computed in",
+                f"leave the master dtype out, or compute in {name}",
+            )
+        )
+    elif compute == torch.float16 and master != torch.float32:
+        problems.append(
+            Problem(
+                f"compute float16 with {name} masters",
+                "float32 masters: float16 compute needs a GradScaler, and it cannot unscale "
+                f"{name} gradients",
+                "leave the master dtype out, or compute in bfloat16",
+            )
+        )
+    elif master != torch.float32:
+        warnings.append(
+            f"{name} masters lose every update smaller than half a unit in the last place of the weight"
+        )
+    return master
+
+
+def _storage(
+    facts: ModelFacts,
+    wishes: Wishes,
+    storage_format: str | None,
+    compute: torch.dtype,
+    master: torch.dtype,
+    problems: list[Problem],
+    warnings: list[str],
+    reasons: dict[str, str],
+) -> str:
+    asked_for = [
+        name
+        for name, value in (("double_quant", wishes.double_quant), ("quant_storage", wishes.quant_storage))
+        if value
+    ]
+    if asked_for and storage_format not in ("nf4", "fp4"):
+        problems.append(
+            Problem(
+                f"{' and '.join(asked_for)} with {storage_format or 'no'} quantization",
+                "quantization nf4 or fp4",
+                "ask for one, or leave " + " and ".join(asked_for) + " out",
+            )
+        )
+    if wishes.storage is not None:
+        return _storage_asked(
+            wishes.storage, wishes, storage_format, compute, master, problems, warnings, reasons
+        )
+    if storage_format:
+        return storage_format
+    if wishes.trainable == "full":
+        reasons["storage"] = "every weight is trainable, so the weights are the masters"
+        return dtype_name(master)
+    if facts.quantization and facts.quantization.format == "mxfp4":
+        reasons["storage"] = "mxfp4 weights are dequantized once at load: they have no backward"
+    else:
+        reasons["storage"] = "frozen weights lie in the compute dtype, so no step casts them"
+    return dtype_name(compute)
+
+
+def _storage_asked(
+    asked: str | torch.dtype,
+    wishes: Wishes,
+    storage_format: str | None,
+    compute: torch.dtype,
+    master: torch.dtype,
+    problems: list[Problem],
+    warnings: list[str],
+    reasons: dict[str, str],
+) -> str:
+    """The float dtype that was asked for the frozen weights, and what it costs."""
+    if asked in QUANTIZATIONS:
+        problems.append(
+            Problem(f"storage {asked}", "a float dtype", f"ask for quantization {asked} instead of storage")
+        )
+        return storage_format or dtype_name(compute)
+    storage = parse_dtype(asked)
+    name, low = dtype_name(storage), dtype_name(compute)
+    if storage not in COMPUTE_DTYPES:
+        problems.append(Problem(f"storage {name}", "float32, bfloat16 or float16", "give one of these"))
+    if storage_format:
+        problems.append(
+            Problem(
+                f"storage {name} with weights quantized in {storage_format}",
+                "one of the two",
+                f"leave the storage out (the weights lie in {storage_format}), or take an unquantized checkpoint "
+                "without a quantization",
+            )
+        )
+        return storage_format
+    if wishes.trainable == "full" and storage != master:
+        problems.append(
+            Problem(
+                f"storage {name} with every weight trainable and {dtype_name(master)} masters",
+                "the masters' dtype: the weights are the masters",
+                "leave the storage out, or train adapters (trainable='lora')",
+            )
+        )
+    elif compute == torch.float32 != storage:
+        problems.append(
+            Problem(
+                f"storage {name} with compute float32",
+                "storage float32: there is no autocast to float32",
+                f"leave the storage out, or compute in {name}",
+            )
+        )
+    reasons["storage"] = "as asked"
+    if storage != compute and wishes.trainable == "lora":
+        memory = " and they take twice the memory" if storage == torch.float32 else ""
+        warnings.append(f"{name} storage: every step casts the frozen weights to {low}{memory}")
+    return name
+
+
+def _double_quant(facts: ModelFacts, wishes: Wishes, storage: str) -> bool:
+    if storage not in ("nf4", "fp4"):
+        return False
+    if facts.quantization and facts.quantization.format == storage:
+        return bool(facts.quantization.double_quant)
+    return bool(wishes.double_quant)
+
+
+def _quant_storage(facts: ModelFacts, wishes: Wishes, storage: str) -> torch.dtype:
+    if storage not in ("nf4", "fp4"):
+        return torch.uint8
+    if facts.quantization and facts.quantization.format == storage:
+        return facts.quantization.quant_storage or torch.uint8
+    asked = wishes.quant_storage
+    if asked in (None, "uint8", torch.uint8):
+        return torch.uint8
+    return parse_dtype(asked)
+
+
+def _fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
+    name = dtype_name(compute)
+    low = compute != torch.float32
+    return {
+        "optimizer": "as the masters it belongs to",
+        "reduce": "gradients have the dtype of the masters they belong to",
+        "pinned": (
+            f"kept by the model's author: {', '.join(sorted(set(pinned)))}; their outputs return to {dtype_name(plain)}"
+            if pinned
+            else ("the model pins no parameter" if low else "everything is float32 already")
+        ),
+        "norms": (
+            "variance in float32; RMSNorm returns its input's dtype, LayerNorm under CUDA autocast float32"
+            if low
+            else "as everything else"
+        ),
+        "buffers": f"never rounded: {name} would shift rotary positions" if low else "as everything else",
+        "loss": "log-sum-exp over the vocabulary needs the range and the digits",
+        "loss_scaling": (
+            "float16 gradients underflow below 6e-8 without it"
+            if compute == torch.float16
+            else f"{name} has the range of float32"
+            if compute == torch.bfloat16
+            else "float32 gradients do not underflow"
+        ),
+    }
+
+
+def _nearest(
+    facts: ModelFacts, profile: DeviceProfile, wishes: Wishes, obstacles: Sequence[Problem]
+) -> str | None:
+    """The first policy that works among wishes that give up ever more, described in one line."""
+    if obstacles:
+        return None
+    given_up: tuple[Mapping[str, Any], ...] = (
+        {"master": None},
+        {"storage": None},
+        {"double_quant": None, "quant_storage": None},
+        {"dtype": "auto"},
+        {"dtype": "auto", "master": None},
+        {"quantization": None},
+        {"trainable": "lora"},
+        {
+            "trainable": "lora",
+            "quantization": None,
+            "double_quant": None,
+            "quant_storage": None,
+            "storage": None,
+        },
+        {f.name: f.default for f in fields(Wishes)},
+    )
+    for change in given_up:
+        candidate = replace(wishes, **change)
+        try:
+            _check_only(facts, profile, candidate)
+        except PrecisionError:
+            continue
+        policy = decide(facts, profile, candidate)
+        return (
+            f"nearest policy that works: compute {dtype_name(policy.compute)}, storage {policy.storage}, "
+            f"masters {dtype_name(policy.master)}, trainable {policy.trainable}"
+        )
+    return None
+
+
+def _check_only(facts: ModelFacts, profile: DeviceProfile, wishes: Wishes) -> None:
+    problems: list[Problem] = []
+    storage_format = _storage_format(facts, wishes, problems, {})
+    compute = _compute(facts, profile, wishes, storage_format, problems, [], {})
+    master = _master(wishes, compute, problems, [], {})
+    _storage(facts, wishes, storage_format, compute, master, problems, [], {})
+    if problems:
+        raise PrecisionError("", problems)

@@ -1,0 +1,173 @@
+"""Arguments, tokenizers and checkpoints that cannot work are named before the model is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotype.errors import CheckpointError, DataError, PrecisionError, UsageError
+from isotype.precision.policy import PrecisionPolicy
+from isotype.train.check import check_policy, check_settings, check_tokenizer, check_weights, dropped_examples
+from isotype.train.methods import METHODS
+from isotype.train.models import processing_class
+from isotype.train.settings import Settings, parse_settings
+from tests.train.tiny import rows, save_chat_model
+
+POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def settings(*argv: object, method: str = "sft", model: object = "m") -> Settings:
+    base = ["--model_name_or_path", str(model), "--dataset_name", "d"]
+    return parse_settings(METHODS[method], [*base, *map(str, argv)])
+
+
+def given(*argv: object) -> list[str]:
+    with pytest.raises(UsageError, match="arguments that cannot work") as caught:
+        check_settings(settings(*argv))
+    return [problem.given for problem in caught.value.problems]
+
+
+def test_sound_arguments_pass():
+    check_settings(settings("--max_steps", 3, "--attn_implementation", "eager", "--optim", "adamw_bnb_8bit"))
+    check_settings(settings("--chat_template_path", "Qwen/Qwen3-0.6B", "--use_peft", "False", "--lora_r", 0))
+
+
+def test_all_problems_are_named_at_once():
+    argv = ["--learning_rate", "nan", "--lora_r", 0, "--per_device_train_batch_size", 0, "--max_length", 0]
+    argv += ["--max_steps", 0, "--chat_template_path", "nosuch.jinja", "--trust_remote_code", "True"]
+    assert given(*argv) == [
+        "--learning_rate nan",
+        "--per_device_train_batch_size 0",
+        "--max_length 0",
+        "--lora_r 0",
+        "--max_steps 0",
+        "--chat_template_path nosuch.jinja: no such file or directory",
+        "--trust_remote_code",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--learning_rate", "-1"], "--learning_rate -1.0"),
+        (["--num_train_epochs", "0"], "--num_train_epochs 0"),
+        (["--dataset_streaming", "True"], "--dataset_streaming without --max_steps"),
+        (["--use_cpu", "True", "--device", "cuda"], "--use_cpu True and --device cuda"),
+        (
+            ["--attn_implementation", "sdpa", "--model_init_kwargs", '{"attn_implementation": "eager"}'],
+            "--attn_implementation sdpa and --model_init_kwargs attn_implementation=eager",
+        ),
+    ],
+)
+def test_each_problem(argv, problem):
+    assert given(*argv) == [problem]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--use_liger_kernel", "True"],
+        ["--report_to", "wandb"],
+        ["--attn_implementation", "flash_attention_2"],
+        ["--model_init_kwargs", '{"attn_implementation": "flash_attention_2"}'],
+        ["--optim", "galore_adamw_8bit"],
+    ],
+)
+def test_packages_that_are_not_installed(monkeypatch, argv):
+    monkeypatch.setattr("isotype.train.check.find_spec", lambda name: None)
+    (problem,) = given(*argv)
+    assert problem.startswith("--")
+    monkeypatch.setattr("isotype.train.check.find_spec", lambda name: object())
+    check_settings(settings(*argv))
+
+
+def test_the_output_must_not_be_the_model(model):
+    with pytest.raises(UsageError, match="is the model's own directory"):
+        check_settings(settings("--output_dir", model, model=model))
+
+
+def test_auto_must_not_come_out_at_a_refused_dtype():
+    check_policy(settings("--fp16", "False"), POLICY)
+    with pytest.raises(PrecisionError) as caught:
+        check_policy(settings("--bf16", "False"), POLICY)
+    assert str(caught.value) == (
+        "the arguments disagree about precision\n"
+        "  - --dtype auto, which is bfloat16 here, and --bf16 False\n"
+        "    expected  a compute dtype that is not ruled out\n"
+        "    fix       --dtype float32, or --dtype float16"
+    )
+
+
+def test_a_checkpoint_without_weights(model, tmp_path):
+    check_weights(str(model))
+    shutil.copy(model / "config.json", tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        check_weights(str(tmp_path))
+    assert str(caught.value) == (
+        "a checkpoint without weights\n"
+        f"  - the directory {tmp_path} holds config.json\n"
+        "    expected  model.safetensors, or shards with model.safetensors.index.json\n"
+        "    fix       copy the weights there, or give the directory that save_pretrained() wrote"
+    )
+
+
+def check(directory: Path, *argv: object, data: list | None = None) -> None:
+    data = rows("sft") if data is None else data
+    check_tokenizer(settings(*argv), directory, processing_class(directory), {"train": data})
+
+
+def test_a_tokenizer_that_fits(model):
+    check(model)
+    check(model, "--eos_token", "w3")
+
+
+def test_conversations_need_a_chat_template(model, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    (bare / "chat_template.jinja").unlink()
+    check(bare, data=[{"prompt": "w1", "completion": "w2"}])
+    check(bare, "--chat_template_path", model)
+    with pytest.raises(UsageError) as caught:
+        check(bare)
+    assert caught.value.problems[0].given == "conversations, and a tokenizer without a chat template"
+
+
+def test_a_special_token_that_is_not_in_the_vocabulary(model):
+    with pytest.raises(UsageError) as caught:
+        check(model, "--eos_token", "<end>")
+    assert str(caught.value) == (
+        "the tokenizer does not fit\n"
+        "  - --eos_token <end>\n"
+        "    expected  a token of the vocabulary; the tokenizer's own is </s>\n"
+        "    fix       leave it out, or correct the spelling"
+    )
+
+
+def test_a_tokenizer_larger_than_the_model(model, tmp_path):
+    small = tmp_path / "small"
+    shutil.copytree(model, small)
+    config = (small / "config.json").read_text()
+    (small / "config.json").write_text(config.replace('"vocab_size": 64', '"vocab_size": 32'))
+    with pytest.raises(CheckpointError) as caught:
+        check(small)
+    assert caught.value.problems[0].given == "a tokenizer with ids up to 63 and a model with 32 embeddings"
+
+
+def test_dropped_examples_are_counted():
+    sft = settings("--max_length", 16)
+    assert dropped_examples(sft, [1, 2], [1, 2]) is None
+    assert dropped_examples(settings("--packing", "True"), [1, 2], [1]) is None
+    assert dropped_examples(settings(method="grpo"), [1, 2], [1]) is None
+    assert dropped_examples(sft, range(16), range(8)) == (
+        "8 of 16 examples were dropped: the prompt alone fills max_length 16"
+    )
+    with pytest.raises(DataError, match="all 16 examples were dropped"):
+        dropped_examples(sft, range(16), [])

@@ -1,0 +1,136 @@
+"""The recorder: what it keeps of a run, whom it tells, and the memory meters."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+from isotype.report.run import StepRecord
+from isotype.train.progress import ProgressView
+from isotype.train.record import SAMPLING_SECONDS, RunRecorder, StepMeasures, memory_meter
+from tests.train.test_governed import build
+from tests.train.tiny import save_chat_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def recorded(
+    trainer: Any, resume: Path | None = None
+) -> tuple[RunRecorder, list[tuple[int, int, int | None]]]:
+    told: list[tuple[int, int, int | None]] = []
+
+    def tell(step: int, total: int, record: StepRecord | None) -> None:
+        told.append((step, total, record.step if record else None))
+
+    recorder = RunRecorder(trainer, tell)
+    trainer.add_callback(recorder)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return recorder, told
+
+
+def test_progress_begins_where_the_run_does(path: Path, tmp_path: Path):
+    first, told = recorded(build(path, tmp_path, max_steps=2))
+    assert told == [(0, 2, None), (1, 2, 1), (2, 2, 2)]
+    assert first.resumed_from is None
+
+    trainer = build(path, tmp_path, max_steps=4, eval_strategy="steps", eval_steps=4)
+    second, told = recorded(trainer, tmp_path / "checkpoint-2")
+    assert told == [(2, 4, None), (3, 4, 3), (4, 4, 4)]
+    assert second.resumed_from == 2
+    logged = [e for e in trainer.state.log_history if "loss" in e and e["step"] > 2]
+    assert [(s.step, s.loss, s.grad_norm, s.learning_rate) for s in second.steps] == [
+        (e["step"], e["loss"], e["grad_norm"], e["learning_rate"]) for e in logged
+    ]
+    assert all(step.seconds > 0 and step.memory_bytes > 2**20 for step in second.steps)
+    held = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert [(e.step, e.loss) for e in second.evals] == [(e["step"], e["eval_loss"]) for e in held]
+
+
+def test_only_the_first_process_shows_progress_but_every_one_measures():
+    accelerator = SimpleNamespace(scaler=None, optimizer_step_was_skipped=False)
+    trainer = SimpleNamespace(
+        accelerator=accelerator,
+        take_step_measures=lambda: StepMeasures(tokens=8, loss=1.0, grad_norm=None, memory_bytes=5),
+    )
+    told: list[tuple[Any, ...]] = []
+    recorder = RunRecorder(trainer, lambda *progress: told.append(progress))
+    state = transformers.TrainerState(global_step=0, max_steps=3, is_world_process_zero=False)
+    recorder.on_train_begin(None, state, None)
+    recorder.on_step_begin(None, state, None, lr_scheduler=SimpleNamespace(get_last_lr=lambda: [0.5]))
+    state.global_step = 1
+    recorder.on_step_end(None, state, None)
+    assert told == []
+    assert [(s.step, s.tokens, s.loss, s.learning_rate, s.memory_bytes) for s in recorder.steps] == [
+        (1, 8, 1.0, 0.5, 5)
+    ]
+
+
+def test_the_peak_of_the_process_is_seen_after_it_has_passed():
+    size = 200 * 2**20
+    with memory_meter(torch.device("cpu")) as meter:
+        meter.restart()
+        before = meter.peak()
+        held = bytearray(b"\1") * size
+        time.sleep(5 * SAMPLING_SECONDS)
+        del held
+        assert meter.peak() - before > 0.9 * size
+        meter.restart()
+        assert meter.peak() - before < 0.5 * size
+    assert "isotype-memory" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_run_that_fails_leaves_no_thread(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no gradients today")
+
+    trainer = build(path, tmp_path, max_steps=1)
+    monkeypatch.setattr(trainer.accelerator, "backward", broken)
+    with pytest.raises(RuntimeError, match="no gradients today"):
+        trainer.train()
+    assert "isotype-memory" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peak_of_a_gpu_is_torchs_own():
+    size = 64 * 2**20
+    with memory_meter(torch.device("cuda")) as meter:
+        before = torch.cuda.memory_allocated()
+        meter.restart()
+        held = torch.empty(size, dtype=torch.uint8, device="cuda")
+        del held
+        assert meter.peak() == before + size
+        meter.restart()
+        assert meter.peak() == before
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_bar_starts_where_the_run_does_and_messages_go_above_it(width: int):
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=width, color_system=None)
+    record = StepRecord(41, 2.5, 1e-3, 1.0, 1200, 0.5, 1, None, False)
+    with ProgressView(console) as view:
+        view.update(40, 300, None)
+        view._bar.refresh()
+        view.update(41, 300, record)
+        console.print("a message")
+        view._bar.refresh()
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()))
+    shown = [line for line in lines if line.startswith("step")]
+    assert shown[0].startswith("step  40/300 ")
+    assert "/?" not in terminal.getvalue()
+    assert re.fullmatch(r"step  41/300 .*loss 2\.5000   2,400 tokens/s (0:00:00 )?left [-:0-9]+ *", shown[-1])
+    assert max(map(len, lines)) <= width - 3
+    assert "a message" in [line.strip() for line in lines]
