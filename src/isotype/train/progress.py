@@ -109,5 +109,7 @@ def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
             logger, logging.Logger
         )  # the others hold the place of a parent that nobody has asked for
         for handler in logger.handlers
-        if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+        if isinstance(handler, logging.StreamHandler)
+        # logging's own last resort has no stream of its own: it asks for sys.stderr each time
+        and vars(handler).get("stream") is stream
     ]
