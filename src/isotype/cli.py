@@ -23,42 +23,13 @@ INTERRUPTED = 130
 CRASHED = 1
 
 # `isotype demo` is this command.
-DEMO = [
-    "--model_name_or_path",
-    "embedded:smollm2",
-    "--dataset_name",
-    "embedded:precision_qa",
-    "--quantization",
-    "nf4",
-    "--output_dir",
-    "runs/demo",
-    "--num_train_epochs",
-    "2",
-    "--per_device_train_batch_size",
-    "4",
-    "--learning_rate",
-    "1e-3",
-    "--lr_scheduler_type",
-    "cosine",
-    "--warmup_steps",
-    "5",
-    "--lora_r",
-    "16",
-    "--lora_alpha",
-    "32",
-    "--lora_dropout",
-    "0",
-    "--gradient_checkpointing",
-    "False",
-    "--eval_strategy",
-    "epoch",
-    "--eval_on_start",
-    "True",
-    "--save_strategy",
-    "no",
-    "--seed",
-    "0",
-]
+DEMO = shlex.split(
+    "--model_name_or_path embedded:smollm2 --dataset_name embedded:precision_qa --quantization nf4 "
+    "--output_dir runs/demo --max_steps 45 --per_device_train_batch_size 4 --learning_rate 1e-3 "
+    "--lr_scheduler_type cosine --warmup_steps 5 --lora_r 16 --lora_alpha 32 --lora_dropout 0 "
+    "--gradient_checkpointing False --eval_strategy steps --eval_steps 45 --eval_on_start True "
+    "--save_strategy no --seed 0"
+)
 
 _USAGE = """\
 usage: isotype COMMAND [ARGUMENT …]
@@ -189,8 +160,6 @@ def _train(command: str, rest: list[str], console: Console) -> int:
 
 
 def _demo(rest: list[str], console: Console) -> int:
-    import shlex
-
     arguments = [*DEMO, *rest]
     console.print(
         f"[dim]isotype demo is:[/dim] isotype sft {_escape(shlex.join(arguments))}\n", highlight=False
