@@ -51,13 +51,13 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert err == (
         "error: unknown command\n"
         "  - isotype stf\n"
-        "    expected  one of sft, dpo, reward, kto, grpo, rloo, demo, doctor, merge, chat\n"
+        "    expected  one of sft, dpo, reward, kto, grpo, rloo, demo, check, inspect, explain, doctor, merge, chat\n"
         "    fix       did you mean isotype sft?\n"
     )
 
 
 def test_every_help_page_prints(capsys):
-    for command in (*METHODS, "doctor", "merge", "chat"):
+    for command in (*METHODS, "check", "inspect", "explain", "doctor", "merge", "chat"):
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         assert caught.value.code == 0

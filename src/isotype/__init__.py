@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         SaveError,
         UsageError,
     )
+    from isotype.fixes.repair import repair
     from isotype.lora.adapters import add_lora
     from isotype.precision.policy import PrecisionPolicy
+    from isotype.preflight import check
     from isotype.resolve import resolve_precision
     from isotype.train.callback import PrecisionCallback
     from isotype.train.enforce import enforce
@@ -33,6 +35,8 @@ _HOME = {
     "load": "isotype.checkpoint.load",
     "add_lora": "isotype.lora.adapters",
     "enforce": "isotype.train.enforce",
+    "check": "isotype.preflight",
+    "repair": "isotype.fixes.repair",
     "PrecisionCallback": "isotype.train.callback",
     "IsotypeError": "isotype.errors",
     "PrecisionError": "isotype.errors",
@@ -52,8 +56,10 @@ __all__ = [
     "SaveError",
     "UsageError",
     "add_lora",
+    "check",
     "enforce",
     "load",
+    "repair",
     "resolve_precision",
 ]
 

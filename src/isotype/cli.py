@@ -45,7 +45,10 @@ use what came out:
   chat     talk to a model or an adapter
   merge    merge an adapter into its base model, and say what the rounding costs
 
-know:
+know before it runs:
+  check    whether a training step will crash, fit, crawl or lose precision, on any device, without weights
+  inspect  the dtypes, bytes and quantization that a checkpoint holds
+  explain  what a finding means
   doctor   what this machine and these library versions can do, and what each dtype costs here
 
 isotype COMMAND --help lists the arguments of a command. --debug shows tracebacks.
@@ -120,7 +123,15 @@ def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
 def _handler(command: str) -> Callable[[list[str], Console], int]:
     if command in TRAINING:
         return lambda rest, console: _train(command, rest, console)
-    handlers = {"demo": _demo, "doctor": _doctor, "merge": _merge, "chat": _chat}
+    handlers = {
+        "demo": _demo,
+        "check": _check,
+        "inspect": _inspect,
+        "explain": _explain,
+        "doctor": _doctor,
+        "merge": _merge,
+        "chat": _chat,
+    }
     if command not in handlers:
         import difflib
 
@@ -166,6 +177,25 @@ def _demo(rest: list[str], console: Console) -> int:
         f"[dim]isotype demo is:[/dim] isotype sft {_escape(shlex.join(arguments))}\n", highlight=False
     )
     return _train("sft", arguments, console)
+
+
+def _check(rest: list[str], console: Console) -> int:
+    _quiet_libraries()
+    from isotype.commands.check import run
+
+    return run(rest, console)
+
+
+def _inspect(rest: list[str], console: Console) -> int:
+    from isotype.commands.inspect import run
+
+    return run(rest, console)
+
+
+def _explain(rest: list[str], console: Console) -> int:
+    from isotype.commands.explain import run
+
+    return run(rest, console)
 
 
 def _doctor(rest: list[str], console: Console) -> int:

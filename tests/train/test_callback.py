@@ -226,7 +226,9 @@ def test_without_a_policy_frozen_weights_stay_as_they_lie(
     before = frozen_weights(trainer.model)
     with caplog.at_level(logging.WARNING, logger="isotype"):
         trainer.train()
-    assert [record for record in caplog.records if record.name == "isotype"] == []
+    # What a preflight finds costly (float32 weights under autocast) it says; that the policy had to be restored is said
+    # by nobody.
+    assert [record.message for record in caplog.records if not record.message.startswith("IST")] == []
     assert_frozen_as_before(trainer.model, before)
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
     trainer.save_model(str(tmp_path / "saved"))

@@ -188,7 +188,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
     """Bring float32 buffers back: rotary frequencies are computed anew, pinned ones keep their rounded values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
-    fresh = dict(_fresh_rotary(place).named_buffers(recurse=False)) if rotary else {}
+    fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
     changes = []
     for name, buffer in rounded.items():
         full_name = _full_name(place, name)
@@ -203,22 +203,22 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
     return changes
 
 
-def _fresh_rotary(place: Place) -> nn.Module:
-    """The rotary module at `place`, built again from its config."""
-    config = getattr(place.module, "config", None)
+def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
+    """The rotary module `module`, called `name` in its model, built again from its config."""
+    config = getattr(module, "config", None)
     if config is None:
         raise PrecisionError(
             "rotary frequencies were rounded",
             [
                 Problem(
-                    f"{place.name} ({type(place.module).__name__}) holds 16-bit inv_freq and no config to compute "
+                    f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute "
                     "it from",
                     "float32 frequencies",
                     "do not cast the whole model with .to(dtype); load it with isotype.load",
                 )
             ],
         )
-    return type(place.module)(config=config)
+    return type(module)(config=config)
 
 
 def _boundary(place: Place, policy: PrecisionPolicy) -> list[Change]:

@@ -19,6 +19,8 @@ from isotype.lora.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
+from isotype.report.check import Report
+from isotype.train.preflight import before_first_step, is_assumed
 
 logger = logging.getLogger("isotype")
 
@@ -30,15 +32,17 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     casts every trainable parameter of a quantized model to bfloat16), and a GradScaler must be there exactly when
     the policy asks for one. Where a run goes on from a checkpoint, adapter values and optimizer state that were
     rounded on their way into bfloat16 parameters are read again. After the first step the optimizer state is
-    checked. A step that the GradScaler skips does not move the learning rate schedule. Every checkpoint gets the
+    checked. Before the first forward of training the whole step is run once on fake tensors (`isotype.check`), with the
+    batch that is about to be trained on. A step that the GradScaler skips does not move the learning rate schedule. Every checkpoint gets the
     policy as a readable file.
 
     Args:
         policy: by default the one the model carries, else, for every run anew, one that is read off the model as
             it lies and the trainer's arguments (`fp16`, `bf16`): frozen weights keep their dtypes then.
         check: what to do where trainer and policy disagree (a GradScaler missing or too many, optimizer state
-            that is not in the master dtype, rounded values that cannot be read again): `"error"` raises
-            PrecisionError, `"warning"` logs it, None looks away.
+            that is not in the master dtype, rounded values that cannot be read again) and where the preflight finds
+            an error: `"error"` raises PrecisionError, `"warning"` logs it, None looks away and runs no preflight.
+            What is only assumed of a device, because it was not measured there, is logged and never raised.
     """
 
     def __init__(self, policy: PrecisionPolicy | None = None, check: str | None = "error") -> None:
@@ -65,6 +69,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         raise_optimizer_state(optimizer, policy.master)
         self._judge(scaler_error(optimizer, policy))
         self._checked = False
+        if self.check is not None:
+            before_first_step(model, args, optimizer, self._report)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the loss scale, to see whether the step lowers it."""
@@ -93,6 +99,15 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         missing = directory.is_dir() and not (directory / POLICY_FILE).exists()
         if self._policy is not None and state.is_world_process_zero and missing:
             self._policy.save(directory)
+
+    def _report(self, report: Report) -> None:
+        """What the preflight found: its measured errors are judged, the rest is logged."""
+        assumed = [finding for finding in report.errors if is_assumed(finding, report.trace)]
+        for finding in (*assumed, *report.warnings):
+            logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
+        certain = tuple(finding for finding in report.errors if finding not in assumed)
+        if certain:
+            self._judge(replace(report, findings=certain).error())
 
     def _judge(self, error: PrecisionError | None) -> None:
         if error is None or self.check is None:

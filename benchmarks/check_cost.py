@@ -1,0 +1,199 @@
+"""What `isotype check` costs: seconds and peak resident memory of the whole process, from the config alone.
+
+Run: python benchmarks/check_cost.py [RUNS] [NAME …]. Prints a table and one line of JSON. Each run is a fresh
+interpreter; nothing is downloaded. The configs are those of the public model cards, written out below, with the
+dtype and quantization of a LoRA run at 2 rows of 2048 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-3.1-70b": _LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "llama-3.1-405b": _LLAMA
+    | {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "dtype": "bfloat16",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "max_position_embeddings": 131072,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
+    # DeepSeek-V3 in bfloat16: the published config is quantized to float8, which has no backward.
+    "deepseek-v3-671b": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "dtype": "bfloat16",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+# gpt-oss is saved in mxfp4, which is dequantized at load and cannot be quantized again.
+_FLAGS: Mapping[str, tuple[str, ...]] = {"gpt-oss-120b": ()}
+_COMMON = ("--device", "h200", "--batch", "2", "--length", "2048", "--json")
+
+
+def once(directory: Path, flags: tuple[str, ...]) -> dict[str, Any]:
+    """One whole process: seconds of wall clock and of CPU, peak MiB, and what the report says."""
+    command = [sys.executable, "-m", "isotype", "check", str(directory), *flags, *_COMMON]
+    output = directory / "report.json"
+    started = time.perf_counter()
+    with output.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file)
+        _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - started
+    if os.waitstatus_to_exitcode(status) not in (0, 1):
+        raise SystemExit(f"{' '.join(command)} failed")
+    report = json.loads(output.read_text(encoding="utf-8"))
+    # Linux counts ru_maxrss in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "seconds": seconds,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_mib": usage.ru_maxrss * unit / 2**20,
+        "check_seconds": report["seconds"],
+        "operators": report["operators"],
+        "complete": report["complete"],
+        "status": report["status"],
+        "peak_gib_predicted": report["memory"]["peak_bytes"] / 2**30,
+    }
+
+
+def measure(name: str, runs: int) -> dict[str, Any]:
+    """Medians over `runs` processes."""
+    with tempfile.TemporaryDirectory() as root:
+        directory = Path(root) / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+        results = [once(directory, _FLAGS.get(name, ("--quantization", "nf4"))) for _ in range(runs)]
+    times = ("seconds", "cpu_seconds", "peak_mib", "check_seconds")
+    return {
+        **results[-1],
+        **{key: statistics.median(result[key] for result in results) for key in times},
+        "runs": runs,
+    }
+
+
+def main(runs: int = 3, *names: str) -> None:
+    """Measure every config, or those named."""
+    results = {}
+    print(
+        f"{'model':<20} {'wall s':>7} {'CPU s':>7} {'peak MiB':>9} {'check s':>8} {'operators':>10}  verdict"
+    )
+    for name in names or tuple(CONFIGS):
+        found = results[name] = measure(name, runs)
+        print(
+            f"{name:<20} {found['seconds']:>7.2f} {found['cpu_seconds']:>7.2f} {found['peak_mib']:>9.0f} "
+            f"{found['check_seconds']:>8.2f} {found['operators']:>10,}  {found['status']}"
+            + ("" if found["complete"] else " (not followed to the end)"),
+            flush=True,
+        )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, *sys.argv[2:])

@@ -1,0 +1,167 @@
+"""The model that `isotype.load` would give, without a byte of weights: every tensor on the meta device.
+
+The steps are transformers' own (its initialisation context, its quantizer's choice of layers) and bitsandbytes'
+own (its operators shape packed weights and quantization states on the meta device too), so that names, classes,
+shapes and dtypes follow the installed versions.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.config import _BUILD_ERRORS, read_config
+from isotype.checkpoint.headers import contents, find_weights
+from isotype.checkpoint.hub import hub_config
+from isotype.checkpoint.load import _note_quantization, _pinning, _quantization_config, concrete_class
+from isotype.checkpoint.locate import resolve_source
+from isotype.errors import CheckpointError, Problem
+from isotype.model.enforce import enforce_model
+from isotype.precision.policy import PrecisionPolicy
+
+
+def model_config(source: Any, *, revision: str | None = None) -> Any:
+    """The transformers config of a model, without its weights.
+
+    Args:
+        source: a transformers config, a checkpoint directory, its config.json, a GGUF file, `embedded:NAME` or a
+            hub id.
+        revision: branch, tag or commit of a hub id; of no meaning for anything else.
+
+    Raises:
+        CheckpointError: there is no config there, or it is damaged or of an unknown model.
+    """
+    if hasattr(source, "to_dict"):
+        return source
+    found = resolve_source(source)
+    if isinstance(found, str):
+        return hub_config(found, revision)
+    if found.is_dir() and not (found / "config.json").is_file():
+        weights = find_weights(found)
+        if weights is None or weights[0].suffix != ".gguf":
+            given = f"the directory {found} holds {contents(found)}"
+            fix = "give the directory that save_pretrained() wrote"
+            raise CheckpointError("not a model", [Problem(given, "config.json or a .gguf file", fix)])
+        found = weights[0]
+    if found.suffix == ".gguf":
+        return _gguf_config(found)
+    if found.is_dir() or found.name == "config.json":
+        return read_config(found if found.is_dir() else found.parent)
+    expected = "a checkpoint directory, its config.json or a .gguf file"
+    raise CheckpointError(
+        "not a model", [Problem(f"the file {found}", expected, f"give the directory {found.parent}")]
+    )
+
+
+def _gguf_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        fix = "use the config.json of the model it was made from"
+        problem = Problem(f"{path}: {error}", "an architecture that transformers reads from GGUF", fix)
+        raise CheckpointError("transformers cannot read this GGUF file", [problem]) from error
+
+
+def skeleton(
+    config: Any,
+    policy: PrecisionPolicy,
+    *,
+    model_class: Any = None,
+    attn_implementation: str | None = None,
+    **settings: Any,
+) -> Any:
+    """The dense model on the meta device, its float tensors in the policy's plain dtype.
+
+    Args:
+        config: a transformers config; it is copied.
+        policy: from `isotype.resolve_precision`.
+        model_class: a transformers model class or auto class; by default the class that the config names.
+        attn_implementation: as in `from_pretrained`.
+        **settings: fields of the config to set, such as `num_labels`.
+
+    Raises:
+        CheckpointError: the config names no class that transformers has, or one that it does not fit.
+    """
+    config = copy.deepcopy(config)
+    cls = concrete_class(config, model_class)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
+    config.dtype = policy.plain
+    pinned = _pinning(cls)
+    try:
+        with ExitStack() as stack:
+            for context in pinned.get_init_context(policy.plain, policy.quantized, False, None):
+                stack.enter_context(context)
+            model = pinned(config)
+    except _BUILD_ERRORS as error:
+        given = f"{cls.__name__} fails with {type(error).__name__}: {error}"
+        fix = "take config.json and transformers as the checkpoint was published with"
+        raise CheckpointError(
+            "the config does not fit its model class",
+            [Problem(given, "a config that the class can be built from", fix)],
+        ) from error
+    model.tie_weights()
+    return model
+
+
+def store(model: Any, policy: PrecisionPolicy) -> Any:
+    """Bring a model from `skeleton` into the storage that the policy names, in place, and put it under the policy.
+
+    4-bit weights become `[packed, 1]` with their quantization state; int8 ones `[out, in]` with row scales.
+    """
+    saved = getattr(model.config, "quantization_config", None)
+    if policy.quantized:
+        _quantize(model, policy, saved)
+    elif saved is not None:
+        del model.config.quantization_config  # mxfp4, which is dequantized while it is loaded
+    model.__class__ = type(model).__mro__[1]  # `_pinning` made the subclass
+    if policy.trainable == "lora":
+        model.requires_grad_(False)
+    model.eval()
+    _note_quantization(model, policy)
+    enforce_model(model, policy)
+    return model
+
+
+def skipped_modules(config: Any) -> tuple[str, ...]:
+    """The modules that a checkpoint which is saved quantized leaves dense."""
+    saved = getattr(config, "quantization_config", None) or {}
+    options = saved if isinstance(saved, dict) else saved.to_dict()
+    return tuple(options.get("llm_int8_skip_modules") or ())
+
+
+def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
+    from transformers.quantizers import AutoHfQuantizer
+    from transformers.utils.quantization_config import BitsAndBytesConfig
+
+    wanted = saved or _quantization_config(policy, None)
+    if isinstance(wanted, dict):
+        wanted = BitsAndBytesConfig.from_dict(wanted)
+    quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=saved is not None)
+    quantizer.preprocess_model(model=model, dtype=policy.plain, device_map={"": "cpu"}, use_kernels=False)
+    for name, module in model.named_modules():
+        if quantizer.param_needs_quantization(model, f"{name}.weight") if _has_weight(module) else False:
+            _pack(module, policy.plain)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return isinstance(module._parameters.get("weight"), nn.Parameter)
+
+
+def _pack(layer: Any, dtype: torch.dtype) -> None:
+    """Quantize the weight of a bitsandbytes layer: the library's own operators, on tensors without data."""
+    dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
+    old = layer.weight
+    settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}
+    layer.weight = type(old)(dense, requires_grad=False, **settings)._quantize("meta")

@@ -1,0 +1,1 @@
+"""KNOW: what each operator accepts, per device, measured; what autocast does to it."""

@@ -1,0 +1,184 @@
+"""What an operator does with operands of given dtypes: looked up in tables that were measured on real devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotype.contracts.families import families_of
+from isotype.contracts.pattern import LETTERS, RESULT_DTYPES, fill, layout_of, letters_in, patterns_of
+
+TABLES = Path(__file__).parent / "tables"
+KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
+
+UNSPECIFIED = "?"
+"""In a table: accepted, but the result's dtype depends on more than the operands' dtypes."""
+
+
+_INDEX_PUT = frozenset(
+    f"aten.{name}.default" for name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+)
+
+
+def fills(op: str, args: Sequence[Any]) -> bool:
+    """Whether a call is an `index_put` that torch runs as `masked_fill`: bool masks and a value of one element.
+
+    It takes a value of any dtype, so the contract of `index_put` does not apply to it.
+    """
+    if op not in _INDEX_PUT:
+        return False
+    _, indices, values, *_ = args
+    masks = (torch.bool, torch.uint8)
+    return values.numel() == 1 and all(index is None or index.dtype in masks for index in indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an operator does with operands of given dtypes.
+
+    Attributes:
+        accepted: whether it runs.
+        results: dtypes of the tensors it returns (of an in-place operator: the one it changed). Empty where it was
+            rejected, where it was not measured on this device, and where they depend on more than dtypes (scalar
+            arguments, list lengths, operands without dimensions): there the fake kernel is right.
+        message: what the device says where it was rejected, else "".
+        assumed: whether this is a family's rule or another device's behaviour, not a measurement on this device.
+    """
+
+    accepted: bool
+    results: tuple[torch.dtype, ...] = ()
+    message: str = ""
+    assumed: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """The measured contracts of one device.
+
+    Attributes:
+        device: kind of the device.
+        name: the device's own name.
+        torch_version: version of torch it was measured with.
+        date: day of the measurement.
+        messages: message templates, see `isotype.contracts.pattern.Spelled`.
+        operators: overload -> pattern -> letters of the results, or the number of a message.
+    """
+
+    device: str
+    name: str
+    torch_version: str
+    date: str
+    messages: tuple[str, ...]
+    operators: Mapping[str, Mapping[str, str | int]]
+
+
+def read_table(path: Path) -> Table:
+    """Read what `isotype.contracts.measure` wrote."""
+    read = json.loads(path.read_text(encoding="utf-8"))
+    return Table(
+        device=read["device"],
+        name=read["name"],
+        torch_version=read["torch"],
+        date=read["date"],
+        messages=tuple(read["messages"]),
+        operators=read["operators"],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Contracts:
+    """The contracts of one kind of device.
+
+    Attributes:
+        kind: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
+        measured: the table measured on such a device, None where there is none.
+        reference: the CPU's table, which stands in (as an assumption) for what was not measured.
+    """
+
+    kind: str
+    measured: Table | None
+    reference: Table
+    _memo: dict[tuple[str, tuple[torch.dtype, ...]], Verdict | None] = field(default_factory=dict, repr=False)
+
+    def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
+        """The verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
+
+        `dtypes` are those of every tensor the operator is given, in argument order, lists flattened, absent optional
+        tensors left out; see `isotype.contracts.pattern` for how lists are judged.
+
+        None: nothing is known (no float operand, a dtype or an operator no table and no family has); the fake
+        kernel's word stands.
+        """
+        key = (op, dtypes)
+        try:
+            return self._memo[key]
+        except KeyError:
+            verdict = self._memo[key] = self._judge(op, dtypes)
+            return verdict
+
+    def _judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
+        letters = [LETTERS.get(dtype, "") for dtype in dtypes]
+        if "" in letters or set(letters) <= {"i"}:
+            return None
+        integer = next((dtype for dtype in dtypes if LETTERS[dtype] == "i"), torch.int64)
+        verdicts = [self._judge_pattern(op, each, integer) for each in patterns_of(layout_of(op), letters)]
+        known = [verdict for verdict in verdicts if verdict is not None]
+        rejected = next((verdict for verdict in known if not verdict.accepted), None)
+        if rejected is not None or len(verdicts) == 1:
+            return rejected or verdicts[0]
+        if len(known) < len(verdicts):
+            return None
+        return Verdict(True, assumed=any(verdict.assumed for verdict in known))
+
+    def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
+        if self.measured is not None:
+            found = _look_up(self.measured, op, pattern, integer)
+            if found is not None:
+                return found
+        families = families_of(op, self.kind)
+        breach = next(
+            (said for family in families if (said := family.breach(pattern, integer)) is not None), None
+        )
+        if breach is not None:
+            return Verdict(False, message=breach, assumed=True)
+        found = _look_up(self.reference, op, pattern, integer)
+        if found is not None and not found.accepted and not any(mark in found.message for mark in _CPU_ONLY):
+            return Verdict(False, message=found.message, assumed=True)
+        if families or (found is not None and found.accepted):
+            return Verdict(True, assumed=True)
+        return None
+
+
+# A kernel that a CPU lacks, and the CPU's own libraries, say nothing about other devices.
+_CPU_ONLY = (" not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
+
+
+def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
+    found = table.operators.get(op, {}).get(pattern)
+    if found is None:
+        return None
+    if isinstance(found, int):
+        return Verdict(False, message=fill(table.messages[found], letters_in(pattern), integer))
+    if found == UNSPECIFIED:
+        return Verdict(True)
+    return Verdict(True, tuple(RESULT_DTYPES[letter] for letter in found))
+
+
+@cache
+def contracts_for(kind: str) -> Contracts:
+    """The contracts of a kind of device, one of `KINDS`; tables are read at the first call.
+
+    Raises:
+        ValueError: no such kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"device kind {kind!r}: expected one of {', '.join(KINDS)}")
+    path = TABLES / f"{kind}.json"
+    reference = read_table(TABLES / "cpu.json")
+    return Contracts(kind, read_table(path) if path.exists() else None, reference)

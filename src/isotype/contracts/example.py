@@ -1,0 +1,158 @@
+"""Examples of operator calls as JSON: recorded from real steps, replayed with operands of any dtype.
+
+An example is `[arguments, keyword arguments]`. In it a tensor is `{"t": dtype, "s": shape}`, with `"p"`, the order of
+its dimensions in memory, where it is not contiguous, and `"v"`, its values, where it holds integers or bools. Float
+tensors are drawn between 0.1 and 0.9 when they are replayed, a range every operator takes (probabilities, variances,
+scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; floats that
+JSON has no number for are `{"float": "inf"}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from isotype.contracts.pattern import LETTERS, Layout
+from isotype.dtypes import dtype_name
+
+Json = Any
+"""What `json.dumps` takes."""
+
+LARGEST = 4096
+"""Elements of the largest integer tensor whose values are kept in an example."""
+
+
+class NotAnExampleError(Exception):
+    """A call that holds something no example can hold."""
+
+
+def encode(value: Any) -> Json:
+    """A call's argument as JSON.
+
+    Raises:
+        NotAnExampleError: it holds something else than tensors, numbers, strings and torch's enumerations.
+    """
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value)
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, (torch.layout, torch.memory_format)):
+        kind = "layout" if isinstance(value, torch.layout) else "memory_format"
+        return {kind: str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    raise NotAnExampleError(f"{type(value).__name__} in a call")
+
+
+def _encode_tensor(tensor: torch.Tensor) -> Json:
+    encoded: dict[str, Json] = {"t": dtype_name(tensor.dtype), "s": list(tensor.shape)}
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    if order != list(range(tensor.dim())) and not tensor.is_contiguous():
+        encoded["p"] = order
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        if tensor.numel() > LARGEST:
+            raise NotAnExampleError(f"an integer tensor of {tensor.numel()} elements in a call")
+        values = [int(value) for value in tensor.detach().reshape(-1).tolist()]
+        encoded["v"] = values[0] if values and len(set(values)) == 1 else values
+    return encoded
+
+
+def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
+    """The encoded tensors of an example in argument order (keyword arguments last, in schema order)."""
+    if isinstance(example, dict):
+        if "t" in example:
+            yield example
+        elif not set(example) & {"dtype", "device", "layout", "memory_format", "float"}:
+            for item in example.values():
+                yield from tensors_in(item)
+    elif isinstance(example, list):
+        for item in example:
+            yield from tensors_in(item)
+
+
+def is_float(tensor: Json) -> bool:
+    """Whether an encoded tensor is one of the operands whose dtype is varied."""
+    return LETTERS.get(getattr(torch, tensor["t"]), "i") != "i"
+
+
+def has_dtype_argument(example: Json) -> bool:
+    """Whether a call is told a dtype, which then decides the result's."""
+    if isinstance(example, dict):
+        return "dtype" in example or ("t" not in example and any(map(has_dtype_argument, example.values())))
+    return isinstance(example, list) and any(map(has_dtype_argument, example))
+
+
+def decode(
+    example: Json, dtypes: Sequence[torch.dtype], device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments for a call: fresh tensors, the float ones of the given dtypes in order, all on `device`."""
+    rest = iter(dtypes)
+    generator = torch.Generator().manual_seed(0)
+
+    def make(value: Json) -> Any:
+        if isinstance(value, list):
+            return [make(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return (
+            _make_tensor(value, rest, generator, device) if "t" in value else _make_other(value, device, make)
+        )
+
+    args, kwargs = example
+    return [make(item) for item in args], {name: make(item) for name, item in kwargs.items()}
+
+
+def _make_other(value: dict[str, Json], device: torch.device, make: Callable[[Json], Any]) -> Any:
+    (kind, name), *_ = value.items()
+    if kind == "float":
+        return float(name)
+    if kind == "device":
+        return device
+    if kind in ("dtype", "layout", "memory_format"):
+        return getattr(torch, name)
+    raise ValueError(f"{kind!r} in an example: expected t, dtype, device, layout, memory_format or float")
+
+
+def _make_tensor(
+    value: dict[str, Json], dtypes: Iterator[torch.dtype], generator: torch.Generator, device: torch.device
+) -> torch.Tensor:
+    shape = value["s"]
+    if is_float(value):
+        made = (0.1 + 0.8 * torch.rand(shape, generator=generator)).to(next(dtypes))
+    elif "v" in value:
+        values = value["v"] if isinstance(value["v"], list) else [value["v"]] * math.prod(shape)
+        made = torch.tensor(values, dtype=torch.int64).reshape(shape).to(getattr(torch, value["t"]))
+    else:
+        made = torch.rand(shape, generator=generator).to(getattr(torch, value["t"]))
+    if "p" in value:
+        order = value["p"]
+        inverse = [order.index(dim) for dim in range(len(order))]
+        made = made.permute(order).contiguous().permute(inverse)
+    return made.to(device)
+
+
+def trimmed(example: Json, layout: Layout) -> Json:
+    """The example with shorter lists: one element where each is on its own, three where tensors are joined.
+
+    The scalar lists of element-wise operators are as long as their lists of tensors.
+    """
+    if not layout.lists:
+        return example
+    keep = 1 if layout.each else 3
+
+    def cut(value: Json) -> Json:
+        tensors = isinstance(value, list) and all(isinstance(item, dict) and "t" in item for item in value)
+        return value[:keep] if isinstance(value, list) and (tensors or layout.each) else value
+
+    args, kwargs = example
+    return [[cut(value) for value in args], {name: cut(value) for name, value in kwargs.items()}]

@@ -1,0 +1,296 @@
+"""Measure what a device's operators accept: real calls with every combination of operand dtypes.
+
+    python -m isotype.contracts.measure --device cuda -o cuda.json
+
+Every example of `tables/examples.json` is replayed with fresh tensors of a few elements for each combination of
+float32, bfloat16 and float16 over its float operands (float64 too where an example has it):
+
+- up to 4 float operands: all combinations;
+- 5 or 6: all combinations of at most two dtypes;
+- more: all alike, all alike but one, and the combination that was recorded.
+
+What raises is rejected, with the message; all else is accepted, with the dtypes of the results. Examples of one
+operator may have the same pattern and different results (a scalar, a `dtype=` argument): then the result is
+unspecified (`?`). Where one example accepts a pattern and another rejects it, the pattern is left out: a table says
+nothing that is only sometimes so.
+
+Calls run in a child process. Where one kills it (or the device), the operator is named under `died` and the
+measurement goes on after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotype.contracts.contract import TABLES, UNSPECIFIED
+from isotype.contracts.example import Json, decode, has_dtype_argument, is_float, tensors_in
+from isotype.contracts.messages import templates
+from isotype.contracts.pattern import FLOAT_DTYPES, LETTERS, RESULT_LETTERS, layout_of, patterns_of
+
+EXAMPLES = TABLES / "examples.json"
+GPU_EXAMPLES = TABLES / "examples_gpu.json"
+"""Calls that no step on a CPU makes: attention kernels of GPUs. Written by hand."""
+
+_TORCH_NAMES = {"rocm": "cuda"}  # what torch calls a device
+
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+"""What torch raises at operands it does not take."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One call: the letters of its results, or what it raised."""
+
+    pattern: str
+    results: str = ""
+    error: str = ""
+
+
+def combinations(recorded: str, doubles: bool) -> list[str]:
+    """The combinations of letters to measure for float operands recorded as `recorded` (`"fbb"`)."""
+    letters = "fbhd" if doubles else "fbh"
+    count = len(recorded)
+    if count <= 4:
+        found = ["".join(letters) for letters in itertools.product(letters, repeat=count)]
+    elif count <= 6:
+        pairs = itertools.combinations(letters, 2)
+        found = ["".join(mixed) for pair in pairs for mixed in itertools.product(pair, repeat=count)]
+    else:
+        found = [letter * count for letter in letters]
+        found += [
+            base * at + other + base * (count - at - 1)
+            for base, other in itertools.permutations(letters, 2)
+            for at in range(count)
+        ]
+    return list(dict.fromkeys([recorded, *found]))
+
+
+def overload(op: str) -> torch._ops.OpOverload:
+    """`aten.mm.default` -> the operator; bitsandbytes is imported for its own.
+
+    Raises:
+        AttributeError, ImportError: this machine does not have it.
+    """
+    namespace, name, variant = op.split(".")
+    if namespace == "bitsandbytes":
+        import bitsandbytes  # noqa: F401 - registers its operators
+    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), variant)
+    return found
+
+
+def measure_operator(op: str, examples: Sequence[Json], device: torch.device) -> dict[str, Any]:
+    """What `op` does with every combination of dtypes: `{pattern: results or [message]}`, `broken` examples.
+
+    An example is broken if this device refuses even the dtypes it was recorded with.
+    """
+    doubles = any(tensor["t"] == "float64" for tensor in tensors_in(examples))
+    outcomes: dict[str, list[Outcome]] = {}
+    broken = []
+    for example in examples:
+        calls = list(_calls(op, example, device, doubles))
+        if calls and calls[0].error:
+            broken.append(calls[0].error)
+            if not any(not call.error for call in calls):
+                continue
+        for call in calls:
+            outcomes.setdefault(call.pattern, []).append(call)
+    return {
+        "patterns": {key: entry for key in sorted(outcomes) if (entry := _merged(outcomes[key])) is not None},
+        "broken": broken,
+    }
+
+
+def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
+    """What all examples of a pattern agree on, None where they do not."""
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    if errors:
+        return errors[:1] if len(errors) == len(outcomes) else None
+    results = {outcome.results for outcome in outcomes}
+    return results.pop() if len(results) == 1 else UNSPECIFIED
+
+
+def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Iterator[Outcome]:
+    """Replay an example, first with the dtypes it was recorded with."""
+    function, layout = overload(op), layout_of(op)
+    tensors = list(tensors_in(example))
+    operands = [LETTERS.get(getattr(torch, tensor["t"]), "i") for tensor in tensors]
+    recorded = "".join(letter for letter in operands if letter != "i")
+    # The result of a pointwise operator on mixed dtypes depends on which operands have no dimensions.
+    loose = layout.each or has_dtype_argument(example)
+    pointwise = torch.Tag.pointwise in function.tags
+    for letters in combinations(recorded, doubles):
+        rest = iter(letters)
+        varied = [next(rest) if is_float(tensor) else "i" for tensor in tensors]
+        (pattern,) = patterns_of(layout, varied)
+        try:
+            args, kwargs = decode(example, [FLOAT_DTYPES[letter] for letter in letters], device)
+            returned = function(*args, **kwargs)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+        except REFUSALS as error:
+            if isinstance(error, getattr(torch, "AcceleratorError", ())):
+                raise  # the device is lost: every later call would fail too
+            yield Outcome(pattern, error=_first_line(error))
+            continue
+        unsure = loose or (pointwise and len(set(letters)) > 1)
+        yield Outcome(pattern, results=UNSPECIFIED if unsure else _result_letters(returned))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.split("\n", 1)[0].strip()
+
+
+def _result_letters(returned: Any) -> str:
+    items = returned if isinstance(returned, (tuple, list)) else [returned]
+    letters = [RESULT_LETTERS.get(item.dtype) for item in items if isinstance(item, torch.Tensor)]
+    return UNSPECIFIED if None in letters else "".join(letter for letter in letters if letter)
+
+
+def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, Any]:
+    """The table of `device`, as it is written to JSON; every operator of `examples` is measured."""
+    measured, died = _measured_in_children(examples, device)
+    messages: dict[str, int] = {}
+    operators: dict[str, dict[str, str | int]] = {}
+    for op in sorted(measured):
+        patterns = measured[op]["patterns"]
+        made = templates({key: entry[0] for key, entry in patterns.items() if isinstance(entry, list)})
+        numbers = {key: messages.setdefault(template, len(messages)) for key, template in made.items()}
+        operators[op] = {key: numbers.get(key, entry) for key, entry in patterns.items()}
+    return {
+        "device": device,
+        "name": _device_name(device),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "messages": list(messages),
+        "operators": {op: patterns for op, patterns in operators.items() if patterns},
+        "broken": {op: found["broken"] for op, found in sorted(measured.items()) if found["broken"]},
+        "died": died,
+    }
+
+
+def _measured_in_children(
+    examples: Mapping[str, Sequence[Json]], device: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Measure in child processes, a new one after each operator that killed its process; name those."""
+    measured: dict[str, Any] = {}
+    died: dict[str, str] = {}
+    left = dict(sorted(examples.items()))
+    with tempfile.TemporaryDirectory() as folder:
+        work, results = Path(folder, "work.json"), Path(folder, "results.jsonl")
+        while left:
+            work.write_text(json.dumps(left), encoding="utf-8")
+            results.touch()
+            child = [
+                sys.executable,
+                "-m",
+                "isotype.contracts.measure",
+                "--device",
+                device,
+                "-o",
+                str(results),
+            ]
+            ended = subprocess.run([*child, "--child", str(work)], check=False)
+            for line in results.read_text(encoding="utf-8").splitlines():
+                found = json.loads(line)
+                measured[found.pop("op")] = found
+            left = {op: calls for op, calls in left.items() if op not in measured}
+            if left:
+                fatal = next(iter(left))
+                died[fatal] = f"its process ended with status {ended.returncode}"
+                del left[fatal]
+    return measured, died
+
+
+def _measure_into(results: Path, examples: Mapping[str, Sequence[Json]], device: torch.device) -> None:
+    """Measure `examples`, one line of JSON an operator; each line is on disk before the next operator runs."""
+    with results.open("a", encoding="utf-8") as lines:
+        for op, calls in examples.items():
+            lines.write(json.dumps({"op": op, **measure_operator(op, calls, device)}) + "\n")
+            lines.flush()
+
+
+def _device_name(device: str) -> str:
+    if device in ("cuda", "rocm", "xpu"):
+        return str(getattr(torch, _TORCH_NAMES.get(device, device)).get_device_name())
+    return platform.processor() or platform.machine()
+
+
+def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]]:
+    """The calls to replay on a kind of device: those of `path`, else isotype's own."""
+    files = [path] if path is not None else [EXAMPLES] if device == "cpu" else [EXAMPLES, GPU_EXAMPLES]
+    read: dict[str, list[Json]] = {}
+    for file in files:
+        read |= json.loads(file.read_text(encoding="utf-8"))
+    return read
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write two levels of keys one to a line and the rest compactly, so that a changed entry is a changed line."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(compact(content) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def compact(content: Mapping[str, Any]) -> str:
+    """A JSON object with one line for each entry of its dicts and lists."""
+    lines = []
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            inner = [f"  {json.dumps(name)}: {_tight(item)}" for name, item in value.items()]
+            lines.append(f"{json.dumps(key)}: {{\n" + ",\n".join(inner) + "\n}")
+        elif isinstance(value, list) and value:
+            lines.append(
+                f"{json.dumps(key)}: [\n" + ",\n".join("  " + _tight(item) for item in value) + "\n]"
+            )
+        else:
+            lines.append(f"{json.dumps(key)}: {_tight(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _tight(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def main() -> None:
+    """Command line: measure a device, write its table, print what was done."""
+    parser = argparse.ArgumentParser(prog="python -m isotype.contracts.measure", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm", "xpu", "mps"))
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write the table to")
+    parser.add_argument("--examples", type=Path, help="calls to replay instead of isotype's own")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    device = torch.device(_TORCH_NAMES.get(options.device, options.device))
+    if options.child is not None:
+        _measure_into(options.output, json.loads(options.child.read_text(encoding="utf-8")), device)
+        return
+    torch.empty(1, device=device)  # fail here, in one line, where the device is missing
+    started = time.perf_counter()
+    table = measure(read_examples(options.device, options.examples), options.device)
+    write_json(options.output, table)
+    count = sum(map(len, table["operators"].values()))
+    seconds = time.perf_counter() - started
+    print(f"{options.output}: {len(table['operators'])} operators, {count} patterns in {seconds:.1f} s")
+    for kind in ("died", "broken"):
+        for op, why in table[kind].items():
+            print(f"{kind:7} {op}: {why}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Apply the actions of a fix to a model, a real one or a twin, and take them back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.dtypes import parse_dtype
+from isotype.errors import Problem, UsageError
+from isotype.model.boundary import Boundary, set_boundary
+from isotype.model.enforce import fresh_rotary
+from isotype.model.quantized import quantization_state
+from isotype.rules.finding import Action
+
+Undo = Callable[[], None]
+
+
+def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
+    """Apply `actions` in order; returns what takes each change back, in the same order.
+
+    A `setting` or an `advice` changes nothing on a model and is passed over.
+
+    Raises:
+        UsageError: a target names nothing in the model. What was applied before is taken back.
+    """
+    done: list[Undo] = []
+    for action in actions:
+        change = _CHANGES.get(action.kind)
+        if change is None:
+            continue
+        found = list(_targets(model, action))
+        if not found:
+            take_back(done)
+            raise UsageError(
+                "the fix does not fit this model",
+                [
+                    Problem(
+                        f"{action.kind} {action.target!r}",
+                        f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}",
+                        "repair the model that was checked",
+                    )
+                ],
+            )
+        done += [undo for target in found for undo in change(target, action.value)]
+    return done
+
+
+def take_back(done: list[Undo]) -> None:
+    """Undo in reverse order."""
+    while done:
+        done.pop()()
+
+
+_TENSORS = ("parameter", "buffer")
+
+
+def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
+    pattern = re.compile(re.escape(action.target).replace(r"\*", r"\d+"))
+    for name, module in model.named_modules():
+        if action.kind not in _TENSORS:
+            if pattern.fullmatch(name):
+                yield module
+            continue
+        own = module._parameters if action.kind == "parameter" else module._buffers
+        for tensor_name, tensor in own.items():
+            full = f"{name}.{tensor_name}" if name else tensor_name
+            if tensor is not None and pattern.fullmatch(full):
+                yield module, tensor_name
+
+
+def _cast_parameter(target: Any, value: str) -> list[Undo]:
+    module, name = target
+    parameter, dtype = module._parameters[name], parse_dtype(value)
+    data, gradient = parameter.data, parameter.grad
+    if data.dtype == dtype:
+        return []
+    parameter.grad = None
+    parameter.data = data.to(dtype)
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+    def undo() -> None:
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = gradient
+
+    return [undo]
+
+
+def _cast_buffer(target: Any, value: str) -> list[Undo]:
+    module, name = target
+    before = module._buffers[name]
+    rotary = "inv_freq" in name and not isinstance(before, FakeTensor) and hasattr(module, "config")
+    fresh = fresh_rotary(name, module) if rotary else None
+    source = before if fresh is None else getattr(fresh, name).to(before.device)
+    module._buffers[name] = source.to(parse_dtype(value))
+
+    def undo() -> None:
+        module._buffers[name] = before
+
+    return [undo]
+
+
+class _Cast:
+    """A hook that casts float tensors; a class, so that a model with it can be pickled and copied."""
+
+    def __init__(self, value: str) -> None:
+        self.dtype = parse_dtype(value)
+
+    def leaves(self, value: Any) -> Any:
+        from torch.utils._pytree import tree_map
+
+        def cast(leaf: Any) -> Any:
+            return (
+                leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            )
+
+        return tree_map(cast, value)
+
+
+class _CastOutput(_Cast):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.leaves(output)
+
+
+class _CastInput(_Cast):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.leaves(args), self.leaves(kwargs)
+
+
+def _cast_output(module: nn.Module, value: str) -> list[Undo]:
+    return [module.register_forward_hook(_CastOutput(value)).remove]
+
+
+def _cast_input(module: nn.Module, value: str) -> list[Undo]:
+    return [module.register_forward_pre_hook(_CastInput(value), with_kwargs=True).remove]
+
+
+def _set_state(layer: Any, value: str) -> list[Undo]:
+    dtype = parse_dtype(value)
+    states = {
+        id(state): state
+        for state in (
+            quantization_state(layer) if hasattr(layer, "weight") else None,
+            getattr(layer, "quant_state", None),
+        )
+        if state is not None
+    }
+    undos: list[Undo] = []
+    for state in states.values():
+        undos.append(_setting_back(state, "dtype", state.dtype))
+        state.dtype = dtype
+    return undos
+
+
+def _set_compute(layer: Any, value: str) -> list[Undo]:
+    undos = [
+        _setting_back(layer, "compute_dtype", layer.compute_dtype),
+        _setting_back(layer, "compute_type_is_set", layer.compute_type_is_set),
+    ]
+    layer.compute_dtype, layer.compute_type_is_set = parse_dtype(value), True
+    return undos
+
+
+def _setting_back(holder: Any, name: str, value: Any) -> Undo:
+    def undo() -> None:
+        setattr(holder, name, value)
+
+    return undo
+
+
+def _set_boundary(module: nn.Module, value: str) -> list[Undo]:
+    kind, _, dtype = value.partition(":")
+    before = module.boundary if isinstance(module, Boundary) else None
+    compute = getattr(module, "_boundary_compute", parse_dtype(dtype))
+    set_boundary(module, kind, parse_dtype(dtype))
+
+    def undo() -> None:
+        set_boundary(module, before, compute)
+
+    return [undo]
+
+
+_CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
+    "parameter": _cast_parameter,
+    "buffer": _cast_buffer,
+    "output": _cast_output,
+    "input": _cast_input,
+    "state": _set_state,
+    "compute": _set_compute,
+    "boundary": _set_boundary,
+}

@@ -1,0 +1,269 @@
+"""check: see one training step, judge it, try the fixes. The one place where trace, rules and fixes meet."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.dtypes import parse_dtype
+from isotype.errors import Problem, UsageError
+from isotype.fixes.apply import apply_actions
+from isotype.model.enforce import policy_of
+from isotype.model.walk import own_float_parameters, places
+from isotype.precision.hardware import device_profile
+from isotype.precision.policy import PrecisionPolicy
+from isotype.report.check import Report
+from isotype.rules import clears, judge
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.trace.record import PHASES, Phase, Setup, Trace
+from isotype.trace.step import LossOf, trace_step
+
+DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
+
+
+def check(
+    model: Any,
+    inputs: Any = None,
+    policy: PrecisionPolicy | None = None,
+    device: str | torch.device | None = None,
+    autocast: str | torch.dtype | bool | None = None,
+    scaler: bool | None = None,
+    optimizer: Any = "adamw",
+    phases: Sequence[str] = DEFAULT_PHASES,
+    *,
+    learning_rate: float | None = None,
+    fsdp: int = 0,
+    gradient_checkpointing: Mapping[str, Any] | bool | None = None,
+    generate: Callable[[nn.Module], Any] | None = None,
+    autocast_eval: bool = False,
+    verify: bool = True,
+) -> Report:
+    """Run one training step on fake tensors, find every dtype problem in it, and try the fixes.
+
+    The model, the inputs and the random states come out untouched; no weights are read or copied.
+
+    Args:
+        model: any `nn.Module`, real or on the meta device; or a transformers/TRL trainer (then nothing else is
+            needed: its first batch and its arguments are taken).
+        inputs: the keyword arguments the model is called with (labels included), or a callable model -> loss.
+        policy: the policy the model is meant to follow; by default the one it carries, if any.
+        device: a device profile (`"t4"`) or a real device; by default the policy's, else the best one here.
+        autocast: dtype of autocast around forward and loss; None: the policy's, else off; False: off.
+        scaler: whether a GradScaler is used; None: with float16 autocast.
+        optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, or a callable parameters ->
+            optimizer.
+        phases: of the step, in order; `"generate"` adds a forward without labels and gradients.
+        learning_rate: of the optimizer, for rules on lost updates.
+        fsdp: 0, or the version of FSDP the run is sharded by.
+        gradient_checkpointing: switch it on for the step: True, or the arguments of the model's
+            `gradient_checkpointing_enable`; None leaves it as the model has it.
+        generate: what the phase `"generate"` runs, given the model.
+        autocast_eval: whether autocast is on in the phase `"generate"` too.
+        verify: whether fixes are tried by a second trace each.
+
+    Raises:
+        UsageError: arguments that do not fit; PrecisionError: an unknown device or dtype.
+    """
+    if not isinstance(model, nn.Module):
+        from isotype.train.preflight import check_trainer
+
+        return check_trainer(model, verify=verify)
+    _check_arguments(inputs, phases)
+    started = time.perf_counter()
+    policy = policy or policy_of(model)
+    if policy is not None and policy.keep_frozen:
+        policy = None
+    setup = _setup(model, policy, device, autocast, scaler, optimizer, phases, learning_rate, fsdp)
+    setup = replace(
+        setup,
+        gradient_checkpointing={} if gradient_checkpointing is True else gradient_checkpointing or None,
+        autocast_eval=autocast_eval,
+        checkpoint_dtype=_checkpoint_dtype(model),
+        attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+        batch=_shapes(inputs),
+    )
+    step = _Step(model, inputs, setup, None if isinstance(optimizer, str) else optimizer, generate)
+    trace = step.trace()
+    findings = judge(trace)
+    if verify:
+        findings = step.verified(findings)
+    return Report(trace, findings, time.perf_counter() - started, step.judged)
+
+
+def _check_arguments(inputs: Any, phases: Sequence[str]) -> None:
+    problems = []
+    if not callable(inputs) and not isinstance(inputs, (Mapping, LossOf)) and not hasattr(inputs, "keys"):
+        problems.append(
+            Problem(
+                f"inputs of type {type(inputs).__name__}",
+                "the dict that the model is called with (labels included), or a callable model -> loss",
+                "isotype.check(model, {'input_ids': …, 'labels': …})",
+            )
+        )
+    unknown = [phase for phase in phases if phase not in PHASES]
+    if unknown:
+        problems.append(Problem(f"phases {unknown}", f"of {', '.join(PHASES)}", "leave them out"))
+    if problems:
+        raise UsageError("nothing to check", problems)
+
+
+def _setup(
+    model: nn.Module,
+    policy: PrecisionPolicy | None,
+    device: Any,
+    autocast: Any,
+    scaler: bool | None,
+    optimizer: Any,
+    phases: Sequence[str],
+    learning_rate: float | None,
+    fsdp: int,
+) -> Setup:
+    profile = device_profile(device if device is not None else policy.device if policy else "auto")
+    if autocast is None and policy is not None:
+        autocast = policy.autocast
+    cast = None if autocast in (None, False) else parse_dtype(autocast)
+    known = policy.compute if policy is not None else cast
+    if isinstance(optimizer, torch.optim.Optimizer) and learning_rate is None:
+        learning_rate = float(optimizer.param_groups[0]["lr"])
+    return Setup(
+        profile=profile,
+        autocast=cast,
+        scaler=cast == torch.float16 if scaler is None else scaler,
+        optimizer=optimizer if isinstance(optimizer, str) else type(optimizer).__name__,
+        compute=known or compute_dtype(model),
+        learning_rate=learning_rate,
+        phases=tuple(phase for phase in PHASES if phase in phases),
+        policy=policy,
+        fsdp=fsdp,
+    )
+
+
+def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
+    given = inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
+    return {name: tuple(value.shape) for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+
+def _checkpoint_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype the model's config says its checkpoint was saved in."""
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype a model computes in by itself: that of most frozen elements of its linear layers, else of all."""
+    counts: Counter[torch.dtype] = Counter()
+    others: Counter[torch.dtype] = Counter()
+    for place in places(model):
+        module: Any = place.module
+        if place.kind == "linear4bit":
+            counts[module.compute_dtype or torch.float32] += 2 * module.weight.numel()
+            continue
+        for parameter in own_float_parameters(module).values():
+            into = counts if place.kind in ("linear", "embedding") and not place.adapter else others
+            into[parameter.dtype] += parameter.numel()
+    found = counts or others
+    return max(found, key=lambda dtype: found[dtype], default=torch.float32)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that can be traced again with a fix in it."""
+
+    model: nn.Module
+    inputs: Any
+    setup: Setup
+    optimizer: Any
+    generate: Callable[[nn.Module], Any] | None
+
+    def trace(self, actions: Sequence[Action] = ()) -> Trace:
+        setup = with_settings(self.setup, actions)
+
+        def change(twin: nn.Module) -> None:
+            apply_actions(twin, actions)
+
+        return trace_step(
+            self.model,
+            self.inputs,
+            setup,
+            change=change if actions else None,
+            optimizer=self.optimizer,
+            generate=self.generate,
+        )
+
+    def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
+        """What is found with `actions` applied."""
+        return judge(self.trace(actions))
+
+    def verified(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        """The findings with fixes that were tried and work, and with what only the user can do."""
+        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
+        return tuple(replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings)
+
+    def _working(
+        self,
+        finding: Finding,
+        findings: Sequence[Finding],
+        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
+    ) -> tuple[Fix, ...]:
+        good: list[Fix] = []
+        advice = [fix for fix in finding.fixes if _only_advice(fix)]
+        for fix in finding.fixes:
+            if fix in advice or len(good) == _FIXES_SHOWN:
+                continue
+            if fix.actions not in tried:
+                tried[fix.actions] = self._with(fix.actions)
+            after = tried[fix.actions]
+            if after is not None and clears(finding, findings, after):
+                good.append(replace(fix, verified=True, outcome=_outcome(after)))
+        return (*good, *advice)
+
+    def _with(self, actions: Sequence[Action]) -> tuple[Finding, ...] | None:
+        try:
+            return self.judged(actions)
+        except UsageError:
+            return None  # it names what this model has not
+
+
+_FIXES_SHOWN = 3  # tried in order of preference; a fourth way to mend the same thing helps nobody
+
+
+def _outcome(after: Sequence[Finding]) -> str:
+    left = sum(1 for each in after if each.severity != "note")
+    if not left:
+        return "the step then runs clean"
+    return f"it is gone; {left} other finding{'s' if left > 1 else ''} left"
+
+
+def _only_advice(fix: Fix) -> bool:
+    return all(action.kind == "advice" for action in fix.actions)
+
+
+def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
+    """The set-up after the `setting` actions among `actions`.
+
+    Values are written as in Python: a dtype's name, `True`, `None`, a number.
+    """
+    changes: dict[str, Any] = {}
+    for action in actions:
+        if action.kind == "setting":
+            changes[action.target] = _setting(action.value)
+    if "autocast" in changes and "scaler" not in changes:
+        changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
+    return replace(setup, **changes)
+
+
+def _setting(value: str) -> Any:
+    words = {"True": True, "False": False, "None": None}
+    if value in words:
+        return words[value]
+    try:
+        return float(value) if not value.isdigit() else int(value)
+    except ValueError:
+        named = getattr(torch, value, None)
+        return named if isinstance(named, torch.dtype) else value

@@ -1,0 +1,126 @@
+"""What a checkpoint holds, for the terminal and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from isotype.checkpoint.inspect import Group, Inspection
+from isotype.report.run_html import format_bytes
+
+_ODD_SHOWN = 4
+
+
+def render_inspection(inspection: Inspection, console: Console) -> None:
+    """Print the groups, the totals by dtype, and what is stored otherwise than the rest."""
+    head = f"{inspection.path}  ({inspection.format}, {inspection.kind})"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    console.print(_group_table(inspection))
+    console.print()
+    console.print(_total_table(inspection))
+    console.print()
+    facts = [
+        ("quantization", inspection.quantization or "none"),
+        ("config.json", inspection.config_dtype or ""),
+    ]
+    for name, text in facts:
+        if text:
+            console.print(Text.assemble((f"{name:<14}", "dim"), text), soft_wrap=True)
+    for line in odd_lines(inspection):
+        console.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def odd_lines(inspection: Inspection) -> list[str]:
+    """One line for each group with tensors stored otherwise, and for each note."""
+    lines = [
+        f"odd: {_names([odd.name for odd in some])} {'is' if len(some) == 1 else 'are'} {dtype}, "
+        f"the other {group.count - len(group.odd)} {group.dtype}"
+        for group in inspection.groups
+        for dtype, some in _by_dtype(group).items()
+    ]
+    for group in inspection.groups:
+        if group.unlike is not None:
+            lines.append(f"odd: {group.name} is {group.dtype} in a {group.unlike} checkpoint")
+    return [*lines, *(f"note: {note}" for note in inspection.notes)]
+
+
+def inspection_json(inspection: Inspection) -> dict[str, Any]:
+    """The inspection as plain dicts, lists, strings and numbers; bytes unrounded."""
+    return {
+        **asdict(inspection),
+        "bytes": inspection.bytes,
+        "tensors": inspection.tensors,
+        "values": inspection.values,
+    }
+
+
+def _by_dtype(group: Group) -> dict[str, list[Any]]:
+    together: dict[str, list[Any]] = {}
+    for odd in group.odd:
+        together.setdefault(odd.dtype, []).append(odd)
+    return together
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:_ODD_SHOWN])
+    return f"{shown} and {len(names) - _ODD_SHOWN} more" if len(names) > _ODD_SHOWN else shown
+
+
+def _group_table(inspection: Inspection) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("tensors", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("dtype")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for group in inspection.groups:
+        marked = bool(group.odd) or group.unlike is not None
+        table.add_row(
+            Text(group.name),
+            str(group.count),
+            Text(group.dtype + (" !" if marked else ""), style="yellow" if marked else ""),
+            _shape(group),
+            format_bytes(group.bytes),
+            _share(group.bytes, inspection.bytes),
+        )
+    return table
+
+
+def _total_table(inspection: Inspection) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
+    table.add_column("dtype")
+    for name in ("tensors", "weights", "bytes", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for total in inspection.totals:
+        table.add_row(
+            Text(total.dtype),
+            f"{total.tensors:,}",
+            f"{total.values:,}",
+            format_bytes(total.bytes),
+            _share(total.bytes, inspection.bytes),
+        )
+    if len(inspection.totals) > 1:
+        table.add_row(
+            Text("all", style="bold"),
+            f"{inspection.tensors:,}",
+            f"{inspection.values:,}",
+            format_bytes(inspection.bytes),
+            "100 %",
+        )
+    return table
+
+
+def _shape(group: Group) -> str:
+    first = " × ".join(map(str, group.shapes[0])) or "scalar"
+    others = len(group.shapes) - 1
+    return f"{first} (+{others} other{'s' if others > 1 else ''})" if others else first
+
+
+def _share(part: int, whole: int) -> str:
+    share = 100 * part / whole if whole else 0.0
+    return "< 0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"

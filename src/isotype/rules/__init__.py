@@ -1,0 +1,60 @@
+"""JUDGE: one rule, one file; pure functions from a trace to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from isotype.rules.finding import SEVERITIES, Finding
+from isotype.trace.record import Trace
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: the file `rules/ist101_….py` with `TITLE`, a docstring that is its page, and `find`.
+
+    Attributes:
+        code: `IST###`, from the file's name.
+        title: the headline of its page.
+        page: its documentation (Markdown).
+        find: from a trace to findings.
+    """
+
+    code: str
+    title: str
+    page: str
+    find: Callable[[Trace], Iterable[Finding]]
+
+
+@cache
+def all_rules() -> tuple[Rule, ...]:
+    """Every rule, by code."""
+    rules = []
+    for info in iter_modules(__path__):
+        if info.name.startswith("ist"):
+            module = import_module(f"{__name__}.{info.name}")
+            code = info.name.split("_", 1)[0].upper()
+            rules.append(Rule(code, module.TITLE, module.__doc__ or "", module.find))
+    return tuple(sorted(rules, key=lambda rule: rule.code))
+
+
+def judge(trace: Trace) -> tuple[Finding, ...]:
+    """What all rules find, errors first, then in order of the codes."""
+    found = [finding for rule in all_rules() for finding in rule.find(trace)]
+    return tuple(sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
+
+
+def clears(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
+    """Whether `finding` is gone and nothing new appeared: no error of another cause, no warning of another code."""
+    errors = {(each.code, each.cause) for each in before if each.severity == "error"}
+    codes = {each.code for each in before}
+    return not any(
+        (each.code, each.cause) == (finding.code, finding.cause)
+        or (each.severity == "error" and (each.code, each.cause) not in errors)
+        or each.code not in codes
+        for each in after
+        if each.severity != "note"
+    )

@@ -1,0 +1,110 @@
+"""Findings and fixes: what a rule draws from a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from isotype.trace.record import Operand
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+ActionKind = Literal[
+    "parameter",  # cast the parameter `target` to the dtype `value`
+    "buffer",  # cast the buffer `target` to `value`; rotary frequencies are computed anew
+    "output",  # the module `target` returns its float outputs in `value`
+    "input",  # the module `target` takes its float inputs in `value`
+    "state",  # the quantization state of the layer `target` dequantizes to `value`
+    "compute",  # the quantized layer `target` computes in `value`
+    "boundary",  # the module `target` casts at its border, see isotype.model.boundary.set_boundary
+    "setting",  # the argument `target` of the step (autocast, scaler, optimizer, …) becomes `value`
+    "advice",  # something only the user can change: `target` names it, `value` says how
+]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One change. `target` is a fully qualified name in which `*` stands for a layer's number."""
+
+    kind: ActionKind
+    target: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change that clears a finding.
+
+    Attributes:
+        description: what to do, as an order ("return each norm's output in bfloat16").
+        safety: `"safe"` keeps the meaning of the model and its stored digits; `"unsafe"` may not.
+        verified: whether a second trace with it was run, in which the finding was gone and nothing new appeared.
+        actions: what `repair` does; empty where only the user can do it.
+        outcome: what the second trace showed, "" before.
+    """
+
+    description: str
+    safety: Literal["safe", "unsafe"]
+    verified: bool = False
+    actions: tuple[Action, ...] = ()
+    outcome: str = ""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a silent finding costs in one step.
+
+    Attributes:
+        flops_share: share (0 to 1) of the step's FLOPs in a slower dtype.
+        cast_bytes: bytes read and written by casts that it makes necessary.
+        memory_bytes: extra bytes at the peak.
+        slowdown: estimated step time over the step time without it, on the device profile; None where unknown.
+    """
+
+    flops_share: float = 0.0
+    cast_bytes: int = 0
+    memory_bytes: int = 0
+    slowdown: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact that a rule draws from a trace; one cause is one finding, however many operators it breaks.
+
+    Attributes:
+        code: `IST###`.
+        severity: `"error"` crashes or corrupts; `"warning"` silently costs speed, memory or precision; `"note"`.
+        message: the fact in one line.
+        module: fully qualified name of the module where it surfaces first.
+        op: the operator, "" where there is none.
+        phase: where in the step.
+        source: `file:line` of the code that called the operator.
+        cause: fully qualified name or source of what introduced the dtype, with what it did.
+        evidence: the dtype's way from cause to place, one line a step.
+        notes: further facts (how many places, what was assumed).
+        fixes: in order of preference.
+        operands: what the operator was given, for the picture in a terminal.
+        price: of a silent finding.
+        places: every module it surfaces in.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    module: str = ""
+    op: str = ""
+    phase: str = "forward"
+    source: str = ""
+    cause: str = ""
+    evidence: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fixes: tuple[Fix, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    price: Price | None = None
+    places: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells one finding from another across two traces of the same model."""
+        return (self.code, self.cause, self.module)

@@ -1,0 +1,40 @@
+"""
+**What it means.** A matmul, or another operator that takes operands of one dtype only, is given two. PyTorch
+promotes dtypes in elementwise operators but never in matmuls, so the step crashes there.
+
+**Why it happens.** Something before the operator left the compute dtype: a norm whose weight was kept or cast in
+float32 (`weight * hidden` is then float32), an embedding that was upcast, a `.float()` in a custom layer, a weight in
+another dtype than its neighbours.
+
+**An example that fails**
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    model(**batch)   # expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16
+
+**Repaired**
+
+    isotype.repair(model, isotype.check(model, batch))   # each norm returns bfloat16 again
+
+**How safe is the fix?** Returning a norm's output in the compute dtype is what models do that were trained in 16
+bits: nothing that is stored loses digits. Casting a parameter down is offered as unsafe.
+
+**Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "Activations of another dtype than the weights they meet"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Operators that are given float operands of different dtypes."""
+    return operands.find(trace, "IST101", "{odd} meets {expected} in an operator that takes one dtype")

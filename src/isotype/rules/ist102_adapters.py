@@ -1,0 +1,40 @@
+"""
+**What it means.** The weights of an adapter (LoRA, DoRA's magnitude, LoKr, a prompt, a module to save) have another
+dtype than the activations that reach them, and nothing casts between the two.
+
+**Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But the layer that
+holds them has to cast its input to their dtype and its result back, as PEFT's layers do. Adapters of one's own often
+do not; with PEFT it happens when `autocast_adapter_dtype=False` meets another base dtype, or when
+`cast_input_dtype_enabled` is off.
+
+**An example that fails**
+
+    class LoraLinear(nn.Linear):                       # float32 lora_a, lora_b on a bfloat16 layer
+        def forward(self, x):
+            return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+**Repaired**
+
+    isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16, its masters stay float32
+
+**How safe is the fix?** The masters keep their dtype and digits; only the products are computed in the compute dtype,
+as they would be under autocast. Casting the adapter itself down is offered as unsafe: updates smaller than bfloat16
+can hold would be lost (IST801).
+
+**Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "An adapter of another dtype than its layer"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Adapter weights that meet activations, or a base layer, of another dtype."""
+    return operands.find(trace, "IST102", "{odd} meets {expected} at an adapter")

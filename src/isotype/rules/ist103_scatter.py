@@ -1,0 +1,37 @@
+"""
+**What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and take rows of
+its dtype only.
+
+**Why it happens.** A mixture of experts collects its experts' results in a buffer that was made in another dtype (the
+router's float32, the default dtype); a vision-language model writes image features of the vision tower's dtype among
+token embeddings of another; a cache was allocated for another model.
+
+**An example that fails**
+
+    combined = torch.zeros_like(hidden)                          # bfloat16
+    combined.index_add_(0, rows, expert(hidden[rows]) * weights) # the router's weights are float32
+
+**Repaired**
+
+    combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
+
+**How safe is the fix?** Rounding the result once, where it enters the buffer, is what the surrounding model does with
+every other result. The offered fixes return the outputs of the module that made the other dtype in the compute dtype.
+
+**Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune #1349.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "A scatter whose source has another dtype than its destination"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """index_put, index_add, scatter, masked_scatter and their kind with a source of another dtype."""
+    return operands.find(trace, "IST103", "{odd} is written into {expected}")

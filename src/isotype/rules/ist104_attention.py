@@ -1,0 +1,36 @@
+"""
+**What it means.** Attention kernels take query, key and value of one dtype, and a mask that is boolean, float32 or of
+the query's dtype.
+
+**Why it happens.** Rotary tables in float32 promote query and key but not value; a norm on query and key returns
+float32; a mask was made in the default dtype; a cache holds another dtype.
+
+**An example that fails**
+
+    query, key = apply_rotary(query, key, cos.float(), sin.float())     # float32 now; value is bfloat16
+    F.scaled_dot_product_attention(query, key, value)
+
+**Repaired**
+
+    query, key = query.to(value.dtype), key.to(value.dtype)
+
+**How safe is the fix?** Rotating in float32 and rounding the result once is the usual practice. FlashAttention takes 16
+bits only, so there casting to the compute dtype is the only way.
+
+**Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "Attention operands or masks of different dtypes"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Attention whose query, key, value or mask differ in dtype."""
+    return operands.find(trace, "IST104", "{odd} meets {expected} in attention")

@@ -1,0 +1,39 @@
+"""
+**What it means.** The forward runs, the backward raises: an operator of the backward is given two dtypes.
+
+**Why it happens.** A custom `autograd.Function` computes its gradients by hand. It dequantizes a weight into the dtype
+that the quantization state remembers (the checkpoint's), multiplies with a gradient in the compute dtype, or runs outside
+of the autocast that its forward ran in.
+
+**An example that fails**
+
+    @staticmethod
+    def backward(ctx, grad):                                  # float16 under fp16=True
+        weight = dequantize(ctx.packed, ctx.quant_state)      # bfloat16: the checkpoint's dtype
+        return grad @ weight
+
+**Repaired**
+
+    model = isotype.load(path, policy)      # the user's dtype reaches the quantization state
+    # or, in the Function: torch.amp.custom_fwd / custom_bwd, and weight.to(grad.dtype)
+
+**How safe is the fix?** Setting the state's dtype loses nothing: the packed codes and their scales are untouched. Casts
+inside of the Function are yours to write.
+
+**Seen in** unslothai/unsloth #4005, #4918, #5766, #212.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "A mismatch that only the backward meets"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Operators of the backward with operands of different dtypes where the forward had none."""
+    return operands.find(trace, "IST105", "{odd} meets {expected} in the backward")

@@ -1,0 +1,35 @@
+"""
+**What it means.** A convolution takes input, weight and bias of one dtype. In most models it is the patch embedding of a
+vision tower, the first operator that sees the images.
+
+**Why it happens.** The processor returns float32 pixels; the tower was loaded in 16 bits (or the other way round: the
+tower is kept in float32 and the rest is not).
+
+**An example that fails**
+
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
+    model(**processor(images=image, text=text, return_tensors="pt"))     # pixel_values: float32
+
+**Repaired**
+
+    batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
+
+**How safe is the fix?** Pixels have 8 bits; bfloat16 keeps them all once they are normalised to within its 8 digits.
+
+**Seen in** OpenGVLab/InternVL #602; haotian-liu/LLaVA #1712; kohya-ss/sd-scripts #1562; unslothai/unsloth #5313.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "A convolution whose input has another dtype than its weight"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Convolutions with input, weight or bias of different dtypes."""
+    return operands.find(trace, "IST106", "{odd} meets {expected} in a convolution")

@@ -1,0 +1,33 @@
+"""
+**What it means.** The operands agree, but the device has no kernel for their dtype.
+
+**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), quantiles, histograms and some losses exist in float32 and
+float64 only; others lack float16 on a CPU or bfloat16 on an older GPU.
+
+**An example that fails**
+
+    torch.linalg.svd(weight.bfloat16())      # "linalg_svd_cpu" not implemented for 'BFloat16'
+
+**Repaired**
+
+    torch.linalg.svd(weight.float()).U.to(weight.dtype)
+
+**How safe is the fix?** Computing in float32 and rounding once is more exact than any kernel in 16 bits would be.
+
+**Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "No kernel for this dtype"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Operators that the device has no kernel for in the dtype they are given."""
+    return operands.find(trace, "IST109", "{op} has no kernel for {odd} on this device")

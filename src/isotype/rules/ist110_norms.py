@@ -1,0 +1,37 @@
+"""
+**What it means.** The fused kernels of layer norm and its kind take weight and bias in the input's dtype, or both in
+float32 on some devices; anything else raises.
+
+**Why it happens.** Norm weights were upcast to float32 for stability and the input stayed in 16 bits, or one of weight and
+bias was cast and the other was not.
+
+**An example that fails**
+
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.float()
+    model(**batch)      # expected scalar type BFloat16 but found Float
+
+**Repaired**
+
+    isotype.repair(model, isotype.check(model, batch))
+
+**How safe is the fix?** A boundary computes the norm in the dtype of its input and leaves the stored weight alone.
+
+**Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "A norm whose weight has another dtype than its input"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Layer, group, batch and RMS norms with input and weight of different dtypes."""
+    return operands.find(trace, "IST110", "{odd} meets {expected} in a norm")

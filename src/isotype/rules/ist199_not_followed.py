@@ -1,0 +1,88 @@
+"""
+**What it means.** The step raised an error that isotype could not explain by a contract and go on from. What comes
+before that place was judged; what comes after was not seen.
+
+**Why it happens.** The model needs values and not only dtypes (a loop until something has converged, a number read
+out of a tensor and used as a size), it calls a kernel that has no fake implementation, a library is missing, or the
+inputs do not fit the model. Where the error itself speaks of dtypes, the real step very likely raises it too: then
+the finding is an error, else a warning.
+
+**An example**
+
+    class Pooled(nn.Module):
+        def forward(self, x):
+            return x.reshape(int(x.sum()), -1)     # a size that only values decide
+
+    isotype.check(Pooled(), {"x": x})
+
+**What to do.** Run the step for real under the live recorder, which needs no fakes: `isotype run train.py`. Give
+`check` the inputs that the model takes. For a kernel of your own, register a fake
+(`torch.library.register_fake`).
+
+**How safe is the fix?** Nothing is changed.
+
+**Seen in** models with data-dependent shapes (jetmoe), kernels without a fake implementation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from isotype.rules import operands
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.operands import short
+from isotype.trace.record import Failure, Trace
+
+TITLE = "The step could not be followed to its end"
+
+_DTYPES = re.compile(
+    r"\bd?type\b.*\b(same|but|expected|got|found)\b|scalar type|\b(b?float\d*|half|bfloat16|double)\b|"
+    r"c10::|not implemented for '",
+    re.IGNORECASE,
+)
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Where the step ended early."""
+    failure = trace.failure
+    if failure is None:
+        return
+    error = says_dtypes(failure)
+    blamed = operands.of_failure(trace, failure) if error else None
+    if blamed is not None:
+        yield blamed
+        return
+    followed = sum(call.phase == failure.phase for call in trace.calls)
+    yield Finding(
+        code="IST199",
+        severity="error" if error else "warning",
+        message=f"the step was not followed beyond the {failure.phase}: {failure.error}",
+        module=failure.module,
+        phase=failure.phase,
+        source=failure.source,
+        cause=failure.error,
+        notes=(
+            f"{followed} operators of the {failure.phase} were seen before; nothing after {_place(failure)} was judged",
+        ),
+        fixes=(
+            Fix(
+                "run the real step under the live recorder: isotype run SCRIPT",
+                "safe",
+                actions=(Action("advice", "isotype run", "the training script"),),
+            ),
+        ),
+        places=(failure.module,),
+    )
+
+
+def says_dtypes(failure: Failure) -> bool:
+    """Whether the error's own words are about dtypes."""
+    name, _, message = failure.error.partition(":")
+    return name in ("RuntimeError", "TypeError", "NotImplementedError", "ValueError") and bool(
+        _DTYPES.search(message)
+    )
+
+
+def _place(failure: Failure) -> str:
+    return " at ".join(part for part in (failure.module, short(failure.source)) if part) or "it"

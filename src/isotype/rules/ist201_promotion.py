@@ -1,0 +1,175 @@
+"""
+**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes: every operand was promoted,
+cast or stored wide, so that they fit each other, and the work is done at the slower rate.
+
+**Why it is bad.** A float32 matmul runs at 1/8 to 1/30 of the rate of a 16-bit one on a GPU with tensor cores (TF32
+aside), and attention in float32 has no flash kernel. Every operand takes twice the memory.
+
+**Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or a
+`.float()` of a custom layer makes the hidden states float32; layers that cast to their own dtype and back, as
+quantized ones do, hand float32 on.
+
+**An example that costs**
+
+    model = prepare_model_for_kbit_training(model)     # embeddings, norms and lm_head become float32
+    model(**batch)                                     # attention and lm_head then run in float32
+
+**Repaired**
+
+    isotype.enforce(model, policy)                     # the dtypes of the policy again
+
+**What is not reported.** Matmuls that autocast itself runs in float32; the adapters' own; casts that the code of a
+published transformers model makes, which are its authors' arithmetic (routers, state-space scans); less than 2 % of
+the FLOPs and less than 1.1 times the step time. Share of FLOPs: sum over wide calls / sum over all matmul-like calls.
+
+**How safe is the fix?** Running under autocast and returning outputs in the compute dtype keep what is stored.
+Casting a weight down is safe where the narrow dtype holds every value of it, else unsafe.
+
+**Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules import prices
+from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.operands import FLOATS, Group, candidates, cause_text, evidence, starred
+from isotype.trace.record import Call, Operand, Origin, Trace, Weight
+
+TITLE = "Matmuls in a wider dtype than the compute dtype"
+
+_LEAST_SHARE = 0.02
+_LEAST_SLOWDOWN = 1.1
+_PUBLISHED = "/transformers/models/"
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A matmul in a wide dtype: the operand to blame, and who made the dtypes of all its wide operands."""
+
+    call: Call
+    odd: Operand
+    roots: tuple[Origin, ...]
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Matmul-like operators that run wider than the compute dtype, by cause."""
+    compute = trace.setup.compute
+    if trace.failure is not None or compute not in prices.HALVES:
+        return
+    owners = prices.owners_of(trace)
+    for group in _groups(trace, owners):
+        price = _price(trace, [wide.call for wide in group])
+        if price.flops_share >= _LEAST_SHARE or (price.slowdown or 1.0) >= _LEAST_SLOWDOWN:
+            yield _finding(trace, group, price, owners)
+
+
+def _groups(trace: Trace, owners: dict[str, Weight]) -> list[list[_Wide]]:
+    """Wide matmuls by cause; those of a backward join the group of the module they belong to."""
+    found: dict[tuple[str, ...], list[_Wide]] = {}
+    by_module: dict[tuple[str, str], tuple[str, ...]] = {}
+    adapters = prices.adapter_modules(trace)
+    broken = {call.module for call in trace.breaches()}
+    for call in trace.calls:
+        if call.module in broken:
+            continue  # judged there; what its backward runs in follows from how it was converted
+        wide = _wide(call, trace.setup.compute, adapters)
+        if wide is None:
+            continue
+        here = (call.module, call.source)
+        key = by_module.get(here) if call.phase == "backward" else None
+        key = key or _key(wide, owners)
+        by_module.setdefault(here, key)
+        found.setdefault(key, []).append(wide)
+    return list(found.values())
+
+
+def _wide(call: Call, compute: torch.dtype, adapters: frozenset[str]) -> _Wide | None:
+    dtype = prices.run_dtype(call)
+    if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in adapters:
+        return None
+    wide = [operand for operand in call.operands if operand.dtype == dtype]
+    if not wide or any(prices.by_autocast(operand.origin.cause) for operand in wide):
+        return None
+    roots = tuple(prices.root(operand.origin) for operand in wide)
+    if any(cause.kind == "cast" and _PUBLISHED in cause.source for cause in roots):
+        return None
+    # What flows in explains more than the weight that it meets.
+    flowing = next((i for i, operand in enumerate(wide) if operand.origin.kind != "parameter"), 0)
+    return _Wide(call, wide[flowing], (roots[flowing], *roots))
+
+
+def _key(wide: _Wide, owners: dict[str, Weight]) -> tuple[str, ...]:
+    cause = wide.roots[0]
+    if cause.kind in ("parameter", "buffer"):
+        owner = owners.get(cause.name)
+        return (cause.kind, owner.module_class if owner else "", cause.name.rpartition(".")[2])
+    return (cause.kind, cause.name if cause.kind == "input" else cause.source)
+
+
+def _price(trace: Trace, calls: list[Call]) -> Price:
+    flops = sum(call.flops * call.repeats for call in calls)
+    bound = [cast for cast in prices.casts(trace) if cast.call.module in {call.module for call in calls}]
+    return Price(
+        flops_share=flops / max(1, prices.all_flops(trace)),
+        cast_bytes=sum(cast.bytes for cast in bound),
+        slowdown=prices.slowdown(trace, calls, trace.setup.compute),
+    )
+
+
+def _finding(trace: Trace, group: list[_Wide], price: Price, owners: dict[str, Weight]) -> Finding:
+    first = group[0]
+    cause = first.roots[0]
+    wide, narrow = dtype_name(first.odd.dtype), dtype_name(trace.setup.compute)
+    places = tuple(dict.fromkeys(wide.call.module for wide in group))
+    blamed = Group(
+        "IST201",
+        tuple(wide.call for wide in group),
+        first.odd,
+        tuple({starred(o.name) + o.source: o for wide in group for o in wide.roots}.values()),
+        trace.setup.compute,
+    )
+    return Finding(
+        code="IST201",
+        severity="warning",
+        message=f"{price.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
+        module=first.call.module,
+        op=first.call.op,
+        phase=first.call.phase,
+        source=first.call.source,
+        cause=cause_text(cause, owners),
+        evidence=evidence(first.odd.origin),
+        notes=(
+            f"{sum(wide.call.repeats for wide in group)} matmuls in {len(places)} modules",
+            *prices.costs_text(price, trace),
+        ),
+        fixes=tuple(_fixes(trace, blamed, owners)),
+        operands=first.call.operands,
+        price=price,
+        places=places,
+    )
+
+
+def _fixes(trace: Trace, group: Group, owners: dict[str, Weight]) -> Iterator[Fix]:
+    """Weights and inputs together first: one alone would meet the other in another dtype."""
+    expected = dtype_name(trace.setup.compute)
+    weights = [owners[cause.name] for cause in group.causes if cause.name in owners]
+    inputs = [cause.name for cause in group.causes if cause.kind == "input"]
+    names = tuple(dict.fromkeys(starred(weight.name) for weight in weights if not weight.trainable))
+    if names and inputs:
+        lossless = all(weight.holds == trace.setup.compute for weight in weights)
+        actions = (
+            *(Action("parameter", name, expected) for name in names),
+            Action("input", "", expected),
+        )
+        yield Fix(
+            f"cast {names[0]}{' and its like' if len(names) > 1 else ''}, and what the model is given, to {expected}",
+            "safe" if lossless else "unsafe",
+            actions=actions,
+        )
+    yield from candidates(trace, group, owners)

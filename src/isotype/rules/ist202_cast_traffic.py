@@ -1,0 +1,163 @@
+"""
+**What it means.** The same tensors are cast from one float dtype to another at every step: frozen float32 weights
+that autocast casts to 16 bits at each matmul, or inputs that PEFT casts up to a float32 adapter's dtype and autocast
+casts down again.
+
+**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast keeps its casts of trainable
+weights for the whole step, since the optimizer needs the float32 masters; frozen ones it casts at every use, again in
+the recomputation of a checkpointed layer, and their float32 digits are never seen by a matmul. They take twice the
+memory besides.
+
+**An example that costs**
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        model(**batch)                       # 6 bytes of traffic a parameter, each step
+
+**Repaired**
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    isotype.fuse(model)                      # and the adapters' casts: done once, in one place
+
+**What is not reported.** Trainable weights (masters), pinned weights, less than 2 % of all bytes that the step
+reads and writes. Bytes of a cast: elements x (item size before + item size after).
+
+**How safe is the fix?** The matmuls see the same 16-bit digits as before. The float32 digits that are dropped would
+count only where the weights are merged or saved: safe where the 16-bit dtype holds every value, else unsafe.
+
+**Seen in** huggingface/peft #1172; AgileRL #623.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from isotype.dtypes import dtype_name
+from isotype.rules import prices
+from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.operands import cause_text, short, starred
+from isotype.trace.record import Trace, Weight
+
+TITLE = "Weights or adapter inputs that are cast anew at every step"
+
+_LEAST_SHARE = 0.02
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Casts of frozen weights, and casts up that autocast takes back."""
+    owners = prices.owners_of(trace)
+    weights = [cast for cast in prices.casts(trace) if _of_frozen_weight(cast, trace, owners)]
+    if _notable(weights, trace):
+        yield _weights_finding(trace, weights, owners)
+    undone = list(_undone(trace, owners))
+    if _notable([cast for cast, _ in undone], trace):
+        yield _adapters_finding(trace, undone)
+
+
+def _notable(casts: Sequence[prices.Cast], trace: Trace) -> bool:
+    return sum(cast.bytes for cast in casts) > _LEAST_SHARE * prices.all_bytes(trace)
+
+
+def _of_frozen_weight(cast: prices.Cast, trace: Trace, owners: dict[str, Weight]) -> bool:
+    """A frozen weight that autocast, or the layer itself, casts down to the compute dtype."""
+    origin = cast.operand.origin
+    weight = owners.get(origin.name) if origin.kind == "parameter" else None
+    if weight is None or weight.trainable or weight.adapter or weight.pinned:
+        return False
+    whole = prices.elements(cast.operand.shape) == prices.elements(weight.shape)
+    return whole and not cast.widens and cast.after == trace.setup.compute
+
+
+def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: dict[str, Weight]) -> Finding:
+    first = casts[0]
+    before, after = dtype_name(first.before), dtype_name(first.after)
+    names = tuple(dict.fromkeys(starred(cast.operand.origin.name) for cast in casts))
+    cast_weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
+    spare = sum(
+        w.bytes * w.repeats * (w.dtype.itemsize - first.after.itemsize) // w.dtype.itemsize
+        for w in cast_weights
+    )
+    lossless = all(weight.holds == first.after for weight in cast_weights)
+    moved = sum(cast.bytes for cast in casts)
+    price = Price(
+        cast_bytes=moved,
+        memory_bytes=spare,
+        slowdown=prices.slowdown(trace, (), first.after, [cast.call for cast in casts]),
+    )
+    return Finding(
+        code="IST202",
+        severity="warning",
+        message=f"frozen {before} weights are cast to {after} at every step: {prices.size_text(moved)}",
+        module=first.call.module,
+        op=first.call.op,
+        phase=first.call.phase,
+        source=first.call.source,
+        cause=cause_text(first.operand.origin, owners),
+        notes=(
+            f"{len(cast_weights)} weights, {prices.size_text(spare)} more memory than in {after}",
+            *prices.costs_text(price, trace),
+        ),
+        fixes=(
+            Fix(
+                f"store the frozen weights in {after}",
+                "safe" if lossless else "unsafe",
+                actions=tuple(Action("parameter", name, after) for name in names),
+            ),
+            Fix(
+                f"load the model with dtype={after}",
+                "safe",
+                actions=(Action("advice", "dtype", after),),
+            ),
+        ),
+        operands=first.call.operands,
+        price=price,
+        places=tuple(dict.fromkeys(cast.call.module for cast in casts)),
+    )
+
+
+def _undone(trace: Trace, owners: dict[str, Weight]) -> Iterator[tuple[prices.Cast, Weight]]:
+    """Casts down, in an adapter's module, of what the layer around it cast up from the same dtype."""
+    adapters = {weight.module: weight for weight in owners.values() if weight.adapter}
+    for cast in prices.casts(trace):
+        up, weight = cast.operand.origin, adapters.get(cast.call.module)
+        if weight is None or cast.widens or up.kind != "cast" or up.before is None:
+            continue
+        if up.before.dtype == cast.after and weight.module.startswith(f"{up.module}."):
+            yield cast, weight
+
+
+def _adapters_finding(trace: Trace, undone: Sequence[tuple[prices.Cast, Weight]]) -> Finding:
+    first, weight = undone[0]
+    wide, narrow = dtype_name(first.before), dtype_name(first.after)
+    up = first.operand.origin
+    # Up and down again: each reads one dtype and writes the other.
+    moved = 2 * sum(cast.bytes for cast, _ in undone)
+    price = Price(
+        cast_bytes=moved,
+        slowdown=prices.slowdown(trace, (), first.after, [cast.call for cast, _ in undone for _ in (0, 1)]),
+    )
+    return Finding(
+        code="IST202",
+        severity="note",
+        message=f"inputs of adapters are cast to {wide} and by autocast back to {narrow}: {prices.size_text(moved)}",
+        module=up.module,
+        op=first.call.op,
+        phase=first.call.phase,
+        source=up.source,
+        cause=f"{weight.name} is {wide}, to which the layer around it casts its input at {short(up.source)}",
+        notes=(
+            f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} and as many back in a step",
+            *prices.costs_text(price, trace),
+        ),
+        fixes=(
+            Fix(
+                f"call isotype.fuse(model): float32 masters, products in {narrow}, no cast of the input",
+                "safe",
+                actions=(Action("advice", "isotype.fuse", "model"),),
+            ),
+        ),
+        operands=first.call.operands,
+        price=price,
+        places=tuple(dict.fromkeys(cast.operand.origin.module for cast, _ in undone)),
+    )

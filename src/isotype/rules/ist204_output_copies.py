@@ -1,0 +1,129 @@
+"""
+**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, where nobody reads the
+copy, or where it is read in pieces only.
+
+**Why it is bad.** The logits are the largest activation of a language model: batch x length x vocabulary. For 2 x 2,048
+tokens and a vocabulary of 128,256 each float32 copy takes 2.1 GB.
+
+**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output,
+although the loss inside the model has cast what it needs. Megatron's `Float16Module` does the same with
+`fp32_output=True`, before log-probabilities are taken chunk by chunk.
+
+**An example that costs**
+
+    logits = model(ids).logits.float()                   # all rows at once
+    for rows, targets in zip(logits.split(1024), labels.split(1024)):
+        loss = loss + F.cross_entropy(rows, targets)
+
+**Repaired**
+
+    logits = model(ids).logits
+    for rows, targets in zip(logits.split(1024), labels.split(1024)):
+        loss = loss + F.cross_entropy(rows.float(), targets)
+
+**What is not reported.** The float32 copy that a loss reads whole: softmax and loss belong into float32. Copies below
+1 % of the step's peak memory; below 5 % it is a note. Memory: bytes of the copies.
+
+**How safe is the fix?** Softmax and loss see the same digits.
+
+**Seen in** huggingface/accelerate #3477, #3620; radixark/miles #2764.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from isotype.dtypes import dtype_name
+from isotype.rules import prices
+from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.operands import short
+from isotype.trace.record import Call, Origin, Trace
+
+TITLE = "Whole outputs copied to float32"
+
+_LEAST_SHARE, _WARNING_SHARE = 0.01, 0.05
+_LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Casts up in the forward whose results nothing reads, or a loss reads in pieces."""
+    if trace.failure is not None or trace.setup.compute not in prices.HALVES:
+        return
+    readers = _readers(trace)
+    found: dict[tuple[str, bool], list[prices.Cast]] = {}
+    for cast in prices.casts(trace):
+        if cast.widens and cast.call.phase == "forward" and not cast.call.recomputed:
+            reading = readers.get(_signature(cast.call, cast.operand.origin), [])
+            if not reading or _in_pieces(cast, reading):
+                found.setdefault((cast.call.source, not reading), []).append(cast)
+    for (_, unread), casts in found.items():
+        size = sum(cast.elements * cast.after.itemsize for cast in casts)
+        if size >= _LEAST_SHARE * trace.memory.peak:
+            yield _finding(trace, casts, size, unread)
+
+
+_Signature = tuple[int, str, str]
+
+
+def _signature(call: Call, before: Origin) -> _Signature:
+    """What tells the result of one cast from that of another: what was cast, where, and in which module."""
+    return (id(before), call.source, call.module)
+
+
+@lru_cache(maxsize=2)
+def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
+    """The calls that read what was made of a cast, by the cast; views of it read nothing."""
+    found: dict[_Signature, list[Call]] = {}
+    for call in trace.calls:
+        if prices.is_view(call.op):
+            continue
+        for operand in call.operands:
+            for step in operand.origin.way():
+                if step.kind == "cast" and step.before is not None:
+                    found.setdefault((id(step.before), step.source, step.module), []).append(call)
+    return found
+
+
+def _in_pieces(cast: prices.Cast, reading: Sequence[Call]) -> bool:
+    """Whether losses read it, and each of them only some of its rows."""
+    whole = prices.elements(cast.call.results[0][1])
+    last = cast.call.results[0][1][-1:]
+    losses = [
+        prices.elements(call.operands[0].shape)
+        for call in reading
+        if call.phase == "forward"
+        and any(name in call.op for name in _LOSSES)
+        and call.operands
+        and call.operands[0].shape[-1:] == last
+    ]
+    # A row or two may be dropped before the loss, as labels are shifted.
+    return len(losses) > 1 and max(losses) <= whole // 2
+
+
+def _finding(trace: Trace, casts: Sequence[prices.Cast], size: int, unread: bool) -> Finding:
+    first = casts[0]
+    wide, narrow = dtype_name(first.after), dtype_name(first.before)
+    what = "nothing in the step reads" if unread else "the loss reads in pieces"
+    advice = (
+        f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
+        if unread
+        else f"split first, then cast each piece to {wide}"
+    )
+    return Finding(
+        code="IST204",
+        severity="warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
+        message=f"{len(casts)} outputs are copied to {wide}, {prices.size_text(size)}, which {what}"
+        if len(casts) > 1
+        else f"an output is copied to {wide}, {prices.size_text(size)}, which {what}",
+        module=first.call.module,
+        op=first.call.op,
+        phase=first.call.phase,
+        source=first.call.source,
+        cause=f"a cast to {wide} at {short(first.call.source)}",
+        notes=(f"{size / max(1, trace.memory.peak):.0%} of the peak memory of the step",),
+        fixes=(Fix(advice, "safe", actions=(Action("advice", short(first.call.source), advice),)),),
+        operands=first.call.operands,
+        price=Price(cast_bytes=sum(cast.bytes for cast in casts), memory_bytes=size),
+        places=tuple(dict.fromkeys(cast.call.module for cast in casts)),
+    )

@@ -1,0 +1,69 @@
+"""
+**What it means.** A GradScaler is given float16 gradients. `unscale_` refuses them: dividing by the scale in float16 would
+bring back the underflow that the scale was there to prevent. A gradient has its parameter's dtype, so some trainable
+parameter is float16: an adapter made in the base's dtype, a trained copy (`modules_to_save`), a model cast by
+`.half()` after its adapters were added, adapters loaded from a float16 file.
+
+**Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16 gradients.`
+
+**An example that fails**
+
+    model = get_peft_model(model.half(), config, autocast_adapter_dtype=False)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)                 # ValueError
+
+**Repaired**
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+**How safe is the fix?** float32 holds every float16 value: nothing is lost. Frozen weights stay float16; adapters are a
+small part of the memory.
+
+**Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
+yk7333/d3po #6; koda-dernet/Side-Step #39.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.rules.finding import Finding
+from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
+from isotype.trace.record import Trace, Weight
+
+TITLE = "GradScaler with float16 trainable parameters"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """float16 gradients that the unscale phase refuses, or would have met had the step come that far."""
+    if not trace.setup.scaler or "unscale" not in trace.setup.phases:
+        return
+    half = _refused(trace)
+    if half:
+        yield finding_of(
+            "IST301",
+            "error",
+            f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters",
+            half,
+            phase="unscale",
+            op="GradScaler.unscale_",
+            notes=("the device says: Attempting to unscale FP16 gradients.",),
+            fixes=float32_masters(trace, half),
+        )
+
+
+def _refused(trace: Trace) -> tuple[Weight, ...]:
+    half = trained(trace, torch.float16)
+    if trace.failure is not None and trace.failure.phase not in ("unscale", "optimizer"):
+        return half
+    refused = {
+        operand.origin.name
+        for call in trace.breaches()
+        if call.op == "GradScaler.unscale_"
+        for operand in call.operands
+    }
+    return tuple(weight for weight in half if refused.intersection((weight.name, *weight.tied)))

@@ -1,0 +1,73 @@
+"""
+**What it means.** A GradScaler runs without float16. Loss scaling lifts gradients into float16's narrow range; bfloat16 and
+float32 have the same wide range and need none. CUDA's unscale kernel has no code for bfloat16 gradients, so that a
+bfloat16 trainable parameter stops the run.
+
+**Why it is bad.** On CUDA: `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`. Elsewhere
+the scale does nothing but skip steps.
+
+**An example that fails**
+
+    trainer = SFTTrainer(args=SFTConfig(fp16=True), ...)   # adapters were cast to bfloat16
+    trainer.train()
+
+**Repaired**
+
+    SFTConfig(bf16=True)                                   # no scaler
+    # or, where the device has no bfloat16, float32 adapters under float16 autocast
+
+**How safe is the fix?** Dropping the scaler from a bfloat16 run changes no gradient. A cast to float32 keeps every digit.
+
+**Seen in** huggingface/trl #4901; pytorch/pytorch #127176; Comfy-Org/ComfyUI #13124; AttentionX/InstructBLIP_PEFT #3;
+unslothai/unsloth #4005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
+from isotype.trace.record import Trace
+
+TITLE = "GradScaler without float16"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """bfloat16 gradients given to a scaler; a scaler in a run that computes nothing in float16."""
+    setup = trace.setup
+    if not setup.scaler or "unscale" not in setup.phases:
+        return
+    without = Fix("train without a GradScaler", "safe", actions=(Action("setting", "scaler", "False"),))
+    fp16 = torch.float16 in (setup.autocast, setup.compute)
+    low = trained(trace, torch.bfloat16)
+    if low:
+        cuda = setup.profile.kind in ("cuda", "rocm")
+        yield finding_of(
+            "IST302",
+            "error" if cuda else "warning",
+            f"GradScaler is given the bfloat16 gradients of {count(low)} trainable parameters",
+            low,
+            phase="unscale",
+            op="GradScaler.unscale_",
+            notes=(
+                "the device says: \"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+                if cuda
+                else "CUDA refuses bfloat16 gradients here; this device takes them, and the scale does nothing for them",
+            ),
+            fixes=(*float32_masters(trace, low), without)
+            if fp16
+            else (without, *float32_masters(trace, low)),
+        )
+    elif not fp16 and trained(trace) and torch.float16 not in trace.flops:
+        yield finding_of(
+            "IST302",
+            "warning",
+            "a GradScaler runs, but nothing is computed in float16",
+            trained(trace),
+            cause="scaler=True",
+            phase="unscale",
+            fixes=(without,),
+        )

@@ -1,0 +1,74 @@
+"""
+**What it means.** The backward runs in float16 and nothing scales the loss. float16 holds nothing below 6e-8: gradients that
+are smaller become zero. Where the trainable parameters are float16 as well, Adam's epsilon of 1e-8 is zero too, and a
+parameter whose gradient is zero becomes 0 / 0.
+
+**Why it is bad.** Small gradients are lost without a word; with float16 parameters the weights turn to NaN within a few
+steps.
+
+**An example that fails**
+
+    model = model.half()
+    loss = model(**batch).loss
+    loss.backward(); torch.optim.AdamW(model.parameters()).step()      # NaN
+
+**Repaired**
+
+    scaler = torch.amp.GradScaler()            # float16 compute
+    model.float()                              # float32 masters, float16 by autocast
+
+**How safe is the fix?** Loss scaling multiplies by a power of two and divides again; float32 masters keep every digit.
+
+**Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
+from isotype.trace.record import Trace
+
+TITLE = "float16 training without loss scaling"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """A float16 backward, or float16 trainable parameters, without a GradScaler."""
+    setup = trace.setup
+    weights = trained(trace)
+    if setup.scaler or "backward" not in setup.phases or not weights:
+        return
+    half = trained(trace, torch.float16)
+    computed = sum(
+        call.flops * call.repeats
+        for call in trace.calls
+        if call.phase == "backward" and call.results and call.results[0][0] == torch.float16
+    )
+    if not half and not computed:
+        return
+    scale = Action("setting", "scaler", "True")
+    if half:
+        adam = "adam" in setup.optimizer.lower()
+        notes = ("Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0",) if adam else ()
+        message = f"{count(half)} float16 parameters are trained without loss scaling"
+        fixes = tuple(
+            replace(fix, description=f"{fix.description}, with a GradScaler", actions=(*fix.actions, scale))
+            for fix in float32_masters(trace, half)
+        )
+        yield finding_of("IST303", "warning", message, half, phase="backward", notes=notes, fixes=fixes)
+        return
+    yield finding_of(
+        "IST303",
+        "warning",
+        "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero",
+        weights,
+        cause="autocast to float16 without a GradScaler"
+        if setup.autocast
+        else "float16 compute without a GradScaler",
+        phase="backward",
+        fixes=(Fix("scale the loss with a GradScaler", "safe", actions=(scale,)),),
+    )

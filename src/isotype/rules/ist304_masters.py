@@ -1,0 +1,70 @@
+"""
+**What it means.** Trainable parameters are not in the dtype that the policy keeps masters in: a trainer cast them after they
+were made (TRL casts every trainable parameter of a quantized model to bfloat16), a loader made them float32, or
+they took the base's dtype.
+
+**Why it is bad.** 16-bit masters lose updates that are smaller than half their spacing (IST801); 32-bit ones take twice the
+memory that was planned. Under float16 autocast, bfloat16 parameters have fewer digits than the arithmetic around them.
+
+**An example that fails**
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+**Repaired**
+
+    trainer.add_callback(isotype.PrecisionCallback())      # the policy is restored when training begins
+
+**How safe is the fix?** A cast to float32 keeps every digit. A cast down is offered as safe only where the values are known
+to fit.
+
+**Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl #3310.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Finding, Fix
+from isotype.rules.weight_sets import casts, count, finding_of, float32_masters, trained
+from isotype.trace.record import Trace, Weight
+
+TITLE = "Trainable parameters in another dtype than the policy's masters"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Trainable parameters that differ from `policy.master`; bfloat16 ones under float16 autocast without a policy."""
+    setup = trace.setup
+    if setup.policy is None:
+        master = torch.float32
+        # With a scaler it is IST302, which says more.
+        mismatch = setup.autocast == torch.float16 and not setup.scaler
+        wrong = trained(trace, torch.bfloat16) if mismatch else ()
+    else:
+        master = setup.policy.master
+        wrong = tuple(weight for weight in trained(trace) if weight.dtype != master and not weight.pinned)
+    if not wrong:
+        return
+    dtypes = ", ".join(sorted({dtype_name(weight.dtype) for weight in wrong}))
+    yield finding_of(
+        "IST304",
+        "warning",
+        f"{count(wrong)} of {count(trained(trace))} trainable parameters are {dtypes}, the masters are {dtype_name(master)}",
+        wrong,
+        phase="optimizer",
+        fixes=float32_masters(trace, wrong) if master == torch.float32 else (_cast(wrong, master),),
+    )
+
+
+def _cast(weights: tuple[Weight, ...], master: torch.dtype) -> Fix:
+    fits = all(weight.holds == master for weight in weights)
+    name = dtype_name(master)
+    return Fix(
+        f"cast the trainable parameters to {name}" + (", which holds every value of theirs" if fits else ""),
+        "safe" if fits else "unsafe",
+        actions=casts(weights, master),
+    )

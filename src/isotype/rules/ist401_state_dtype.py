@@ -1,0 +1,71 @@
+"""
+**What it means.** A 4-bit layer's quantization state names the dtype its weight is dequantized to, and it is not the dtype the
+layer computes in. The state is saved with the checkpoint: loading with another `dtype=` does not change it, and
+neither does `.to()`.
+
+**Why it is bad.** bitsandbytes' own layer casts the dequantized weight at every call, a copy of the whole weight. Anything
+that dequantizes by itself (fused LoRA kernels, merges, widened layers) gets the state's dtype and meets activations
+of another: `expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16`.
+
+**An example that fails**
+
+    weight = bitsandbytes.functional.dequantize_4bit(layer.weight, layer.weight.quant_state)   # float16, as saved
+    hidden @ weight.t()                                                                     # bfloat16 activations
+
+**Repaired**
+
+    layer.weight.quant_state.dtype = torch.bfloat16
+
+**How safe is the fix?** The codes and scales are untouched; only the dtype of the result changes, and the scales are float32.
+
+**Seen in** unslothai/unsloth #4005, #4918; huggingface/diffusers #11270.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import HALVES, count, finding_of, modules
+from isotype.trace.record import Trace, Weight
+
+TITLE = "A quantization state of another dtype than its layer computes in"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """4-bit layers by (state dtype, compute dtype), where the two differ."""
+    stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
+    for weight in trace.weights:
+        kept = weight.quantization
+        # A compute dtype of float32 is IST404's: there the state is right and the layer is not.
+        if kept is not None and kept.state and kept.compute in HALVES and kept.state != kept.compute:
+            stale.setdefault((kept.state, kept.compute), []).append(weight)
+    for (state, compute), weights in stale.items():
+        yield _finding(trace, state, compute, weights)
+
+
+def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: list[Weight]) -> Finding:
+    crashes = sum(
+        any("dequantize" in step.name for operand in call.operands for step in operand.origin.way())
+        for call in trace.breaches()
+    )
+    return finding_of(
+        "IST401",
+        "error" if crashes else "warning",
+        f"{count(weights)} 4-bit weights dequantize to {dtype_name(state)}, their layers compute in {dtype_name(compute)}",
+        weights,
+        cause=f"the quantization state of {weights[0].module} says {dtype_name(state)}",
+        notes=(f"{crashes} operators meet the dequantized weight and fail",)
+        if crashes
+        else ("the layers cast each dequantized weight; code that dequantizes by itself would fail",),
+        fixes=(
+            Fix(
+                f"let the quantization states dequantize to {dtype_name(compute)}",
+                "safe",
+                actions=tuple(Action("state", module, dtype_name(compute)) for module in modules(weights)),
+            ),
+        ),
+    )

@@ -1,0 +1,49 @@
+"""
+**What it means.** A quantized layer holds packed codes without the state (scales, code book, shape) that they are multiplied
+with. Something replaced the parameter: FSDP2's unshard before bitsandbytes kept the state beside the weight, a
+`load_state_dict` or `setattr` of plain tensors, a copy that dropped the parameter's attributes.
+
+**Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state is required` or
+a bare `AssertionError`.
+
+**An example that fails**
+
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+**Repaired**
+
+    load the model again, and load additional weights into the layers that were kept dense (llm_int8_skip_modules)
+
+**How safe is the fix?** Nothing can be rebuilt from the codes alone: only loading again brings the scales back.
+
+**Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules.finding import Finding
+from isotype.rules.weight_sets import advice, count, finding_of
+from isotype.trace.record import Trace
+
+TITLE = "A quantized layer without its quantization state"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Quantized weights whose state is missing."""
+    lost = [w for w in trace.weights if w.quantization is not None and not w.quantization.present]
+    if lost:
+        yield finding_of(
+            "IST402",
+            "error",
+            f"{count(lost)} quantized weights have lost their quantization state",
+            lost,
+            cause=f"{lost[0].name} was replaced by a tensor without its scales",
+            fixes=(
+                advice(
+                    lost[0].module,
+                    "load the model again, and do not replace, copy or load plain tensors over packed weights",
+                ),
+            ),
+        )

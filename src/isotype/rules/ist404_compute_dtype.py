@@ -1,0 +1,101 @@
+"""
+**What it means.** 4-bit layers compute in float32 while the model runs in 16 bit. `BitsAndBytesConfig(load_in_4bit=True)` leaves
+the compute dtype at float32 and marks it as set, so that bitsandbytes' own warning stays silent. A compute dtype
+that is not marked as set is taken from the first input instead.
+
+**Why it is bad.** Every input is cast up, every weight is dequantized to float32 and multiplied there, every output is cast
+down: several times slower on GPUs, for digits that the 4-bit codes do not have.
+
+**An example that costs**
+
+    BitsAndBytesConfig(load_in_4bit=True)
+
+**Repaired**
+
+    BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+
+**How safe is the fix?** The products are rounded as the other layers' are. Codes and scales stay as they are.
+
+**Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.weight_sets import HALVES, count, finding_of, modules
+from isotype.trace.record import Trace, Weight
+
+TITLE = "4-bit layers that compute in float32"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """4-bit layers whose compute dtype is float32, or unset, in a model of 16-bit activations."""
+    wanted = _activations(trace)
+    if wanted not in HALVES:
+        return
+    quantized = [w for w in trace.weights if w.quantization is not None and w.quantization.format != "int8"]
+    # An unset compute dtype becomes that of the first input: right, unless the plain weights are float32.
+    unset = _plain(trace) == torch.float32
+    wide = [w for w in quantized if _compute(w) == torch.float32 or (_compute(w) is None and unset)]
+    if not wide:
+        return
+    places = {weight.module for weight in wide}
+    total = sum(trace.flops.values())
+    theirs = sum(
+        call.flops * call.repeats
+        for call in trace.calls
+        if call.module in places and call.results and call.results[0][0] == torch.float32
+    )
+    is_set = _compute(wide[0]) is not None
+    yield finding_of(
+        "IST404",
+        "warning",
+        f"{count(wide)} 4-bit layers compute in float32, the model runs in {dtype_name(wanted)}",
+        wide,
+        cause=f"{wide[0].module}: the compute dtype is "
+        + ("float32" if is_set else "unset, its first input is float32"),
+        price=Price(flops_share=theirs / total if total else 0.0),
+        fixes=(
+            Fix(
+                f"set the 4-bit layers' compute dtype to {dtype_name(wanted)}",
+                "safe",
+                actions=(
+                    *(Action("compute", module, dtype_name(wanted)) for module in modules(wide)),
+                    *(
+                        Action("state", module, dtype_name(wanted))
+                        for module in modules(_stale(wide, wanted))
+                    ),
+                ),
+            ),
+        ),
+    )
+
+
+def _compute(weight: Weight) -> torch.dtype | None:
+    assert weight.quantization is not None
+    return weight.quantization.compute
+
+
+def _stale(weights: Iterable[Weight], wanted: torch.dtype | None) -> list[Weight]:
+    """Those whose states would no longer fit (IST401) once the layers compute in `wanted`."""
+    return [w for w in weights if w.quantization is not None and w.quantization.state not in (None, wanted)]
+
+
+def _activations(trace: Trace) -> torch.dtype | None:
+    """The dtype the model runs in: the policy's, autocast's, or that of its plain frozen weights."""
+    setup = trace.setup
+    return setup.policy.compute if setup.policy is not None else setup.autocast or _plain(trace)
+
+
+def _plain(trace: Trace) -> torch.dtype | None:
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in trace.weights:
+        if not (weight.buffer or weight.adapter or weight.quantization) and weight.dtype.is_floating_point:
+            sizes[weight.dtype] += weight.bytes * weight.repeats
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -1,0 +1,51 @@
+"""
+**What it means.** An operator writes into, or reads from, a tensor that the code keeps outside of the model, and that
+tensor has another dtype than this model.
+
+**Why it happens.** A library allocates a scratch buffer once, for the first model it sees (for dequantized weights, for a
+cache, for a table of positions), and gives the same buffer to the next model. The first model was bfloat16, the second
+is float16.
+
+**An example that fails**
+
+    BUFFER = None
+    def dequantize(weight, state):
+        global BUFFER
+        if BUFFER is None:
+            BUFFER = torch.empty(state.shape, dtype=state.dtype)     # the first model's dtype, for ever
+        return dequantize_4bit(weight, state, out=BUFFER)
+
+**Repaired**
+
+    buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
+
+**How safe is the fix?** A buffer for each device, stream and dtype gives every model its own; allocating anew each time is
+safe too, and slower. Only the owner of that code can change it, so the fix is advice.
+
+**Seen in** unslothai/unsloth #4026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from isotype.dtypes import dtype_name
+from isotype.rules import operands
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.trace.record import Trace
+
+TITLE = "A shared scratch tensor with another dtype"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Operators that are given a tensor from outside of the model in another dtype."""
+    expected = dtype_name(trace.setup.compute)
+    for finding in operands.find(trace, "IST406", "a shared {odd} tensor meets {expected}"):
+        advice = Fix(
+            f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream "
+            "and dtype",
+            "safe",
+            actions=(Action("advice", finding.source, "key the buffer by dtype"),),
+        )
+        yield replace(finding, fixes=(*finding.fixes, advice))

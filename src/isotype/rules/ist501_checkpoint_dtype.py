@@ -1,0 +1,115 @@
+"""
+**What it means.** The frozen weights lie in another dtype than the one the model's config names as its checkpoint's,
+and no policy asked for that.
+
+**Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate, and holds not
+one digit more. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against 3.4e38) and rounds small
+weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of each weight.
+
+**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5), `.float()` or
+`.half()` on a finished model, a loader with a dtype written into it, a config that says another dtype than the file.
+
+**An example that costs**
+
+    model = AutoModelForCausalLM.from_pretrained(path).float()       # config.dtype: bfloat16
+
+**Repaired**
+
+    model = isotype.load(path, isotype.resolve_precision(path))      # or dtype="auto"
+
+**What is not reported.** Trainable and pinned weights, adapters, quantized layers; what the policy asked for; a dtype
+that the device does not run natively; a float32 checkpoint in 16 bits, which one has to ask for. Extra memory: sum of
+elements x difference of the item sizes.
+
+**How safe is the fix?** Safe where the checkpoint's dtype holds every value of the weights (as it does when they came
+from it), else unsafe. Digits that were rounded away come back only by loading anew.
+
+**Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules import prices
+from isotype.rules.finding import Action, Finding, Fix, Price, Severity
+from isotype.rules.operands import FLOATS, starred
+from isotype.trace.record import Trace, Weight
+
+TITLE = "A checkpoint's dtype that did not survive loading"
+
+_SEVERITIES: dict[tuple[torch.dtype, torch.dtype], Severity] = {
+    (torch.bfloat16, torch.float32): "warning",
+    (torch.float16, torch.float32): "warning",
+    (torch.bfloat16, torch.float16): "warning",
+    (torch.float16, torch.bfloat16): "note",
+}
+_LOSSES = {
+    (torch.bfloat16, torch.float16): "values above 65,504 become infinite, small ones zero",
+    (torch.float16, torch.bfloat16): "three of eleven bits of each weight are gone",
+}
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Most frozen plain weights in another dtype than the checkpoint's."""
+    said, policy = trace.setup.checkpoint_dtype, trace.setup.policy
+    plain = [
+        weight
+        for weight in trace.weights
+        if weight.dtype in FLOATS
+        and weight.kind in ("linear", "embedding")
+        and weight.quantization is None
+        and not (weight.buffer or weight.adapter or weight.trainable or weight.pinned)
+    ]
+    if said is None or not plain:
+        return
+    counts: Counter[torch.dtype] = Counter()
+    for weight in plain:
+        counts[weight.dtype] += weight.bytes * weight.repeats
+    lies = max(counts, key=lambda dtype: counts[dtype])
+    if (said, lies) not in _SEVERITIES or (policy is not None and policy.plain == lies):
+        return
+    if trace.setup.profile.supports(said) == "native":
+        yield _finding(trace, [weight for weight in plain if weight.dtype == lies], said, lies)
+
+
+def _finding(trace: Trace, weights: Sequence[Weight], said: torch.dtype, lies: torch.dtype) -> Finding:
+    name, wrong = dtype_name(said), dtype_name(lies)
+    extra = sum(w.repeats * prices.elements(w.shape) * (lies.itemsize - said.itemsize) for w in weights)
+    lossless = all(weight.holds == said for weight in weights)
+    names = tuple(dict.fromkeys(starred(weight.name) for weight in weights))
+    wide = [call for call in trace.calls if prices.run_dtype(call) == lies] if extra else []
+    loss = _LOSSES.get((said, lies))
+    price = Price(
+        flops_share=sum(c.flops * c.repeats for c in wide) / max(1, prices.all_flops(trace)),
+        memory_bytes=extra,
+        slowdown=prices.slowdown(trace, wide, said) if wide else None,
+    )
+    costs = f": {prices.size_text(extra)} more memory" if extra else ""
+    return Finding(
+        code="IST501",
+        severity=_SEVERITIES[said, lies],
+        message=f"the config says {name}, but the frozen weights lie in {wrong}{costs}",
+        module=weights[0].module,
+        phase="load",
+        cause=f"{weights[0].name} is {wrong}",
+        notes=(
+            f"{len(weights)} weights",
+            *((loss,) if loss else ()),
+            *prices.costs_text(price, trace),
+        ),
+        fixes=(
+            Fix(
+                f"cast the frozen weights to {name}",
+                "safe" if lossless else "unsafe",
+                actions=tuple(Action("parameter", target, name) for target in names),
+            ),
+            Fix(f"load the checkpoint with dtype={name}", "safe", actions=(Action("advice", "dtype", name),)),
+        ),
+        price=price,
+        places=tuple(dict.fromkeys(weight.module for weight in weights)),
+    )

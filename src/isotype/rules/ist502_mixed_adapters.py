@@ -1,0 +1,72 @@
+"""
+**What it means.** The adapters that are trained are not all of one dtype.
+
+**Why it is bad.** The saved adapter file holds both dtypes. PEFT loads it into float32 (`autocast_adapter_dtype`) or
+into the base's dtype, so that a resumed run does not go on from what was trained; FSDP refuses to flatten them
+together; in the narrow ones small updates are lost while in the others they are not.
+
+**Why it happens.** A trainer casts some trainable parameters and not others (TRL casts those of a quantized model to
+bfloat16, DoRA's magnitudes excepted), an adapter is loaded from a float16 file beside a new one, a copy of a module
+to save keeps the base's dtype.
+
+**An example**
+
+    model = get_peft_model(base, LoraConfig(use_dora=True))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "magnitude" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+**Repaired**
+
+    isotype.enforce(model, policy)        # every adapter in the master dtype
+
+**What is not reported.** Frozen adapters; whether the dtype that all share is a good one (see IST3xx and IST8xx).
+
+**How safe is the fix?** To the widest of the dtypes nothing is lost.
+
+**Seen in** huggingface/peft #2421; huggingface/diffusers #6514.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.operands import FLOATS, starred
+from isotype.trace.record import Trace
+
+TITLE = "Trained adapters of different dtypes"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Trainable adapter weights of more than one float dtype."""
+    trained = [w for w in trace.weights if w.adapter and w.trainable and w.dtype in FLOATS]
+    dtypes = sorted({w.dtype for w in trained}, key=lambda dtype: (dtype.itemsize, dtype_name(dtype)))
+    if len(dtypes) < 2:
+        return
+    widest = dtypes[-1] if dtypes[-1].itemsize > 2 else None
+    target = dtype_name(widest) if widest is not None else "float32"
+    narrow = [w for w in trained if dtype_name(w.dtype) != target]
+    first = min((w for w in narrow), key=lambda w: [x.dtype for x in trained].count(w.dtype))
+    counts = ", ".join(
+        f"{sum(w.repeats for w in trained if w.dtype == dtype)} in {dtype_name(dtype)}" for dtype in dtypes
+    )
+    names = tuple(dict.fromkeys(starred(w.name) for w in narrow))
+    yield Finding(
+        code="IST502",
+        severity="note",
+        message=f"trained adapters are of different dtypes: {counts}",
+        module=first.module,
+        phase="load",
+        cause=f"{first.name} is {dtype_name(first.dtype)}",
+        notes=("the saved adapter will hold them all; loading it again casts them to one dtype",),
+        fixes=(
+            Fix(
+                f"cast every adapter to {target}",
+                "safe",
+                actions=tuple(Action("parameter", name, target) for name in names),
+            ),
+        ),
+        places=tuple(dict.fromkeys(w.module for w in narrow)),
+    )

@@ -1,0 +1,43 @@
+"""
+**What it means.** The step computes in bfloat16, and the device has no bfloat16 matmuls in hardware.
+
+**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, P100, RTX 20xx) bfloat16 runs without tensor
+cores, at the float32 rate at best, where float16 would run several times faster. Some kernels (flash attention,
+Triton's `tl.dot`) refuse it there. Where a device refuses the dtype altogether, the step crashes.
+
+**Why it happens.** `bf16=True`, a checkpoint in bfloat16 loaded as it is, a quantization config with
+`bnb_4bit_compute_dtype=torch.bfloat16`, copied from a script for newer hardware.
+
+**An example that costs**
+
+    SFTConfig(bf16=True)                      # on a T4
+
+**Repaired**
+
+    SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
+
+**The estimate.** Step time by the roofline with float32's rate for bfloat16, over the same step in the dtype of the
+fix; a lower bound, since software conversion comes on top.
+
+**How safe is the fix?** To float32: safe. Weights from bfloat16 to float16: unsafe, since float16 ends at 65,504 and
+models trained in bfloat16 (Gemma, T5) may pass it; watch the loss.
+
+**Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; reports of T4 and V100 users of every trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.rules import devices
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "bfloat16 on a device without it"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Matmuls in bfloat16 that the device emulates or refuses."""
+    return devices.find(trace, "IST601", torch.bfloat16, torch.float16)

@@ -1,0 +1,40 @@
+"""
+**What it means.** The step computes in float16, and the device has no float16 matmuls in hardware: most CPUs, and
+NVIDIA GPUs of compute capability 6.1 and 5.x.
+
+**Why it is bad.** A CPU without AVX512-FP16, AMX-FP16 or Arm FP16 converts every operand in software: LoRA of a 135M
+model took 65 seconds a step in float16 against 2 in bfloat16 or float32. float16 needs loss scaling besides.
+
+**Why it happens.** `fp16=True` or a float16 checkpoint in a script that was written for a GPU, run on a CPU for a test.
+
+**An example that costs**
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16)      # on a CPU
+
+**Repaired**
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
+
+**The estimate.** Given only where the device profile has rates: the roofline with float32's rate for float16.
+
+**How safe is the fix?** To float32: safe. Weights from float16 to bfloat16 lose three bits: unsafe.
+
+**Seen in** LoRA runs on CPUs; pytorch/pytorch reports of slow half matmuls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.rules import devices
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+
+TITLE = "float16 on a device without it"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Matmuls in float16 that the device emulates or refuses."""
+    return devices.find(trace, "IST602", torch.float16, torch.bfloat16)

@@ -1,0 +1,57 @@
+"""
+**What it means.** Installed libraries do not fit each other, or the device that is in this machine.
+
+**Why it is bad.** The import fails, a quantized layer finds no kernel, or a library silently switches another one off.
+
+**Why it happens.** One of torch, transformers, peft, trl, accelerate, bitsandbytes was upgraded alone; a wheel was
+built for another CUDA version than torch's.
+
+**An example**
+
+    pip install "transformers==5.23.0" "torch==2.4.0"     # transformers 5.23 disables torch below 2.6
+
+**Repaired**
+
+    pip install --upgrade "torch>=2.6"
+
+**What is not reported.** Anything where the step is judged for a device that is not in this machine: its libraries are
+not these. What is compared: the requirements that the packages declare, minimum versions that some check only at run
+time, and known pairs with a public link. `isotype doctor` says the same without a model.
+
+**How safe is the fix?** It changes the environment, so only you can do it.
+
+**Seen in** huggingface/transformers #41889; bitsandbytes #1688.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from isotype.precision.versions import Misfit, installed, misfits, pip_command, toolkits
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.trace.record import Trace
+
+TITLE = "Library versions that do not fit each other"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Versions that do not fit, of the machine that the device is in."""
+    if not trace.setup.profile.present:
+        return
+    for misfit in _misfits(trace.setup.profile.kind):
+        command = pip_command([misfit]) or misfit.change
+        yield Finding(
+            code="IST603",
+            severity=misfit.severity,
+            message=misfit.fact,
+            phase="load",
+            cause=" and ".join(misfit.packages),
+            notes=(misfit.link,) if misfit.link else (),
+            fixes=(Fix(command, "safe", actions=(Action("advice", "pip", command),)),),
+        )
+
+
+@cache
+def _misfits(kind: str) -> tuple[Misfit, ...]:
+    return tuple(misfits({**installed(), **toolkits()}, kind=kind))

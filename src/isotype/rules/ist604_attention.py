@@ -1,0 +1,104 @@
+"""
+**What it means.** The attention kernel that the model asks for does not exist on the device, or does not take the
+dtype that queries, keys and values have.
+
+**Why it is bad.** FlashAttention takes float16 and bfloat16 only, on NVIDIA GPUs of compute capability 8.0 and later and
+on AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on a T4 or V100 it
+raises "FlashAttention only supports Ampere GPUs or newer". On a CPU there is none. `sdpa` picks a slower kernel
+instead, that writes out all scores or runs in float32.
+
+**Why it happens.** `attn_implementation="flash_attention_2"` on older hardware, or on a float32 model without autocast;
+float32 norms (PEFT, `prepare_model_for_kbit_training`) that make queries float32.
+
+**An example that fails**
+
+    AutoModelForCausalLM.from_pretrained(path, attn_implementation="flash_attention_2")      # on a T4
+
+**Repaired**
+
+    AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+
+**How safe is the fix?** `sdpa` and FlashAttention compute the same attention. A narrower dtype for queries, keys and
+values is what the kernel asks for.
+
+**Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules import prices
+from isotype.rules.devices import attention_calls
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.operands import Group, candidates, cause_text, evidence
+from isotype.trace.record import Call, Trace
+
+TITLE = "An attention kernel that the device or the dtype rules out"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """A flash kernel asked for where there is none; queries wider than the flash kernels of the device take."""
+    setup = trace.setup
+    flash = setup.attention is not None and setup.attention.startswith("flash_attention")
+    if flash and not _has_flash(trace):
+        yield _absent(trace)
+        return
+    taken = setup.profile.flash_attention
+    for dtype, calls in attention_calls(trace).items():
+        wanted = setup.compute in taken and setup.profile.kind != "cpu"
+        if dtype not in taken and dtype.itemsize > setup.compute.itemsize and wanted:
+            yield _wide(trace, calls, dtype, flash)
+
+
+def _has_flash(trace: Trace) -> bool:
+    profile = trace.setup.profile
+    return profile.kind in ("cuda", "rocm") and bool(profile.flash_attention & prices.HALVES)
+
+
+def _absent(trace: Trace) -> Finding:
+    setup = trace.setup
+    return Finding(
+        code="IST604",
+        severity="error",
+        message=f"{setup.attention} does not run on {setup.profile.title}",
+        phase="forward",
+        cause=f"the model's config asks for {setup.attention}",
+        notes=("FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU",),
+        fixes=(
+            Fix(
+                'load the model with attn_implementation="sdpa"',
+                "safe",
+                actions=(Action("advice", "attn_implementation", "sdpa"),),
+            ),
+        ),
+    )
+
+
+def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> Finding:
+    first = calls[0]
+    query = first.operands[0]
+    owners = prices.owners_of(trace)
+    blamed = prices.root(query.origin)
+    takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
+    group = Group("IST604", tuple(calls), query, (blamed,), trace.setup.compute)
+    count = sum(call.repeats for call in calls)
+    effect = "raises" if flash else "falls back to a slower kernel"
+    return Finding(
+        code="IST604",
+        severity="error" if flash else "warning",
+        message=f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}",
+        module=first.module,
+        op=first.op,
+        phase=first.phase,
+        source=first.source,
+        cause=cause_text(blamed, owners),
+        evidence=evidence(query.origin),
+        notes=(f"{count} attention call{'s' if count > 1 else ''}",),
+        fixes=tuple(candidates(trace, group, owners)),
+        operands=first.operands,
+        places=tuple(dict.fromkeys(call.module for call in calls)),
+    )

@@ -1,0 +1,137 @@
+"""
+**What it means.** The tensors of the step, at its worst moment, take more memory than the device has (an error), or
+leave less than 8 % of it (a warning).
+
+**Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
+
+**What is counted.** Every storage once, from its making to the death of its last tensor, by kind: weights with their
+quantization states, adapters, gradients, optimizer states, activations. Not counted: the allocator's rounding and
+fragmentation, workspaces of kernels, the driver's context (0.3 to 0.6 GB of a GPU), which is why a narrow fit is
+already a warning.
+
+**What helps, and by how much.** Estimates, one at a time:
+gradient checkpointing keeps each of n layers' input and the activations of one layer, about `1/n` of the activations
+and the inputs (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016);
+nf4 stores a weight in 4 bits and a float32 scale for 64 weights, 0.5625 bytes (Dettmers et al., "QLoRA", 2023);
+frozen float32 weights in 16 bits take half; 8-bit optimizer states take a quarter of float32 ones;
+activations shrink in proportion to batch times length.
+
+**An example**
+
+    isotype check meta-llama/Llama-3.1-8B --device t4          # 16 GB of weights on 15 GB
+
+**Repaired**
+
+    isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
+
+**How safe is the fix?** Checkpointing and shorter or fewer rows change no digit; quantization rounds the base.
+
+**Seen in** every forum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from isotype.rules import prices
+from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.prices import size_text
+from isotype.trace.record import Trace, Weight
+
+TITLE = "The step does not fit into the device's memory"
+
+_TIGHT = 0.92
+_NF4_BYTES = 0.5 + 4 / 64
+_LAYER = re.compile(r"(.*)\.\d+$")
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """The peak against what the device has."""
+    capacity, peak, phase = trace.setup.profile.memory_bytes, trace.memory.peak, trace.memory.peak_phase
+    if not capacity or phase is None or peak <= _TIGHT * capacity:
+        return
+    over = peak - capacity
+    kinds = sorted(trace.memory.phases[phase].items(), key=lambda item: -item[1])
+    title = trace.setup.profile.title
+    fact = f"{size_text(peak)} at the peak of the {phase}, {title} has {size_text(capacity)}"
+    yield Finding(
+        code="IST605",
+        severity="error" if over > 0 else "warning",
+        message=f"the step does not fit: {fact}" if over > 0 else f"the step only just fits: {fact}",
+        phase=phase,
+        cause=f"{kinds[0][0]} take {size_text(kinds[0][1])}",
+        notes=(", ".join(f"{kind} {size_text(size)}" for kind, size in kinds if size >= peak / 100),),
+        fixes=tuple(_fixes(trace, over)),
+        price=Price(memory_bytes=max(0, over)),
+    )
+
+
+def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
+    """What saves most first; each says whether it would do alone."""
+    savings = sorted(_savings(trace), key=lambda saving: -saving[1])
+    for advice, saved, target, value in savings:
+        enough = ", which is enough" if saved >= over > 0 else ""
+        yield Fix(
+            f"{advice}: about {size_text(saved)} less{enough}",
+            "unsafe" if target == "quantization" else "safe",
+            actions=(Action("advice", target, value),),
+        )
+
+
+def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
+    """(advice, bytes saved, argument, its value) of everything that applies."""
+    phase = trace.memory.peak_phase
+    assert phase is not None
+    peak = trace.memory.phases[phase]
+    activations = peak.get("activations", 0)
+    layers = _layers(trace)
+    if layers > 1 and not any(call.recomputed for call in trace.calls):
+        saved = activations - activations // layers - _layer_inputs(trace, layers)
+        if saved > 0:
+            yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
+    dense = [w for w in trace.weights if _quantizable(w)]
+    packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * prices.elements(w.shape) * w.repeats for w in dense))
+    if packed:
+        yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
+    wide = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned) and w.dtype.itemsize == 4]
+    halved = sum(
+        w.bytes * w.repeats // 2 for w in wide if w.quantization is None and w.dtype.is_floating_point
+    )
+    if halved and trace.setup.profile.best_dtype() in prices.HALVES:
+        yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
+    states = peak.get("optimizer", 0)
+    if states:
+        yield ("use an optimizer with 8-bit states", states * 3 // 4, "optim", "adamw_8bit")
+    over = trace.memory.peak - (trace.setup.profile.memory_bytes or 0)
+    if 0 < over < activations:
+        share = 1 - over / activations
+        yield (f"take {share:.0%} of batch x length", over, "max_length", f"{share:.2f} of it")
+
+
+def _quantizable(weight: Weight) -> bool:
+    frozen = not (weight.trainable or weight.adapter or weight.buffer or weight.pinned)
+    return frozen and weight.kind == "linear" and weight.quantization is None and "lm_head" not in weight.name
+
+
+def _layers(trace: Trace) -> int:
+    """Number of repeated layers: modules in lists whose numbers end their names, those of the longest list."""
+    repeats: dict[str, int] = {}
+    for weight in trace.weights:
+        repeats[weight.module] = max(weight.repeats, repeats.get(weight.module, 1))
+    found: dict[str, dict[str, int]] = {}
+    for name in trace.modules:
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            stands = max((n for module, n in repeats.items() if module.startswith(f"{name}.")), default=1)
+            found.setdefault(match[1], {})[name] = stands
+    return max((sum(layers.values()) for layers in found.values()), default=1)
+
+
+def _layer_inputs(trace: Trace, layers: int) -> int:
+    """Bytes of the hidden states between layers, which checkpointing keeps: the embedding's output for each."""
+    made = next((call for call in trace.calls if "embedding" in call.op and call.results), None)
+    if made is None:
+        return 0
+    dtype, shape = made.results[0]
+    return layers * prices.elements(shape) * dtype.itemsize

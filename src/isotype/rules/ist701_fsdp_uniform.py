@@ -1,0 +1,99 @@
+"""
+**What it means.** FSDP1 flattens all parameters of a unit (usually a decoder layer) into one tensor, which has one dtype. The unit
+holds parameters of several: float32 adapters on a bfloat16 base, norms that were upcast, 4-bit codes packed in
+another dtype.
+
+**Why it is bad.** Wrapping the model raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and
+torch.float32`, before the first step.
+
+**An example that fails**
+
+    model = get_peft_model(base_in_bfloat16, config)         # adapters are float32
+    FullyShardedDataParallel(model, auto_wrap_policy=by_decoder_layer)
+
+**Repaired**
+
+    fully_shard(layer)                                       # FSDP2 shards each parameter by itself
+    # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
+
+**How safe is the fix?** FSDP2 changes no dtype. Casting adapters down makes 16-bit masters (IST801) and is offered as unsafe.
+
+**Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
+bitsandbytes-foundation/bitsandbytes #1709.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import advice, casts, finding_of, float32_masters, layer_of, trained
+from isotype.trace.record import Trace, Weight
+
+TITLE = "FSDP1 over parameters of several dtypes"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Units of FSDP1 with several float dtypes; one finding for all units."""
+    if trace.setup.fsdp != 1:
+        return
+    units: dict[str, list[Weight]] = {}
+    for weight in trace.weights:
+        # Integer codes are IST702's.
+        if not weight.buffer and weight.dtype.is_floating_point:
+            units.setdefault(layer_of(weight.name), []).append(weight)
+    mixed = {unit: own for unit, own in units.items() if len({weight.dtype for weight in own}) > 1}
+    if not mixed:
+        return
+    sizes: Counter[torch.dtype] = Counter()
+    for weights in mixed.values():
+        for weight in weights:
+            # Codes can be packed in any dtype: they follow the others.
+            sizes[weight.dtype] += 0 if weight.quantization else weight.bytes // weight.dtype.itemsize
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    odd = [weight for weights in mixed.values() for weight in weights if weight.dtype != most]
+    dtypes = " and ".join(dtype_name(dtype) for dtype in sizes)
+    where = f"{len(mixed)} units" if len(mixed) > 1 else next(iter(mixed)) or "the outermost unit"
+    yield finding_of(
+        "IST701",
+        "error",
+        f"FSDP1 flattens {dtypes} in {where}",
+        odd,
+        phase="load",
+        notes=(
+            f"FSDP says: Must flatten tensors with uniform dtype but got {' and '.join(map(str, sizes))}",
+        ),
+        fixes=tuple(_fixes(trace, odd, most)),
+    )
+
+
+def _fixes(trace: Trace, odd: list[Weight], most: torch.dtype) -> Iterator[Fix]:
+    packed = [weight for weight in odd if weight.quantization is not None]
+    plain = [weight for weight in odd if weight.quantization is None]
+    if packed:
+        how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and keep all else in it too"
+        yield advice("bnb_4bit_quant_storage", how)
+        return
+    safe = all(weight.holds == most and not weight.trainable for weight in plain)
+    cast = Fix(f"cast them to {dtype_name(most)}", "safe" if safe else "unsafe", actions=casts(plain, most))
+    if safe:
+        yield cast
+    # FSDP2 reduces the gradients of a unit together, so that what is trained has to be of one dtype there too.
+    if len({weight.dtype for weight in trained(trace)}) <= 1:
+        yield Fix(
+            "shard with FSDP2, which keeps each parameter's dtype",
+            "safe",
+            actions=(Action("setting", "fsdp", "2"),),
+        )
+    elif all(weight.trainable for weight in trace.weights if not weight.buffer):
+        yield from float32_masters(trace, trained(trace))
+    if not safe:
+        yield cast
+    if any(weight.adapter for weight in odd):
+        yield advice(
+            "auto_wrap_policy", "wrap adapters by themselves: peft.utils.other.fsdp_auto_wrap_policy(model)"
+        )

@@ -1,0 +1,66 @@
+"""
+**What it means.** The model is sharded by FSDP1 and its quantized weights lie as integers. 4-bit codes can lie in any dtype of
+the right size: `bnb_4bit_quant_storage` chooses it, and its default is uint8. int8 weights have no such choice.
+
+**Why it is bad.** FSDP1 flattens float parameters only: `Cannot flatten integer dtype tensors`, or `Must flatten tensors with
+uniform dtype but got torch.float16 and torch.int8`, before the first step.
+
+**An example that fails**
+
+    BitsAndBytesConfig(load_in_4bit=True)                    # codes in uint8
+    accelerate launch --use_fsdp --fsdp_version 1 train.py
+
+**Repaired**
+
+    BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16,
+                       bnb_4bit_quant_storage=torch.bfloat16)
+
+**How safe is the fix?** The same bytes under another name: no digit changes.
+
+**Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600;
+axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Finding
+from isotype.rules.weight_sets import advice, count, finding_of
+from isotype.trace.record import Trace
+
+TITLE = "FSDP over integer codes"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Quantized weights that lie as integers under FSDP1."""
+    if trace.setup.fsdp != 1:
+        return
+    for four_bit in (True, False):
+        packed = [
+            weight
+            for weight in trace.weights
+            if weight.quantization is not None
+            and (weight.quantization.format != "int8") == four_bit
+            and not weight.dtype.is_floating_point
+        ]
+        if not packed:
+            continue
+        kept = packed[0].quantization
+        assert kept is not None
+        storage = dtype_name(kept.compute or trace.setup.compute)
+        how = (
+            f"load with bnb_4bit_quant_storage={storage}"
+            if four_bit
+            else "use nf4 with a float storage, or dense weights"
+        )
+        yield finding_of(
+            "IST702",
+            "error",
+            f"FSDP1 flattens no {dtype_name(packed[0].dtype)}: {count(packed)} {kept.format} weights lie in it",
+            packed,
+            phase="load",
+            notes=("FSDP says: Cannot flatten integer dtype tensors",),
+            fixes=(advice("bnb_4bit_quant_storage" if four_bit else "quantization", how),),
+        )

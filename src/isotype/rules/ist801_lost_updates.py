@@ -1,0 +1,93 @@
+"""
+**What it means.** Trainable parameters lie in 16 bit and the learning rate is smaller than half the distance between
+neighbouring numbers of that dtype at the parameters' size. An Adam update is about the learning rate in size, so the
+sum rounds back to the old value. The spacing of bfloat16 at x is 2^(floor(log2 |x|) - 7), of float16
+2^(floor(log2 |x|) - 10).
+
+**Why it is bad.** Most weights stand still, the larger ones first, norms near one above all; weight decay (learning rate times
+decay) is lost long before. The loss falls a little and stops, and nothing says why.
+
+**An example that costs**
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+**Repaired**
+
+    model.float()                                            # float32 masters
+    with torch.autocast("cuda", torch.bfloat16): ...         # products in bfloat16 all the same
+
+**How safe is the fix?** A cast to float32 keeps every digit; it costs memory for masters and their moments.
+
+**Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
+kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import (
+    HALVES,
+    casts,
+    count,
+    finding_of,
+    float32_masters,
+    modules,
+    spacing,
+    trained,
+)
+from isotype.trace.record import Trace, Weight
+
+TITLE = "Updates smaller than the masters' dtype can hold"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """16-bit trainable parameters of known size whose first updates round away."""
+    rate = trace.setup.learning_rate
+    # Adam's first update of every value is the learning rate; other optimizers' depends on the gradient.
+    if rate is None or "optimizer" not in trace.setup.phases or "adam" not in trace.setup.optimizer.lower():
+        return
+    lost = [weight for weight in trained(trace, *HALVES) if _rounds_away(weight, rate)]
+    if not lost:
+        return
+    worst = max(lost, key=lambda weight: weight.typical or 0.0)
+    assert worst.typical is not None
+    step = spacing(worst.typical, worst.dtype)
+    yield finding_of(
+        "IST801",
+        "warning",
+        f"updates of {rate:.0e} are lost in {count(lost)} of {count(trained(trace))} trainable parameters",
+        lost,
+        phase="optimizer",
+        notes=(
+            f"{worst.name}: values near {worst.typical:.2g}, where {dtype_name(worst.dtype)} has steps of {step:.1e}",
+        ),
+        fixes=tuple(_fixes(trace, lost)),
+    )
+
+
+def _rounds_away(weight: Weight, rate: float) -> bool:
+    return weight.typical is not None and rate < spacing(weight.typical, weight.dtype) / 2
+
+
+def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:
+    if all(weight.kind == "norm" for weight in lost):
+        compute = trace.setup.compute
+        # Autocast or a float32 model takes float32 norms as they are; a 16-bit one needs their outputs cast.
+        border = tuple(
+            Action("boundary", module, f"float32:{dtype_name(compute)}") for module in modules(lost)
+        )
+        actions = (*casts(lost, torch.float32), *(border if compute in HALVES else ()))
+        yield Fix(
+            "keep the norms' weights in float32 and their outputs in the compute dtype",
+            "safe",
+            actions=actions,
+        )
+    adapters = [weight for weight in trained(trace, *HALVES) if weight.adapter]
+    everything = list(trained(trace, *HALVES))
+    yield from float32_masters(trace, adapters if all(weight.adapter for weight in lost) else everything)

@@ -1,0 +1,97 @@
+"""
+**What it means.** float16 holds nothing above 65504. A weight is infinite already, or will be when it is cast; or a norm's gain
+is so large that its output can pass the limit: a normalised vector of n values has entries up to sqrt(n), times the
+largest weight.
+
+**Why it is bad.** One infinity becomes NaN in the next norm or softmax and the loss is NaN, or sampling stops with
+`probability tensor contains either inf, nan or element < 0`.
+
+**An example that fails**
+
+    model = AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it", dtype=torch.float16)
+
+**Repaired**
+
+    AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it", dtype=torch.bfloat16)    # or float32
+
+**How safe is the fix?** bfloat16 has float32's range with fewer digits. Weights that became infinite have to be loaded again.
+
+**Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq #254;
+axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from isotype.rules.finding import Finding
+from isotype.rules.weight_sets import advice, count, finding_of
+from isotype.trace.record import Trace, Weight
+
+TITLE = "Values beyond float16's range"
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Weights that are not finite, weights that float16 cannot hold, norms that can carry activations past it."""
+    infinite = [weight for weight in trace.weights if _is_infinite(weight)]
+    if infinite:
+        yield finding_of(
+            "IST802",
+            "error",
+            f"{count(infinite)} weights hold values that are not finite",
+            infinite,
+            phase="load",
+            cause=f"{infinite[0].name} holds {infinite[0].largest}",
+            fixes=(
+                advice(
+                    infinite[0].name,
+                    "load or merge it again in the checkpoint's own dtype: a cast to float16 has overflowed",
+                ),
+            ),
+        )
+    if torch.float16 not in (trace.setup.autocast, trace.setup.compute):
+        return
+    other = "bfloat16" if torch.bfloat16 in trace.setup.profile.native else "float32"
+    too_large = [w for w in trace.weights if w.kind == "linear" and LARGEST < _largest(w) < math.inf]
+    if too_large:
+        yield finding_of(
+            "IST802",
+            "error",
+            f"{count(too_large)} weights become infinite in float16",
+            too_large,
+            cause=f"{too_large[0].name} reaches {_largest(too_large[0]):.3g}",
+            fixes=(advice("dtype", f"compute in {other}"),),
+        )
+    norms = [w for w in trace.weights if w.kind == "norm" and LARGEST < _reach(w) < math.inf]
+    if norms:
+        worst = max(norms, key=_reach)
+        yield finding_of(
+            "IST802",
+            "warning",
+            f"{count(norms)} norms can return values beyond float16's 65504",
+            norms,
+            cause=f"{norms[0].name} reaches {_largest(norms[0]):.3g}",
+            notes=(
+                f"{worst.name}: up to {_largest(worst):.3g} x sqrt({worst.shape[-1]}) = {_reach(worst):.3g}",
+            ),
+            fixes=(advice("dtype", f"load the model and compute in {other}"),),
+        )
+
+
+def _is_infinite(weight: Weight) -> bool:
+    # Packed codes may lie under a float dtype's name (`quant_storage`): their bits are no numbers.
+    return weight.quantization is None and weight.largest is not None and not math.isfinite(weight.largest)
+
+
+def _largest(weight: Weight) -> float:
+    return weight.largest or 0.0
+
+
+def _reach(weight: Weight) -> float:
+    """The bound of the norm's output: no entry of a normalised vector of n values is above sqrt(n)."""
+    return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

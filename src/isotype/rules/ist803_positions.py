@@ -1,0 +1,96 @@
+"""
+**What it means.** Rotary frequencies lie in 16 bit, or the angles (position times frequency) are computed in it. `.to(bfloat16)`,
+`.half()` and DeepSpeed cast buffers along with parameters; `from_pretrained(dtype=…)` does not. Autocast makes a 16-bit
+product of positions and frequencies where the model does not switch it off.
+
+**Why it is bad.** An angle of 2000 radians is rounded to the nearest 8 in bfloat16: the cosine is arbitrary. Distant positions
+run together, training and serving disagree, and nothing is said.
+
+**An example that costs**
+
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+
+**Repaired**
+
+    isotype.repair(model, isotype.check(model, batch))      # frequencies are computed anew in float32
+
+**How safe is the fix?** The frequencies come from the config, in float32; a buffer is a few hundred bytes.
+
+**Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana #746.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.operands import short
+from isotype.rules.weight_sets import HALVES, advice, count, finding_of, names
+from isotype.trace.record import Call, Trace, Weight
+
+TITLE = "Rotary positions in 16 bit"
+
+_BUFFERS = re.compile(r"inv_freq|rotary|rope|freqs", re.IGNORECASE)
+_MODULES = re.compile(r"rotary|rope", re.IGNORECASE)
+# transformers' classes carry the model's name in front and know the config that their frequencies come from.
+_FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """16-bit rotary buffers; 16-bit products inside rotary modules."""
+    rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
+    if rounded:
+        yield finding_of(
+            "IST803",
+            "warning",
+            f"{count(rounded)} rotary buffers are rounded to {dtype_name(rounded[0].dtype)}",
+            rounded,
+            cause=f"the buffer {rounded[0].name} is {dtype_name(rounded[0].dtype)}",
+            fixes=_fixes(rounded),
+        )
+        return
+    products = [call for call in trace.calls if _is_rounded_product(call, trace)]
+    if products:
+        first = products[0]
+        dtype = dtype_name(first.results[0][0])
+        yield Finding(
+            "IST803",
+            "warning",
+            f"rotary angles are computed in {dtype}",
+            module=first.module,
+            op=first.op,
+            phase=first.phase,
+            source=first.source,
+            cause=f"{'autocast' if first.autocast else 'a product'} in {dtype} at {short(first.source)} in {first.module}",
+            operands=first.operands,
+            places=tuple(dict.fromkeys(call.module for call in products)),
+            fixes=(
+                advice(
+                    first.module,
+                    "switch autocast off where the angles are computed, and compute them in float32",
+                ),
+            ),
+        )
+
+
+def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
+    if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
+        actions = tuple(Action("buffer", name, "float32") for name in names(rounded))
+        return (Fix("compute the rotary frequencies anew in float32", "safe", actions=actions),)
+    return (
+        advice(
+            rounded[0].module,
+            "compute the frequencies in float32 after the model was cast: casting them back leaves them rounded",
+        ),
+    )
+
+
+def _is_rounded_product(call: Call, trace: Trace) -> bool:
+    leaf = call.module.rpartition(".")[2]
+    rotary = _MODULES.search(leaf) or _MODULES.search(trace.modules.get(call.module, ""))
+    product = any(name in call.op for name in (".mm.", ".bmm.", ".matmul.", ".einsum."))
+    return bool(
+        rotary and product and call.phase == "forward" and call.results and call.results[0][0] in HALVES
+    )

@@ -1,0 +1,68 @@
+"""
+**What it means.** A parameter that the model's author keeps in float32 (`_keep_in_fp32_modules`: T5's `wo`, routers, some norms)
+lies in 16 bit. `from_pretrained(dtype=torch.float16)` honours the list, `.half()` and `.to(dtype)` do not.
+
+**Why it is bad.** It was pinned because the model breaks without: T5's `wo` overflows float16 and the loss is NaN.
+
+**An example that fails**
+
+    model = T5ForConditionalGeneration(config).half()
+
+**Repaired**
+
+    T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
+
+**How safe is the fix?** The parameter computes in float32 again. Digits that the cast took come back only with the checkpoint.
+
+**Seen in** huggingface/transformers #5651.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import HALVES, advice, casts, count, finding_of, modules
+from isotype.trace.record import Trace, Weight
+
+TITLE = "A pinned parameter in 16 bit"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Pinned parameters in float16 (a warning) or bfloat16 (a note: transformers leaves most of them so)."""
+    for dtype in HALVES:
+        rounded = [
+            w for w in trace.weights if w.pinned and w.dtype == dtype and not w.adapter and not w.quantization
+        ]
+        if rounded:
+            yield finding_of(
+                "IST804",
+                "warning" if dtype == torch.float16 else "note",
+                f"{count(rounded)} parameters that the model's author keeps in float32 are {dtype_name(dtype)}",
+                rounded,
+                phase="load",
+                notes=("digits that a cast has taken come back only with the checkpoint",),
+                fixes=_fixes(trace, rounded),
+            )
+
+
+def _fixes(trace: Trace, rounded: list[Weight]) -> tuple[Fix, ...]:
+    cast = casts(rounded, torch.float32)
+    border = tuple(
+        Action("boundary", module, f"float32:{dtype_name(trace.setup.compute)}")
+        for module in modules(rounded)
+    )
+    return (
+        Fix("keep the pinned parameters in float32", "safe", actions=cast),
+        Fix(
+            "keep the pinned parameters in float32 and cast at their modules' borders",
+            "safe",
+            actions=(*cast, *border),
+        ),
+        advice(
+            "dtype", "load with from_pretrained(dtype=…), which keeps them; do not cast the model afterwards"
+        ),
+    )

@@ -1,0 +1,67 @@
+"""
+**What it means.** Log-probabilities over a vocabulary, or running sums over a long axis, are returned in 16 bit. Kernels add up in
+float32, but what they return is rounded to 8 (bfloat16) or 11 (float16) bits.
+
+**Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. Ratios of policies in RL, distillation
+losses and perplexities are made of differences of such numbers; a cumulative sum stops growing.
+
+**An example that costs**
+
+    logprobs = model(ids).logits.log_softmax(-1)             # bfloat16
+
+**Repaired**
+
+    logprobs = model(ids).logits.float().log_softmax(-1)     # by chunks of rows, where memory is short
+
+**How safe is the fix?** Only digits are added, for one float32 copy of the logits.
+
+**Seen in** huggingface/transformers #31267.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Finding
+from isotype.rules.operands import evidence, short
+from isotype.rules.weight_sets import HALVES, advice
+from isotype.trace.record import Call, Trace
+
+TITLE = "A long reduction returned in 16 bit"
+
+_REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
+_LONG = 256
+"""Shorter axes (experts, classes) lose nothing that matters."""
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """16-bit log-softmax and cumulative sums over long axes in the forward, by the line that asks for them."""
+    found: dict[str, list[Call]] = {}
+    for call in trace.calls:
+        if call.phase == "forward" and not call.recomputed and _is_rounded(call):
+            found.setdefault(call.source or call.module, []).append(call)
+    for calls in found.values():
+        first = calls[0]
+        dtype = dtype_name(first.operands[0].dtype)
+        name = first.op.split(".")[1].strip("_")
+        yield Finding(
+            "IST805",
+            "warning",
+            f"{name} over {max(first.operands[0].shape)} values returns {dtype}",
+            module=first.module,
+            op=first.op,
+            source=first.source,
+            cause=f"{name} of {dtype} values" + (f" at {short(first.source)}" if first.source else ""),
+            evidence=evidence(first.operands[0].origin),
+            operands=first.operands,
+            places=tuple(dict.fromkeys(call.module for call in calls)),
+            fixes=(advice(first.source or first.module, f"cast its input to float32 before {name}"),),
+        )
+
+
+def _is_rounded(call: Call) -> bool:
+    if not call.op.startswith("aten.") or call.op.split(".")[1] not in _REDUCTIONS or not call.operands:
+        return False
+    given = call.operands[0]
+    return given.dtype in HALVES and bool(given.shape) and max(given.shape) >= _LONG

@@ -1,0 +1,1 @@
+"""SEE: one training step as data."""

@@ -1,0 +1,133 @@
+"""The weightless twin: the same modules on fake tensors, which have dtypes and shapes but no values.
+
+The user's model is never changed and never copied: parameters and buffers become fakes (a real model's as well as
+one on the meta device), everything else a module holds is copied, so that a forward that keeps state of its own
+keeps it in the twin.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+# How copying something that is tied to this process fails: a lock, a file, a process group.
+_COPY_ERRORS = (TypeError, NotImplementedError, RuntimeError, ValueError, AttributeError)
+_SHARED = (types.ModuleType, type, torch.Generator)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors that a module holds outside of its parameters become fakes when they are met."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """A fake of the same shape, strides and dtype on the CPU, whatever device `tensor` is on."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor
+    with mode:
+        if tensor.layout != torch.strided:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        else:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    assert isinstance(made, FakeTensor)
+    return made
+
+
+def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
+    """The same structure with every tensor faked; `requires_grad` is kept."""
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made = fake_like(leaf, mode)
+        return made.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else made
+
+    return tree_map(fake, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `model` on fakes: the same classes, names, ties, hooks and quantization states.
+
+    An attribute that cannot be copied because it belongs to this process (a lock, a file, a process group) is shared.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        memo[id(module)] = _empty_copy(module)
+    tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    for _, tensor in tensors:
+        memo[id(tensor)] = _empty_parameter(tensor, mode)
+    with _FakeCopies(mode):
+        for _, tensor in tensors:
+            _fill(memo[id(tensor)], tensor.__dict__, memo)
+        for module in list(model.modules()):
+            _fill(memo[id(module)], module.__dict__, memo)
+    twin: nn.Module = memo[id(model)]
+    return twin
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    made: nn.Module = type(module).__new__(type(module))
+    return made
+
+
+def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    made: torch.Tensor = fake_like(tensor.detach(), mode)
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
+        # PEFT and bitsandbytes look at the class of a quantized parameter, and at its name.
+        made.__class__ = _fake_class(type(tensor))
+    elif isinstance(tensor, FakeTensor):
+        made.__class__ = type(tensor)
+    return made
+
+
+@cache
+def _fake_class(cls: type) -> Any:
+    return type(cls.__name__, (FakeTensor, cls), {"__module__": cls.__module__})
+
+
+def _fill(made: Any, attributes: Mapping[str, Any], memo: dict[int, Any]) -> None:
+    for name, value in attributes.items():
+        if isinstance(made, torch.Tensor) and name in made.__dict__:
+            continue  # what a fake needs for itself
+        made.__dict__[name] = _copied(value, memo)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _SHARED):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except _COPY_ERRORS:
+        return value
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Within it, `copy.deepcopy` of a tensor makes a fake, whatever holds the tensor."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                made = _empty_parameter(tensor, self._mode)
+                memo[id(tensor)] = made
+                # Kept alive with the memo, or another tensor could be given the same id.
+                memo.setdefault(id(memo), []).append(tensor)
+                _fill(made, tensor.__dict__, memo)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,252 @@
+"""Equal layers traced once: a model of 80 equal layers is the same step as one of two that stand for 80.
+
+Folding changes the model in place: it is for weightless models and twins, never for a model of the user's.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+STANDS_FOR = "_stands_for"
+"""Name of the plain attribute on a kept layer: the number of layers of the whole model that it stands for."""
+
+_FEWEST = 4  # up to 3 equal layers, folding saves next to nothing
+_BLOCK_PARTS = re.compile(
+    r"attn|attention|mixer|mamba|mlp|feed_forward|ffn|ssm|rwkv|recurrent", re.IGNORECASE
+)
+_POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
+_COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^(depth|n_layer|num_layers)$")
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+_NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
+_TOKENS = re.compile(r"token_ids?$")
+# Gemma 3n and 4 keep a slice for each layer in one embedding beside the layers, which folding does not cut.
+_NOT_FOLDED = ("hidden_size_per_layer_input",)
+
+
+class FoldedList(nn.ModuleList):
+    """A ModuleList whose children keep the numbers they had in the whole model; indexed by what is left."""
+
+    def __getitem__(self, index: Any) -> Any:
+        kept = list(self._modules.values())[index]
+        return nn.ModuleList(cast("list[nn.Module]", kept)) if isinstance(index, slice) else kept
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """What is left of one list: `kept[i]` is the old number of the layer that is now at position i.
+
+    `represents[old]` is the position of the layer that stands for the old number `old`.
+    """
+
+    kept: tuple[int, ...]
+    stands_for: tuple[int, ...]
+    represents: tuple[int, ...]
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """Drop layers of `model` that are equal to others, in place.
+
+    In every list of at least 4 layers, those count as equal that have the same classes, the same parameters and
+    buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes apart from their own
+    number. Wherever the same kinds of layers follow each other, the first and the last of each kind are kept: the
+    first stands for itself, so that what only a first layer does is counted once, the last for all the others
+    (attribute `_stands_for`). The kept layers keep their names (`model.layers.0`, `model.layers.79`).
+
+    What a model looks up by a layer's number follows: the layers' own numbers (`layer_idx`), and in copies of the
+    configs the number of layers and every list with one entry a layer.
+
+    Returns:
+        `model`.
+    """
+    folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
+    for owner, layers in _lists_of_layers(model):
+        plan = _plan([_signature(layer) for layer in layers.children()])
+        config = _config_of(model, owner)
+        if len(plan.kept) < len(plan.represents) and not any(
+            getattr(config, name, 0) for name in _NOT_FOLDED
+        ):
+            folded.append((owner, layers, plan))
+    if folded:
+        _own_configs(model)
+    patched: dict[int, _Fold] = {}
+    for owner, layers, plan in folded:
+        _drop(layers, plan)
+        _renumber(owner, plan)
+        config = _config_of(model, owner)
+        if config is not None and id(config) not in patched:
+            patched[id(config)] = plan
+            _patch_config(config, plan)
+    return model
+
+
+def stands_for(model: nn.Module) -> dict[str, int]:
+    """Fully qualified name of each kept layer of a folded model -> how many layers it stands for."""
+    return {
+        name: getattr(module, STANDS_FOR)
+        for name, module in model.named_modules()
+        if hasattr(module, STANDS_FOR)
+    }
+
+
+def _lists_of_layers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(the module that owns it, the list) of every list of blocks; not lists of experts, which a router indexes."""
+    for owner in model.modules():
+        for child in owner.children():
+            long = type(child) in (nn.ModuleList, nn.Sequential) and len(child._modules) >= _FEWEST
+            if long and all(_is_block(layer) for layer in child.children()):
+                yield owner, child
+
+
+def _is_block(layer: nn.Module) -> bool:
+    """Whether a layer is made of attention, mixer or MLP, which keep the shape of what they are given."""
+    parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
+    return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Whatever tells one layer from another in a trace, apart from its number."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        parts.append((name, type(module), _tensors(module), _attributes(module)))
+    return tuple(parts)
+
+
+def _tensors(module: nn.Module) -> tuple[Any, ...]:
+    own = (*module._parameters.items(), *module._buffers.items())
+    return tuple(
+        (name, None)
+        if tensor is None
+        else (
+            name,
+            type(tensor),
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+            _state(getattr(tensor, "quant_state", None)),
+        )
+        for name, tensor in own
+    )
+
+
+def _state(state: Any) -> tuple[Any, ...] | None:
+    """The dtypes of a quantization state."""
+    if state is None:
+        return None
+    absmax = getattr(state, "absmax", None)
+    return (state.dtype, state.quant_type, getattr(absmax, "dtype", None), _state(state.state2))
+
+
+def _attributes(module: nn.Module) -> tuple[Any, ...]:
+    """Plain attributes; of a float (a probability, a scale) only whether it is zero, which can change the operators."""
+    return tuple(
+        (name, bool(value) if isinstance(value, float) else value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, _PLAIN) and not (_is_number(value) and _POSITION.search(name))
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _plan(signatures: Sequence[Any]) -> _Fold:
+    """Which layers to keep.
+
+    The list is cut where a kind of layer comes for the first time and after it has come for the last time; in
+    between the kinds are the same, so that what one layer passes on to the next is the same too. In each piece the
+    first and the last of each kind are kept.
+    """
+    count = len(signatures)
+    first = {signature: number for number, signature in reversed(list(enumerate(signatures)))}
+    last = {signature: number for number, signature in enumerate(signatures)}
+    cuts = sorted({0, count, *first.values(), *(number + 1 for number in last.values())})
+    groups: list[list[int]] = []
+    for start, end in pairwise(cuts):
+        kinds: dict[Any, list[int]] = {}
+        for number in range(start, end):
+            kinds.setdefault(signatures[number], []).append(number)
+        groups += kinds.values()
+    counts: dict[int, int] = {}
+    keeper: dict[int, int] = {}
+    for group in groups:
+        counts[group[-1]] = max(1, len(group) - 1)
+        counts[group[0]] = 1
+        keeper |= dict.fromkeys(group[1:], group[-1]) | {group[0]: group[0]}
+    kept = tuple(sorted(counts))
+    position = {number: place for place, number in enumerate(kept)}
+    return _Fold(
+        kept, tuple(counts[number] for number in kept), tuple(position[keeper[n]] for n in range(count))
+    )
+
+
+def _drop(layers: nn.Module, plan: _Fold) -> None:
+    names = list(layers._modules)
+    for number, name in enumerate(names):
+        if number not in plan.kept:
+            del layers._modules[name]
+    if isinstance(layers, nn.ModuleList):
+        layers.__class__ = FoldedList
+    for layer, count in zip(layers.children(), plan.stands_for, strict=True):
+        setattr(layer, STANDS_FOR, count)
+        for module in layer.modules():
+            for name, value in list(vars(module).items()):
+                if _is_number(value) and _POSITION.search(name) and 0 <= value < len(plan.represents):
+                    setattr(module, name, plan.represents[value])
+
+
+def _is_config(value: object) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "model_type")
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give `model` configs of its own: one copy for each, shared among the modules as the originals were."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if _is_config(value):
+                vars(module)[name] = copy.deepcopy(value, memo)
+
+
+def _config_of(model: nn.Module, owner: nn.Module) -> Any:
+    """The config that the owner of a list reads, else that of the nearest module around it."""
+    holder = {id(child): parent for parent in model.modules() for child in parent.children()}
+    module: nn.Module | None = owner
+    while module is not None:
+        config = vars(module).get("config")
+        if _is_config(config):
+            return config
+        module = holder.get(id(module))
+    return None
+
+
+def _patch_config(config: Any, plan: _Fold) -> None:
+    count = len(plan.represents)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count and not _TOKENS.search(name):
+            setattr(config, name, type(value)(value[number] for number in plan.kept))
+        elif _is_number(value) and value == count and _COUNT.search(name):
+            setattr(config, name, len(plan.kept))
+    _renumber(config, plan)
+
+
+def _renumber(holder: object, plan: _Fold) -> None:
+    """Lists of layer numbers, such as `cross_attention_layers`, become those of the positions that are left."""
+    count = len(plan.represents)
+    for name, value in list(vars(holder).items()):
+        if not isinstance(value, (list, tuple)) or not _NUMBERS_OF_LAYERS.search(name):
+            continue
+        if (
+            all(_is_number(each) and 0 <= each < count for each in value)
+            and len(set(value)) == len(value) < count
+        ):
+            left = (place for place, number in enumerate(plan.kept) if number in value)
+            setattr(holder, name, type(value)(left))

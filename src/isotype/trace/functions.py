@@ -1,0 +1,122 @@
+"""What happens above the dispatcher: another device's autocast, and refusals of composite functions.
+
+Autocast acts where Python calls a torch function, so that autograd sees its casts. On a machine without a GPU
+`torch.autocast("cuda")` switches itself off, and the lists of functions differ between devices. The CPU's own
+autocast does what all devices share (matmuls and convolutions); this mode adds what the simulated device casts
+besides, and takes back what only a CPU casts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from isotype.trace.recorder import Recorder
+
+_HALVES = (torch.bfloat16, torch.float16)
+# Python's own functions that end in a listed one.
+_ALIASES = {
+    "cross_entropy": "nll_loss",
+    "normalize": "norm",
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "__matmul__": "matmul",
+}
+
+
+class Functions(TorchFunctionMode):
+    """Tells the recorder which function runs, applies a device's lists where autocast is on, catches refusals.
+
+    Args:
+        recorder: hears of it.
+        kind: kind of the simulated device (`cpu`, `cuda`, …).
+    """
+
+    def __init__(self, recorder: Recorder, kind: str) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._foreign = kind != "cpu"
+        if self._foreign:
+            from isotype.contracts.autocast import autocast_lists
+
+            self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.numpy and self._recorder.fake is not None:
+            return self._recorder.array(args[0])
+        name = name_of(func)
+        before, self._recorder.function = self._recorder.function, name
+        try:
+            if self._foreign and torch.is_autocast_enabled("cpu"):
+                return self._autocast(func, _ALIASES.get(name, name), args, kwargs)
+            return self._call(func, args, kwargs)
+        finally:
+            self._recorder.function = before
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if name_of(func) in ("backward", "grad"):
+                raise  # a graph cannot be gone through twice
+            # The recorder has converted and passed what operators refuse; what is left was refused above them.
+            target = self._recorder.composite(func, args, kwargs, error)
+            if target is None:
+                raise
+            return func(*_cast(args, target), **_cast(kwargs, target))
+
+    def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        lists = self._lists
+        if name in lists.banned:
+            return self._call(func, args, kwargs)
+        if name in lists.float32 or (name in lists.float32_opt and kwargs.get("dtype") is None):
+            args, kwargs = _widen(args, torch.float32), _widen(kwargs, torch.float32)
+            with torch.autocast("cpu", enabled=False):
+                return self._call(func, args, kwargs)
+        if name in lists.promote:
+            widest = _widest((args, kwargs))
+            return self._call(func, _widen(args, widest), _widen(kwargs, widest))
+        if name in lists.lower and name not in self._cpu.lower:
+            low = torch.get_autocast_dtype("cpu")
+            return self._call(func, _cast(args, low), _cast(kwargs, low))
+        if name in self._cpu.float32 or name in self._cpu.promote:
+            with torch.autocast("cpu", enabled=False):
+                return self._call(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+
+def name_of(func: Any) -> str:
+    """The name Python calls a function by."""
+    return str(getattr(func, "__name__", ""))
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
+        return leaf.to(dtype) if floats and leaf.dtype != dtype else leaf
+
+    return tree_map(cast, values)
+
+
+def _widen(values: Any, dtype: torch.dtype) -> Any:
+    def widen(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALVES else leaf
+
+    return tree_map(widen, values)
+
+
+def _widest(values: Any) -> torch.dtype:
+    floats: list[torch.dtype] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            floats.append(leaf.dtype)
+        return leaf
+
+    tree_map(note, values)
+    wide = any(dtype == torch.float32 for dtype in floats) or len(set(floats)) > 1
+    return torch.float32 if wide else (floats[0] if floats else torch.float32)

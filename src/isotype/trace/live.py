@@ -1,0 +1,287 @@
+"""The recorder on real tensors: what a running step does, without changing any of it.
+
+Everything the recorder needs for itself is booked beside the step. Should its bookkeeping fail, it stops and says so
+(`LiveRecorder.fault`); the step goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from isotype.contracts.contract import contracts_for
+from isotype.trace.modes import put_under, take_out
+from isotype.trace.record import Breach, Call, Memory, Operand, Origin, Phase, Weight
+from isotype.trace.recorder import (
+    _FLOATS,
+    _ORIGIN,
+    Recorder,
+    _first_line,
+    _leaves,
+    _shown,
+    _tensors,
+)
+from isotype.trace.step import _state_tensors, _tensors_of
+from isotype.trace.weights import weights_of
+
+aten = torch.ops.aten
+
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+# Their names would hide the function that made a cast in what they run.
+_BACKWARDS = frozenset({"backward", "grad"})
+KINDS = ("cpu", "cuda", "rocm", "xpu", "mps")
+
+
+class LiveRecorder(Recorder):
+    """Writes down a real step; operators run as they are.
+
+    Args:
+        device: type of the device the step runs on.
+
+    Attributes:
+        fault: why the bookkeeping has stopped, "" while it works.
+        failure_text: text of the last exception that an operator or a function raised.
+        weights: parameters and buffers of every model it has weighed.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: str) -> None:
+        kind = "rocm" if device == "cuda" and torch.version.hip else device
+        super().__init__(contracts_for(kind if kind in KINDS else "cpu"), torch.float32, None)
+        self.autocast_device = device
+        self.fault = ""
+        self.failure_text = ""
+        self.weights: list[Weight] = []
+        self._marked: list[TensorWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # A higher-order operator is booked by what it runs, where it runs anything.
+        if self.fault or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self._book(self._raised, func, args, kwargs, error)
+            raise
+        self._book(self._done, func, args, kwargs, result)
+        return result
+
+    def _book(self, note: Callable[..., None], *given: Any) -> None:
+        try:
+            note(*given)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script's step is not
+            self.fault = f"{type(error).__name__}: {_first_line(error)}"
+
+    def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self._turn(func)
+        self._write(func, args, kwargs, _tensors(func, args, kwargs), result, self._place(), None)
+
+    def _raised(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        self._turn(func)
+        self.failure_text = str(error)
+        breach = Breach(_first_line(error), False, None)
+        self._write(func, (), {}, _tensors(func, args, kwargs), None, self._place(), breach)
+
+    def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        """A function refused its operands before any operator ran: keep the call for the diagnosis."""
+        if self.fault or self.failure_text == str(error):
+            return
+        self._book(self._refused, func, args, kwargs, error)
+
+    def _refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        tensors = [
+            (f"[{i}]", leaf)
+            for i, leaf in enumerate(_leaves((args, tuple(kwargs.values()))))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        if len({tensor.dtype for _, tensor in tensors if tensor.dtype in _FLOATS}) < 2:
+            return
+        self.failure_text = str(error)
+        place = self._place()
+        operands = tuple(
+            Operand(role, tensor.dtype, tuple(tensor.shape), self.origin(tensor)) for role, tensor in tensors
+        )
+        name, breach = f"torch.{getattr(func, '__name__', func)}", Breach(_first_line(error), False, None)
+        self.calls.append(
+            Call(name, self.phase, place.module, _shown(place.source), operands, (), breach=breach)
+        )
+
+    # -------------------------------------------------------------------------------------------------- phases
+
+    @property
+    def inside(self) -> bool:
+        """Whether a module's forward is running."""
+        return bool(self._frames)
+
+    def turn_to(self, phase: Phase) -> None:
+        """What follows belongs to `phase`."""
+        self.phase = phase
+        self.ledger.kind = "optimizer" if phase == "optimizer" else "activations"
+        self.ledger.begin(phase)
+
+    def _turn(self, func: Any) -> None:
+        """Autograd says when the backward begins; a module's forward outside of it ends it."""
+        if self.phase == "optimizer":
+            return
+        if torch._C._current_autograd_node() is not None:
+            now: Phase = "backward"
+        elif func is _UNSCALE:
+            now = "unscale"
+        else:
+            now = "forward" if self._frames else self.phase
+        if now != self.phase:
+            self.turn_to(now)
+
+    # ------------------------------------------------------------------------------------------------- tensors
+
+    def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """From now until `forget` the dtype of `tensor` is `origin`'s."""
+        if not hasattr(tensor, _ORIGIN):
+            self._marked.append(TensorWeakRef(tensor))  # type: ignore[no-untyped-call]
+        super().mark(tensor, origin)
+
+    def forget(self) -> None:
+        """Take every mark off the script's tensors and let go of them: a saved tensor takes its attributes along."""
+        for reference in self._marked:
+            tensor = reference()
+            if tensor is not None and hasattr(tensor, _ORIGIN):
+                delattr(tensor, _ORIGIN)
+        self._marked.clear()
+        self.names.clear()
+        self._alive.clear()
+        self._places.clear()
+
+    def weigh(self, model: nn.Module, prefix: str = "") -> list[Any]:
+        """Enter the weights, adapters, buffers and quantization states that are not known yet.
+
+        Returns the handles of the hooks that tell gradients from activations.
+        """
+        handles = []
+        for tensor, weight in zip(_tensors_of(model), weights_of(model), strict=True):
+            if id(tensor) in self.names:
+                continue
+            if prefix:
+                weight = replace(
+                    weight, name=f"{prefix}{weight.name}", module=f"{prefix}{weight.module}".rstrip(".")
+                )
+            kind = "buffers" if weight.buffer else "adapters" if weight.adapter else "weights"
+            self.weights.append(weight)
+            self._own(tensor, Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name))
+            self.ledger.seen(tensor, kind)  # type: ignore[arg-type]
+            for state in _state_tensors(tensor):
+                self.ledger.seen(state, "weights")
+                self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
+            if tensor.requires_grad and tensor.is_leaf:
+                handles.append(tensor.register_post_accumulate_grad_hook(self._gradient))  # type: ignore[no-untyped-call]
+        return handles
+
+    def given(self, inputs: Mapping[str, Any]) -> None:
+        """Enter the tensors that a model is called with, by name; what made them in the step, if it did, stays."""
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and not hasattr(value, _ORIGIN):
+                self.mark(value, Origin("input", value.dtype, name))
+                self.ledger.seen(value, "inputs")
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._book(self.ledger.seen, parameter.grad, "gradients")
+
+
+class LiveFunctions(TorchFunctionMode):
+    """Tells the recorder which function runs, and what was refused above the operators."""
+
+    def __init__(self, recorder: LiveRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, recorder = kwargs or {}, self._recorder
+        name = getattr(func, "__name__", "")
+        before, recorder.function = recorder.function, "" if name in _BACKWARDS else name
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            recorder.refused(func, args, kwargs, error)
+            raise
+        finally:
+            recorder.function = before
+
+
+# --------------------------------------------------------------------------------------------------- measurement
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A real step that is being, or was, measured.
+
+    Attributes:
+        recorder: what wrote it down; its calls stay, its hold on tensors ends with the measurement.
+    """
+
+    recorder: LiveRecorder
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of live tensors at the worst moment of each phase so far, by kind."""
+        return self.recorder.ledger.record()
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The operators so far."""
+        return tuple(self.recorder.calls)
+
+
+@contextmanager
+def measure_step(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Iterator[Measured]:
+    """Record a real step of `model`, run inside the `with`, in the ledger that a preflight uses.
+
+    Args:
+        model: the model that is trained; its weights count from the start.
+        inputs: tensors by name that are there before the step.
+
+    Raises:
+        RuntimeError: the bookkeeping failed, so that the figures would be wrong.
+    """
+    recorder = LiveRecorder(device_of(model))
+    modes = (recorder, LiveFunctions(recorder))
+    handles = [*recorder.watch(model), *_optimizer_hooks(recorder)]
+    recorder.names.clear()
+    handles += recorder.weigh(model)
+    recorder.given(inputs or {})
+    recorder.turn_to("forward")
+    put_under(*modes)
+    try:
+        yield Measured(recorder)
+    finally:
+        take_out(*modes)
+        for handle in handles:
+            handle.remove()
+        recorder.forget()
+    if recorder.fault:
+        raise RuntimeError(f"the step could not be measured to its end: {recorder.fault}")
+
+
+def device_of(model: nn.Module) -> str:
+    """Type of the device of most of a model's parameters; `"cpu"` for a model without any."""
+    counts: dict[str, int] = {}
+    for parameter in model.parameters():
+        counts[parameter.device.type] = counts.get(parameter.device.type, 0) + parameter.numel()
+    return max(counts, key=lambda device: counts[device], default="cpu")
+
+
+def _optimizer_hooks(recorder: LiveRecorder) -> list[Any]:
+    return [
+        optimizers.register_optimizer_step_pre_hook(lambda *_: recorder.turn_to("optimizer")),
+        optimizers.register_optimizer_step_post_hook(lambda *_: recorder.turn_to("forward")),
+    ]

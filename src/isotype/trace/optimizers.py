@@ -1,0 +1,82 @@
+"""Optimizers by the names that trainers give them, on the twin's parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from isotype.errors import Problem, UsageError
+
+_Make = Callable[..., torch.optim.Optimizer]
+
+
+def _with(cls: Any, **options: Any) -> _Make:
+    def make(parameters: Sequence[torch.Tensor], **given: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = cls(parameters, **{**options, **given})
+        return made
+
+    return make
+
+
+OPTIMIZERS: dict[str, _Make] = {
+    "adamw": _with(torch.optim.AdamW),
+    "adamw_torch": _with(torch.optim.AdamW),
+    "adamw_foreach": _with(torch.optim.AdamW, foreach=True),
+    "adamw_fused": _with(torch.optim.AdamW, fused=True),
+    "adamw_torch_fused": _with(torch.optim.AdamW, fused=True),
+    "adam": _with(torch.optim.Adam),
+    "sgd": _with(torch.optim.SGD),
+    "adafactor": _with(torch.optim.Adafactor),
+    "adagrad": _with(torch.optim.Adagrad),
+    "rmsprop": _with(torch.optim.RMSprop),
+}
+"""Name -> what makes the optimizer from parameters and `lr`."""
+
+# bitsandbytes' optimizers update in kernels of their own, which take every float dtype.
+_OWN_KERNELS = (
+    "8bit",
+    "bnb",
+    "paged",
+    "lion",
+    "galore",
+    "apollo",
+    "lomo",
+    "muon",
+    "schedule_free",
+    "stable_adamw",
+)
+
+
+def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
+    """An optimizer over `parameters`, or a note (a string) where its step cannot be followed on fake tensors.
+
+    Args:
+        asked: a name, an optimizer (its class and defaults are taken), or a callable (parameters -> optimizer).
+        parameters: the twin's trainable parameters.
+        learning_rate: None for the optimizer's own default.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    given = {} if learning_rate is None else {"lr": learning_rate}
+    if isinstance(asked, torch.optim.Optimizer):
+        known = inspect.signature(type(asked).__init__).parameters
+        return type(asked)(parameters, **{k: v for k, v in asked.defaults.items() if k in known})
+    if callable(asked):
+        return asked(parameters)
+    make = OPTIMIZERS.get(asked)
+    if make is not None:
+        return make(parameters, **given)
+    if any(part in asked for part in _OWN_KERNELS):
+        return f"the step of optimizer {asked} is not followed: it runs in kernels of its own"
+    raise UsageError(
+        "unknown optimizer",
+        [
+            Problem(
+                f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", "give one of these, or a callable"
+            )
+        ],
+    )

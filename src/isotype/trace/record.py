@@ -1,0 +1,335 @@
+"""What a trace is: frozen data, no behaviour beyond sums. Rules read it, reports render it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from isotype.precision.hardware import DeviceProfile
+from isotype.precision.policy import PrecisionPolicy
+
+Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
+PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "unscale", "optimizer", "generate")
+
+OriginKind = Literal[
+    "parameter",  # `name` is its fully qualified name
+    "buffer",  # likewise
+    "input",  # `name` is the argument's name
+    "state",  # a tensor of a quantization state; `name` is the layer's
+    "outside",  # a tensor that the code keeps outside of the model: a scratch buffer, a table
+    "constant",  # made by the model's code from no other tensor (`torch.zeros`, `arange`)
+    "cast",  # `.to()`, `.float()`, written at `source`
+    "autocast",  # a cast that autocast made
+    "promotion",  # operands of two dtypes; `before` is the operand that won
+    "operator",  # an operator whose result has a dtype of its own (`dequantize_4bit`, a comparison)
+    "gradient",  # made by autograd
+    "conversion",  # by the recorder after a breach, as the policy would
+]
+
+MemoryKind = Literal["weights", "adapters", "buffers", "gradients", "optimizer", "activations", "inputs"]
+MEMORY_KINDS: tuple[MemoryKind, ...] = (
+    "weights",
+    "adapters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "activations",
+    "inputs",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Who made the dtype of a value.
+
+    Attributes:
+        kind: see `OriginKind`.
+        dtype: the dtype it made.
+        name: name of the parameter, buffer or argument; else the operator.
+        module: fully qualified name of the module it happened in ("" is the model itself).
+        source: `file:line` of the code that asked for it, "" where there is none.
+        before: what it was made from: a cast's operand, the operand that won a promotion.
+    """
+
+    kind: OriginKind
+    dtype: torch.dtype
+    name: str
+    module: str = ""
+    source: str = ""
+    before: Origin | None = None
+
+    def way(self) -> tuple[Origin, ...]:
+        """From this origin back to the first."""
+        steps: list[Origin] = [self]
+        while steps[-1].before is not None:
+            steps.append(steps[-1].before)
+        return tuple(steps)
+
+    @property
+    def cause(self) -> Origin:
+        """The origin to blame for the dtype: the first one on the way back that chose it.
+
+        A promotion passes the blame on to the operand that won; a cast, a parameter or an input chose.
+        """
+        blamed = self
+        while blamed.kind in ("promotion", "gradient") and blamed.before is not None:
+            blamed = blamed.before
+        return blamed
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an operator was given.
+
+    Attributes:
+        role: name of the operator's argument (`self`, `mat2`, `weight`); `tensors[1]` inside a list.
+        dtype: its dtype.
+        shape: its shape.
+        origin: who made its dtype.
+    """
+
+    role: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A contract that a call broke.
+
+    Attributes:
+        message: what the real device says.
+        assumed: whether the contract is a family's rule and was not measured on that device.
+        converted: the dtype the recorder converted the operands to in order to go on; None where it could not.
+        consequence: whether it is the backward of a call that broke a contract in the forward: the same cause.
+    """
+
+    message: str
+    assumed: bool
+    converted: torch.dtype | None
+    consequence: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator of the step.
+
+    Attributes:
+        op: `aten.mm.default`, or `GradScaler.unscale_` and the like for what is no operator of torch's.
+        phase: where in the step.
+        module: fully qualified name of the module it runs in; in the backward, the module of the forward call.
+        source: `file:line` in the model's (or the user's) code.
+        operands: its tensor arguments, all dtypes, before any conversion.
+        results: (dtype, shape) of each tensor it returns.
+        flops: multiply-adds counted twice, of matmul-like operators; 0 for others.
+        repeats: how many calls of the real step it stands for (more than 1 inside a folded layer).
+        breach: the contract it broke, or None.
+        recomputed: whether it is a forward call that gradient checkpointing runs again in the backward.
+        autocast: the autocast dtype it ran under, None where autocast was off.
+    """
+
+    op: str
+    phase: Phase
+    module: str
+    source: str
+    operands: tuple[Operand, ...]
+    results: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    flops: int = 0
+    repeats: int = 1
+    breach: Breach | None = None
+    recomputed: bool = False
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The quantization state of a layer.
+
+    Attributes:
+        format: `nf4`, `fp4`, `int8`, or the method's own name.
+        compute: the layer's compute dtype, None where unset.
+        state: dtype its quantization state dequantizes to; None where the state is missing.
+        present: whether the layer still has its state.
+        absmax: dtype of its scales.
+        packed: dtype of the packed bytes now.
+        storage: dtype of the packed bytes as they were packed.
+    """
+
+    format: str
+    compute: torch.dtype | None
+    state: torch.dtype | None
+    present: bool
+    absmax: torch.dtype | None
+    packed: torch.dtype
+    storage: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter or a buffer of the model.
+
+    Attributes:
+        name: fully qualified name, without the parts that wrappers add.
+        dtype: as it lies.
+        shape: as it lies (packed, for 4-bit weights).
+        buffer: whether it is a buffer.
+        trainable: whether it requires a gradient.
+        adapter: whether it belongs to an adapter (PEFT) or is a trained copy of a module.
+        module: fully qualified name of its module.
+        module_class: class name of its module.
+        kind: kind of its module, see `isotype.model.walk.Place.kind`.
+        pinned: whether the model's author keeps it in float32.
+        quantization: the state of the quantized layer it is the weight of.
+        tied: other names of the same tensor.
+        repeats: how many weights it stands for in a folded model.
+        largest: largest absolute value; None where the values are not known.
+        typical: median absolute value of the nonzero values; None where they are not known.
+        holds: a 16-bit dtype that holds every value of a float32 weight exactly; None where there is none, or where
+            the values are not known.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    buffer: bool = False
+    trainable: bool = False
+    adapter: bool = False
+    module: str = ""
+    module_class: str = ""
+    kind: str = "other"
+    pinned: bool = False
+    quantization: Quantization | None = None
+    tied: tuple[str, ...] = ()
+    repeats: int = 1
+    largest: float | None = None
+    typical: float | None = None
+    holds: torch.dtype | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one such tensor."""
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the step is run.
+
+    Attributes:
+        profile: the device it is judged for.
+        autocast: autocast dtype around forward and loss, or None.
+        scaler: whether gradients are unscaled by a GradScaler.
+        optimizer: name of the optimizer.
+        learning_rate: of the optimizer, None where unknown.
+        phases: what was asked for, in order.
+        policy: the policy the model is meant to follow, None where it was read off the model.
+        compute: dtype that breached operands are converted to: the policy's, autocast's, or that of most weights.
+        fsdp: whether the run is sharded by FSDP: 0 no, else the version (1 or 2).
+        gradient_checkpointing: arguments for the model's `gradient_checkpointing_enable`; None leaves it as it is.
+        autocast_eval: whether autocast is on in evaluation and generation too.
+        checkpoint_dtype: dtype that the model's config names as its checkpoint's; None where it names none.
+        attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None where unknown.
+        batch: shapes of the inputs by argument name, for the report.
+    """
+
+    profile: DeviceProfile
+    autocast: torch.dtype | None
+    scaler: bool
+    optimizer: str
+    compute: torch.dtype
+    learning_rate: float | None = None
+    phases: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
+    policy: PrecisionPolicy | None = None
+    fsdp: int = 0
+    gradient_checkpointing: Mapping[str, Any] | None = None
+    autocast_eval: bool = False
+    checkpoint_dtype: torch.dtype | None = None
+    attention: str | None = None
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors alive at the worst moment of each phase.
+
+    Attributes:
+        phases: phase -> kind -> bytes at that phase's peak.
+        peak_phase: the phase with the highest sum.
+    """
+
+    phases: Mapping[Phase, Mapping[MemoryKind, int]]
+
+    @property
+    def peak_phase(self) -> Phase | None:
+        """The phase of the overall peak; None for an empty record."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()), default=None)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the overall peak."""
+        return max((sum(kinds.values()) for kinds in self.phases.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step could not be followed to its end: an error that no dtype explains.
+
+    Attributes:
+        phase, module, source: where.
+        error: class name and message.
+        dtype_related: whether operands of different dtypes were involved.
+        operands: float tensors that the code which raised had at hand, by the names of its variables.
+    """
+
+    phase: Phase
+    module: str
+    source: str
+    error: str
+    dtype_related: bool = False
+    operands: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One training step.
+
+    Attributes:
+        setup: how it was run.
+        calls: every operator in order of execution.
+        weights: every parameter and buffer.
+        modules: fully qualified name -> class name.
+        memory: peaks.
+        failure: where it ended early, or None.
+        notes: what was not followed, and why.
+        model: name of the model or its class.
+    """
+
+    setup: Setup
+    calls: tuple[Call, ...]
+    weights: tuple[Weight, ...]
+    modules: Mapping[str, str]
+    memory: Memory
+    failure: Failure | None = None
+    notes: tuple[str, ...] = ()
+    model: str = ""
+
+    @property
+    def flops(self) -> dict[torch.dtype, int]:
+        """FLOPs of the matmul-like operators by the dtype they run in."""
+        total: Counter[torch.dtype] = Counter()
+        for call in self.calls:
+            if call.flops and call.results:
+                total[call.results[0][0]] += call.flops * call.repeats
+        return dict(total)
+
+    def breaches(self) -> Iterator[Call]:
+        """The calls that broke a contract."""
+        return (call for call in self.calls if call.breach is not None)

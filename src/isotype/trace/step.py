@@ -1,0 +1,344 @@
+"""One training step on fake tensors: forward, backward, unscale, optimizer; generation where it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
+
+from isotype.contracts.contract import contracts_for
+from isotype.trace.fake import fake_inputs, fake_mode, twin_of
+from isotype.trace.functions import Functions
+from isotype.trace.optimizers import make_optimizer
+from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
+from isotype.trace.recorder import Recorder
+from isotype.trace.values import LIMIT
+from isotype.trace.weights import weights_of
+
+Change = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """A loss over inputs that are faked with the model.
+
+    Attributes:
+        function: (model, inputs) -> loss.
+        inputs: tensors by name.
+    """
+
+    function: Callable[[nn.Module, Any], torch.Tensor]
+    inputs: Mapping[str, Any]
+
+
+def trace_step(
+    model: nn.Module,
+    inputs: Any,
+    setup: Setup,
+    *,
+    change: Change | None = None,
+    optimizer: Any = None,
+    generate: Callable[[nn.Module], Any] | None = None,
+) -> Trace:
+    """Follow one step of `model` on a weightless twin.
+
+    Args:
+        model: any module, real or on the meta device; it is not touched.
+        inputs: the keyword arguments the model is called with, a callable model -> loss, or a `LossOf`.
+        setup: how the step runs.
+        change: applied to the twin before the step: a fix to be tried.
+        optimizer: an optimizer, its class or a callable (parameters -> optimizer); by default `setup.optimizer`.
+        generate: what the phase `generate` runs; by default one forward without labels and without gradients.
+    """
+    mode = fake_mode()
+    twin = twin_of(model, mode)
+    with mode:
+        if "backward" in setup.phases:
+            twin.train()
+        if setup.gradient_checkpointing is not None:
+            twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
+        if change is not None:
+            change(twin)
+    recorder = Recorder(contracts_for(setup.profile.kind), setup.compute, mode)
+    step = _Step(twin, inputs, setup, recorder, mode, optimizer, generate)
+    with _untouched_globals():
+        failure = step.run()
+    return Trace(
+        setup=setup,
+        calls=tuple(recorder.calls),
+        weights=_with_magnitudes(weights_of(twin), weights_of(model)),
+        modules={name: type(module).__name__ for name, module in model.named_modules()},
+        memory=recorder.ledger.record(),
+        failure=failure,
+        notes=tuple(step.notes),
+        model=type(model).__name__,
+    )
+
+
+def _with_magnitudes(faked: Sequence[Weight], real: Sequence[Weight]) -> tuple[Weight, ...]:
+    """The twin's weights as they are (a fix may have cast them), with the magnitudes of the real values."""
+    known = {weight.name: weight for weight in real}
+    return tuple(
+        replace(weight, largest=values.largest, typical=values.typical, holds=values.holds)
+        if (values := known.get(weight.name)) is not None
+        else weight
+        for weight in faked
+    )
+
+
+@contextlib.contextmanager
+def _untouched_globals() -> Iterator[None]:
+    """Random states as they were, nothing compiled, no gradient mode or autocast left over from outside."""
+    import numpy
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
+
+
+class _Step:
+    def __init__(
+        self,
+        twin: nn.Module,
+        inputs: Any,
+        setup: Setup,
+        recorder: Recorder,
+        mode: FakeTensorMode,
+        optimizer: Any,
+        generate: Callable[[nn.Module], Any] | None,
+    ) -> None:
+        self.twin, self.setup, self.recorder, self.mode = twin, setup, recorder, mode
+        self.optimizer, self.generate = optimizer, generate
+        self.loss_of = _loss_function(inputs)
+        given = inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
+        self.inputs = fake_inputs(given, mode)
+        # Copied while no mode is on: inside one the copy would be a fake too.
+        self.known = _values(given)
+        self.notes: list[str] = []
+        self.loss: torch.Tensor | None = None
+        self.repeats = {
+            id(parameter): weight.repeats
+            for parameter, weight in zip(_tensors_of(twin), weights_of(twin), strict=True)
+        }
+
+    def run(self) -> Failure | None:
+        """Run the phases in order; returns why it ended early, or None."""
+        kind = self.setup.profile.kind
+        self.recorder.watch(self.twin)
+        with self.mode, self.recorder, Functions(self.recorder, kind):
+            self._weigh()
+            for phase, run in (
+                ("forward", self._forward),
+                ("backward", self._backward),
+                ("unscale", self._unscale),
+                ("optimizer", self._optimize),
+                ("generate", self._generate),
+            ):
+                if phase not in self.setup.phases:
+                    continue
+                with self.recorder.during(phase):
+                    try:
+                        run()
+                    except Exception as error:  # noqa: BLE001 - any error of the model's own code ends the step
+                        return self.recorder.failure(error)
+        return None
+
+    def _weigh(self) -> None:
+        """Enter what is there before the step: weights, adapters, buffers, quantization states, inputs."""
+        ledger = self.recorder.ledger
+        for tensor, weight in zip(_tensors_of(self.twin), weights_of(self.twin), strict=True):
+            kind = "buffers" if weight.buffer else "adapters" if weight.adapter else "weights"
+            ledger.seen(tensor, kind, weight.repeats)  # type: ignore[arg-type]
+            for state in _state_tensors(tensor):
+                ledger.seen(state, "weights", weight.repeats)
+                self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
+            if weight.trainable:
+                tensor.register_post_accumulate_grad_hook(self._gradient(weight.repeats))  # type: ignore[no-untyped-call]
+        for name, value in self.inputs.items():
+            if isinstance(value, torch.Tensor):
+                self.recorder.mark(value, Origin("input", value.dtype, name))
+                ledger.seen(value, "inputs")
+                if name in self.known:
+                    self.recorder.values.give(value, self.known[name])
+
+    def _gradient(self, repeats: int) -> Callable[[torch.Tensor], None]:
+        def count(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            ledger = self.recorder.ledger
+            ledger.seen(parameter.grad, "gradients")
+            if repeats > 1:
+                ledger.add("gradients", (repeats - 1) * parameter.grad.untyped_storage().nbytes())
+
+        return count
+
+    @contextlib.contextmanager
+    def _autocast(self, enabled: bool = True) -> Iterator[None]:
+        dtype = self.setup.autocast
+        if dtype is None or not enabled:
+            yield
+        else:
+            with torch.autocast("cpu", dtype=dtype):
+                yield
+
+    def _forward(self) -> None:
+        with self._autocast():
+            self.loss = self.loss_of(self.twin, self.inputs)
+
+    def _backward(self) -> None:
+        if self.loss is None or not self.loss.requires_grad:
+            self.notes.append("no backward: nothing that the loss depends on is trainable")
+            return
+        # As in a training loop, the graph's only owner is the loss.
+        loss, self.loss = self.loss, None
+        scaled = loss * 1024.0 if self.setup.scaler else loss
+        # What torch.autograd.backward calls; that one would suspend the function mode, which has to see what
+        # checkpointing computes again.
+        _engine_run_backward(
+            (scaled,),
+            (torch.ones_like(scaled),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+    def _trained(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, parameter)
+            for name, parameter in self.twin.named_parameters()
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+
+    def _unscale(self) -> None:
+        """What `GradScaler.unscale_` does (torch/amp/grad_scaler.py): refuse float16, unscale the rest by dtype."""
+        if not self.setup.scaler:
+            return
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        refused = []
+        for name, parameter in self._trained():
+            gradient = parameter.grad
+            assert gradient is not None
+            origin = self.recorder.origin(parameter)
+            self.recorder.mark(gradient, Origin("gradient", gradient.dtype, name, before=origin))
+            if gradient.dtype == torch.float16:
+                refused.append(
+                    Operand("grad", gradient.dtype, tuple(gradient.shape), self.recorder.origin(gradient))
+                )
+            else:
+                groups.setdefault(gradient.dtype, []).append(gradient)
+        if refused:
+            breach = Breach("Attempting to unscale FP16 gradients.", False, None)
+            self.recorder.calls.append(
+                Call("GradScaler.unscale_", "unscale", "", "", tuple(refused), (), breach=breach)
+            )
+        for gradients in groups.values():
+            found, inverse = torch.zeros(1), torch.ones(1)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+
+    def _optimize(self) -> None:
+        trained = [parameter for _, parameter in self._trained()]
+        if not trained:
+            return
+        made = make_optimizer(self.optimizer or self.setup.optimizer, trained, self.setup.learning_rate)
+        if isinstance(made, str):
+            self.notes.append(made)
+            return
+        self.recorder.ledger.kind = "optimizer"
+        made.step()
+        ledger = self.recorder.ledger
+        for parameter in trained:
+            surplus = self.repeats[id(parameter)] - 1
+            for value in made.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and surplus:
+                    ledger.add("optimizer", surplus * value.untyped_storage().nbytes())
+        ledger.kind = "activations"
+
+    def _generate(self) -> None:
+        with torch.no_grad(), self._autocast(self.setup.autocast_eval):
+            if self.generate is not None:
+                self.generate(self.twin)
+            else:
+                unlabelled = {name: value for name, value in self.inputs.items() if name != "labels"}
+                self.loss_of(self.twin, unlabelled)
+
+
+def _loss_function(inputs: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
+    if isinstance(inputs, LossOf):
+        return inputs.function
+    if callable(inputs):
+        return lambda model, _: inputs(model)
+    return lambda model, given: loss_of(model(**given))
+
+
+def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the inputs that are small enough for their values to be followed."""
+    return {
+        name: value.detach().cpu().clone()
+        for name, value in inputs.items()
+        if isinstance(value, torch.Tensor)
+        and not value.is_meta
+        and not isinstance(value, FakeTensor)
+        and value.numel() <= LIMIT
+    }
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss of a transformers output; else the mean of the first float tensor in it."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found = next((leaf for leaf in _floats(output)), None)
+    if found is None:
+        raise TypeError(f"the model returned {type(output).__name__} without a float tensor to train on")
+    return found.float().mean()
+
+
+def _floats(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _floats(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _floats(value)
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers in the order of `weights_of`."""
+    seen: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            seen.setdefault(id(tensor), tensor)
+    return list(seen.values())
+
+
+def _state_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a bitsandbytes quantization state."""
+    for holder in (getattr(tensor, "quant_state", None), getattr(tensor, "__dict__", {}).get("state")):
+        nested = getattr(holder, "state2", None)
+        for each in (holder, nested):
+            for name in ("absmax", "code", "offset", "CB", "SCB"):
+                value = getattr(each, name, None)
+                if isinstance(value, torch.Tensor):
+                    yield value

@@ -1,0 +1,192 @@
+"""Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
+
+Fake tensors have no values, but a model's code branches on some: how many images, which rows an expert gets. Where
+a value follows from the inputs alone it is computed for real, beside the fake; where it depends on weights it gets a
+stand-in, since dtypes, not numbers, are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from isotype.trace.fake import fake_like
+
+aten = torch.ops.aten
+
+LIMIT = 1 << 14
+"""Elements above which a tensor's value is not kept."""
+
+_VALUE = "_isotype_value"
+_STAND_IN_ROWS = 4
+# Results that depend on the shape of their operand only.
+_SHAPE_ONLY = frozenset(
+    {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
+)
+_UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
+
+
+class Values:
+    """Keeps the values that are known, on the fakes themselves."""
+
+    def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """From now on the value of the fake `tensor` is known."""
+        if value.numel() <= LIMIT and value.layout == torch.strided and value.device.type == "cpu":
+            setattr(tensor, _VALUE, value)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of `tensor`, None where it is not known."""
+        if isinstance(tensor, FakeTensor):
+            return getattr(tensor, _VALUE, None)
+        small = tensor.device.type == "cpu" and tensor.numel() <= LIMIT and tensor.layout == torch.strided
+        return tensor if small else None
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Something unknown was written into `tensor`."""
+        if isinstance(tensor, FakeTensor) and hasattr(tensor, _VALUE):
+            delattr(tensor, _VALUE)
+
+    def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        """The real result of an operator whose operands are all known; None where one is not."""
+        packet = func._overloadpacket
+        if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        shape_only = packet in _SHAPE_ONLY
+        for _, tensor in tensors:
+            if not shape_only and self.of(tensor) is None:
+                return None
+        with unset_fake_temporarily():
+
+            def real(leaf: Any) -> Any:
+                if not isinstance(leaf, torch.Tensor):
+                    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+                value = self.of(leaf)
+                return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
+
+            if shape_only and (not tensors or tensors[0][1].numel() > LIMIT):
+                return None
+            if not tensors and not _small_factory(args, kwargs):
+                return None
+            return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+
+def is_data_dependent(func: Any) -> bool:
+    """Whether the result's shape, or a Python number, depends on values: no fake kernel can make it."""
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def fakes_of(result: Any, values: Values, mode: Any) -> Any:
+    """A real result as fakes whose values are known."""
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made = fake_like(leaf, mode)
+        values.give(made, leaf)
+        return made
+
+    return tree_map(fake, result)
+
+
+def _small_factory(args: Any, kwargs: Any) -> bool:
+    numbers = [leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    size = 1
+    for number in numbers:
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            size *= max(1, int(abs(number))) if abs(number) < 1e12 else 1
+    return size <= LIMIT * 64
+
+
+# ---------------------------------------------------------------------------------------------------- stand-ins
+
+
+def _item(tensor: torch.Tensor) -> Any:
+    return True if tensor.dtype == torch.bool else (1.0 if tensor.is_floating_point() else 1)
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((min(tensor.numel(), _STAND_IN_ROWS), tensor.dim()), dtype=torch.long)
+
+
+def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty((min(mask.numel(), _STAND_IN_ROWS),))
+
+
+def _index(tensor: torch.Tensor, indices: Any) -> torch.Tensor:
+    found: torch.Tensor = aten.index.Tensor(tensor, by_number(indices))
+    return found
+
+
+def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+    count = tensor.new_empty((min(tensor.numel(), _STAND_IN_ROWS),))
+    return count, torch.zeros(tensor.shape, dtype=torch.long), torch.ones(count.shape, dtype=torch.long)
+
+
+def _bincount(tensor: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
+    return torch.zeros((max(minlength, 1),), dtype=torch.long)
+
+
+def _repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    return torch.zeros((output_size or repeats.numel(),), dtype=torch.long)
+
+
+def _repeat_interleave_self(
+    tensor: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> torch.Tensor:
+    return tensor.clone()
+
+
+def by_number(indices: Any) -> list[Any]:
+    """Indices in which a mask has become the numbers of a few of its places."""
+    numbers: list[Any] = []
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+            numbers += list(_nonzero(index).unbind(1))
+        else:
+            numbers.append(index)
+    return numbers
+
+
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _item,
+    aten.equal.default: lambda *_: True,
+    aten.is_nonzero.default: lambda *_: True,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.repeat_interleave.self_Tensor: _repeat_interleave_self,
+}
+"""What stands for the result of an operator whose value no fake tensor knows."""
+
+
+def stand_in(func: Any, args: Any, kwargs: Any) -> Any:
+    """The function to call in place of `func` for these arguments, or None."""
+    found = STAND_INS.get(func)
+    if found is not None:
+        return found
+    if func is aten.index.Tensor and any(
+        isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    ):
+        return _index
+    if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
+        return _split
+    return None
+
+
+def _dim(args: Any, kwargs: Any) -> int:
+    return int(args[2] if len(args) > 2 else kwargs.get("dim", 0))
+
+
+def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
+    """Sizes that were counted from stand-ins, made to fit: the first ones as they are, the last takes the rest."""
+    left, fitting = tensor.shape[dim], []
+    for size in sizes[:-1]:
+        fitting.append(min(size, left))
+        left -= fitting[-1]
+    return aten.split_with_sizes.default(tensor, [*fitting, left], dim)

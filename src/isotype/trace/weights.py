@@ -1,0 +1,127 @@
+"""The table of a model's parameters and buffers: dtypes, shapes, roles, quantization states, magnitudes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.walk import Place, is_pinned, places
+from isotype.trace.fold import STANDS_FOR
+from isotype.trace.record import Quantization, Weight
+
+# Values of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
+_LOOKED_AT = 1 << 24
+
+
+def weights_of(model: nn.Module) -> tuple[Weight, ...]:
+    """Every parameter and buffer of `model` once, with the other names of those that are tied."""
+    pinned = _pinned_patterns(model)
+    rows: dict[int, Weight] = {}
+    standing: dict[str, int] = {}
+    for place in places(model):
+        outer = place.name.rpartition(".")[0]
+        standing[place.name] = standing.get(outer, 1) * int(getattr(place.module, STANDS_FOR, 1))
+        tensors = [
+            *((name, parameter, False) for name, parameter in place.module.named_parameters(recurse=False)),
+            *((name, buffer, True) for name, buffer in place.module.named_buffers(recurse=False)),
+        ]
+        for own, tensor, buffer in tensors:
+            full = f"{place.name}.{own}" if place.name else own
+            known = rows.get(id(tensor))
+            if known is not None:
+                rows[id(tensor)] = _tied(known, full)
+                continue
+            largest, typical = _magnitudes(tensor, buffer)
+            rows[id(tensor)] = Weight(
+                name=full,
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                buffer=buffer,
+                trainable=tensor.requires_grad,
+                adapter=place.adapter,
+                module=place.name,
+                module_class=type(place.module).__name__,
+                kind=place.kind,
+                pinned=is_pinned(full, pinned),
+                quantization=_quantization(place, own),
+                repeats=standing[place.name],
+                largest=largest,
+                typical=typical,
+                holds=_holds(tensor, buffer),
+            )
+    return tuple(rows.values())
+
+
+def _tied(weight: Weight, name: str) -> Weight:
+    return replace(weight, tied=(*weight.tied, name))
+
+
+def _pinned_patterns(model: Any) -> tuple[str, ...]:
+    """The patterns of transformers' `_keep_in_fp32_modules` and its strict form, of the model and of what it wraps."""
+    patterns: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            patterns |= set(getattr(module, attribute, None) or ())
+    return tuple(sorted(patterns))
+
+
+def _quantization(place: Place, own: str) -> Quantization | None:
+    if own != "weight" or place.kind not in ("linear4bit", "linear8bit"):
+        return None
+    layer: Any = place.module
+    if place.kind == "linear8bit":
+        scales = row_scales(layer) if hasattr(layer.weight, "SCB") else None
+        absmax = None if scales is None else scales.dtype
+        return Quantization("int8", None, None, scales is not None, absmax, layer.weight.dtype, torch.int8)
+    state = quantization_state(layer)
+    return Quantization(
+        format=str(getattr(state, "quant_type", None) or getattr(layer.weight, "quant_type", "4-bit")),
+        compute=layer.compute_dtype if layer.compute_type_is_set else None,
+        state=getattr(state, "dtype", None),
+        present=state is not None,
+        absmax=_absmax(state),
+        packed=layer.weight.dtype,
+        storage=getattr(layer.weight, "quant_storage", None),
+    )
+
+
+def _absmax(state: Any) -> torch.dtype | None:
+    if state is None:
+        return None
+    holder = state.state2 if state.nested else state
+    dtype: torch.dtype = holder.absmax.dtype
+    return dtype
+
+
+def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float | None]:
+    """Largest and typical absolute value of float weights whose values are at hand."""
+    if (
+        tensor.is_meta
+        or isinstance(tensor, FakeTensor)
+        or not tensor.is_floating_point()
+        or not 0 < tensor.numel() <= _LOOKED_AT
+    ):
+        return None, None
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16) or buffer:
+        return None, None
+    values = tensor.detach().abs()
+    largest = float(values.max())
+    if not tensor.requires_grad:
+        return largest, None
+    nonzero = values[values > 0]
+    return largest, float(nonzero.float().median()) if nonzero.numel() else None
+
+
+def _holds(tensor: torch.Tensor, buffer: bool) -> torch.dtype | None:
+    if buffer or tensor.dtype != torch.float32 or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    if not 0 < tensor.numel() <= _LOOKED_AT:
+        return None
+    values = tensor.detach()
+    halves = (torch.bfloat16, torch.float16)
+    return next((half for half in halves if torch.equal(values.to(half).float(), values)), None)

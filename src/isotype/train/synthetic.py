@@ -1,0 +1,159 @@
+"""Batches and losses of the training methods, without a data set: shapes and dtypes are what a trace needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.errors import Problem, UsageError
+
+Inputs = Mapping[str, Any] | Callable[[nn.Module], torch.Tensor]
+
+PROMPT_TOKENS = 512
+"""Length of a prompt that nobody has named the length of (grpo, rloo)."""
+
+_FIRST_TOKEN = 5  # past the special tokens that most vocabularies begin with
+
+
+def synthetic_batch(model: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """A batch such as the collators of TRL make, for the transformers model `model`.
+
+    Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`); images are
+    float32 `[rows, 3, size, size]`, as processors return them, one a row, with their placeholder tokens. A
+    vision-language model whose number of image tokens its config does not say gets text only, see `batch_notes`.
+
+    Raises:
+        UsageError: the model takes no token ids, or `length` has no room for an image's tokens.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if getattr(base, "main_input_name", "input_ids") != "input_ids":
+        fix = "give package.module:function, where the function returns (model, inputs)"
+        problem = Problem(f"{type(base).__name__} takes {base.main_input_name}", "a model of token ids", fix)
+        raise UsageError("no batch can be made up for this model", [problem])
+    ids = torch.full((rows, length), _FIRST_TOKEN)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    image = image_shape(base.config)
+    if image is not None:
+        tokens, placeholder, size = image
+        if tokens + 2 > length:
+            given = f"--length {length}"
+            fix = f"give at least {tokens + 2}"
+            problem = Problem(given, f"room for the {tokens} tokens of an image and some text", fix)
+            raise UsageError("the image does not fit into the sequence", [problem])
+        ids[:, 1 : 1 + tokens] = placeholder
+        batch["pixel_values"] = torch.zeros(rows, 3, size, size)
+        if "token_type_ids" in inspect.signature(base.forward).parameters:
+            batch["token_type_ids"] = (ids == placeholder).long()
+    classifier = type(base).__name__.endswith("ForSequenceClassification")
+    batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
+    return batch
+
+
+def image_shape(config: Any) -> tuple[int, int, int] | None:
+    """(tokens of an image, placeholder token, pixels a side), None where the config does not say all three."""
+    vision = getattr(config, "vision_config", None)
+    size = getattr(vision, "image_size", None)
+    tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
+    placeholder = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    if not all(isinstance(each, int) for each in (size, tokens, placeholder)):
+        return None
+    return tokens, placeholder, size  # type: ignore[return-value]
+
+
+def batch_notes(config: Any) -> tuple[str, ...]:
+    """What a made-up batch leaves out."""
+    if getattr(config, "vision_config", None) is None or image_shape(config) is not None:
+        return ()
+    return ("the batch is text only: the config does not say how many tokens an image takes",)
+
+
+def step_inputs(
+    method: str, model: Any, rows: int, length: int, *, completion: int = 0, reference: bool = True
+) -> Inputs:
+    """What one step of a method feeds the model: a batch whose loss the model computes, or a callable model -> loss.
+
+    Args:
+        method: `"sft"`, `"dpo"`, `"reward"`, `"kto"`, `"grpo"` or `"rloo"`.
+        model: the model, PEFT or not, for its config.
+        rows: examples a step (completions for grpo and rloo).
+        length: tokens an example, of prompt and completion together.
+        completion: tokens of the completion (grpo, rloo).
+        reference: whether the method compares with the reference model in every step.
+    """
+    batch = synthetic_batch(model, rows, length)
+    if method == "sft":
+        return {**batch, "use_cache": False}
+    if method == "reward":
+        return lambda model: _reward_loss(model, _tokens(batch, 2))
+    if method == "dpo":
+        return lambda model: _preference_loss(model, _tokens(batch, 2), reference)
+    if method == "kto":
+        return lambda model: _unpaired_loss(model, _tokens(batch, 1), reference)
+    return lambda model: _policy_loss(model, _tokens(batch, 1), completion, reference)
+
+
+def _tokens(batch: Mapping[str, torch.Tensor], copies: int) -> dict[str, torch.Tensor]:
+    """New tensors of the batch's shapes, `copies` times the rows, made where the step runs (on fakes: fakes)."""
+    return {
+        name: torch.ones(copies * value.shape[0], *value.shape[1:], dtype=value.dtype)
+        for name, value in batch.items()
+        if name != "labels"
+    }
+
+
+def _reward_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    chosen, rejected = model(**batch, use_cache=False).logits.squeeze(-1).chunk(2)
+    loss: torch.Tensor = -nn.functional.logsigmoid(chosen - rejected).mean()
+    return loss
+
+
+def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Log-probabilities of the tokens, float32 `[rows, length - 1]`."""
+    logits: torch.Tensor = model(**batch, use_cache=False).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+
+
+def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of the base model under the adapters, as TRL takes it; of the model itself where it has none."""
+    with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+        return _log_probs(model, batch)
+
+
+def _preference_loss(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
+    """DPO's sigmoid loss, https://arxiv.org/abs/2305.18290 equation 7, with beta 0.1."""
+    ratios = _log_probs(model, batch).sum(-1)
+    if reference:
+        ratios = ratios - _reference_log_probs(model, batch).sum(-1)
+    chosen, rejected = ratios.chunk(2)
+    return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def _unpaired_loss(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
+    """KTO's loss, https://arxiv.org/abs/2402.01306 equation 8, the KL term from one more forward of each model."""
+    with torch.no_grad():
+        kl = _log_probs(model, batch).sum(-1)
+        if reference:
+            kl = kl - _reference_log_probs(model, batch).sum(-1)
+    ratios = _log_probs(model, batch).sum(-1)
+    if reference:
+        ratios = ratios - _reference_log_probs(model, batch).sum(-1)
+    return (1 - torch.sigmoid(0.1 * (ratios - kl.mean().clamp(min=0)))).mean()
+
+
+def _policy_loss(
+    model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
+) -> torch.Tensor:
+    """GRPO's clipped loss, https://arxiv.org/abs/2402.03300 equation 3, on given advantages; rloo's has its shape."""
+    logps = _log_probs(model, batch)[:, -completion:]
+    ratio = (logps - logps.detach()).exp()
+    advantages = torch.ones(logps.shape[0], 1)
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if reference:
+        difference = _reference_log_probs(model, batch)[:, -completion:] - logps
+        loss = loss + 0.04 * (difference.exp() - difference - 1)
+    return loss.mean()

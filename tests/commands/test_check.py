@@ -1,0 +1,242 @@
+"""`isotype check` from outside: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotype.cli import main
+from isotype.commands.check import chosen_fixes, exit_status, function_arguments, repaired_command
+from isotype.errors import UsageError
+from isotype.precision.hardware import device_profile
+from isotype.report.check import Report
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.trace.record import Failure, Memory, Setup, Trace
+from tests.models import CONFIGS
+
+SCRIPT = """
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.proj = Norm(), nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.proj(self.norm(x))
+
+
+def broken():
+    return Model(), {"x": torch.ones(2, 8, dtype=torch.bfloat16)}
+
+
+def healthy():
+    return {"model": Model().bfloat16(), "inputs": {"x": torch.ones(2, 8, dtype=torch.bfloat16)}, "device": "t4"}
+
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A directory with nothing but a config.json."""
+    made = CONFIGS["llama"]()
+    made.num_hidden_layers = 6
+    made.architectures = ["LlamaForCausalLM"]
+    made.dtype = "bfloat16"
+    made.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch) -> str:
+    (tmp_path / "their_script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_script", raising=False)
+    return "their_script"
+
+
+def run(capsys, *argv: object) -> tuple[int, str, str]:
+    status = main(["check", *(str(each) for each in argv)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return status, out, err
+
+
+def report_json(capsys, *argv: object) -> dict:
+    status, out, err = run(capsys, *argv, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("quantization", [(), ("--quantization", "nf4"), ("--quantization", "int8")])
+def test_a_config_alone_is_enough(capsys, config, quantization):
+    status, out, err = run(capsys, config / "config.json", "--device", "h100", "--length", 16, *quantization)
+    assert (status, err) == (0, "")
+    assert "input_ids [1, 16]" in out
+    assert "runs clean on NVIDIA H100" in out
+
+
+def test_a_device_that_is_not_here_and_its_dtype(capsys, config):
+    found = report_json(capsys, config, "--device", "t4", "--batch", 3, "--length", 16)
+    assert found["setup"]["device"]["name"] == "t4"
+    assert (found["setup"]["autocast"], found["setup"]["scaler"]) == ("float16", True)
+    assert found["setup"]["batch"]["input_ids"] == [3, 16]
+    assert found["model"] == str(config)
+
+
+def test_the_model_stands_for_all_its_layers(capsys, config):
+    two = report_json(capsys, config, "--device", "h100", "--length", 16)
+    made = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps({**made, "num_hidden_layers": 12}))
+    four = report_json(capsys, config, "--device", "h100", "--length", 16)
+    made = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps({**made, "num_hidden_layers": 18}))
+    six = report_json(capsys, config, "--device", "h100", "--length", 16)
+    assert (
+        four["flops"]["bfloat16"] - two["flops"]["bfloat16"]
+        == six["flops"]["bfloat16"] - four["flops"]["bfloat16"]
+    )
+    assert four["operators"] - two["operators"] == six["operators"] - four["operators"] > 0
+
+
+def test_no_row_is_longer_than_the_model(capsys, config):
+    found = report_json(capsys, config, "--device", "h100")
+    assert found["setup"]["batch"]["input_ids"] == [1, 64]
+    found = report_json(capsys, config, "--device", "h100", "--length", 100)
+    assert "rows of 64 tokens, not 100: the model has no more positions" in found["not_followed"]
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward", "kto", "grpo", "rloo"])
+def test_every_method_runs(capsys, config, method, tmp_path):
+    found = report_json(
+        capsys, method, "--model_name_or_path", config, "--dataset_name", "no/such/data", "--output_dir",
+        tmp_path / "out", "--device", "h100", "--batch", 2,
+    )  # fmt: skip
+    assert found["complete"]
+    assert found["flops"].keys() == {"bfloat16"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_generation_is_a_phase_more(capsys, config):
+    found = report_json(capsys, config, "--device", "h100", "--length", 16, "--generate")
+    assert found["setup"]["phases"][-1] == "generate"
+    assert "generate" in found["memory"]["phases"]
+
+
+def test_a_policy_that_cannot_be_is_an_error_of_its_own(capsys, config):
+    status, out, err = run(capsys, config, "--dtype", "int3", "--device", "h100")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: unknown dtype\n")
+    status, _, err = run(capsys, config, "--device", "h1000")
+    assert status == 2
+    assert err.startswith("error: unknown device\n")
+
+
+def test_a_function_of_the_users(capsys, script):
+    status, out, _ = run(capsys, f"{script}:broken", "--device", "cpu")
+    assert status == 1
+    assert "error[IST101]" in out
+    status, out, _ = run(capsys, f"{script}:broken", "--device", "cpu", "--fix")
+    assert status == 1
+    assert "done      return" in out
+    assert run(capsys, f"{script}:healthy", "--device", "h100")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "no module no_such_module"),
+        ("{}:brokn", "did you mean broken?"),
+        ("{}:nothing", "returns int"),
+    ],
+)
+def test_a_function_that_is_not_one(script, name, message):
+    with pytest.raises(UsageError, match=message.replace("?", r"\?")):
+        function_arguments(name.format(script))
+
+
+def test_arguments_that_a_function_decides(capsys, script):
+    status, _, err = run(capsys, f"{script}:broken", "--batch", 3, "--quantization", "nf4")
+    assert status == 2
+    assert "--quantization nf4 --batch" in err
+
+
+def test_sarif_and_html_are_written(capsys, config, tmp_path):
+    argv = (config, "--device", "h100", "--length", 16)
+    status, out, _ = run(capsys, *argv, "--sarif", tmp_path / "a.sarif", "--html", tmp_path / "a.html")
+    assert status == 0
+    assert "runs clean" in out
+    assert json.loads((tmp_path / "a.sarif").read_text())["version"] == "2.1.0"
+    assert (tmp_path / "a.html").read_text().lstrip().lower().startswith("<!doctype html>")
+    status, out, _ = run(capsys, *argv, "--sarif", "-")
+    assert json.loads(out)["version"] == "2.1.0"
+
+
+def report_with(*findings: Finding, failure: Failure | None = None, peak: int = 0) -> Report:
+    setup = Setup(device_profile("t4"), None, False, "adamw", torch.float16)
+    memory = Memory({"forward": {"weights": peak}})
+    return Report(Trace(setup, (), (), {}, memory, failure), findings)
+
+
+@pytest.mark.parametrize(
+    ("report", "on_error", "on_warning"),
+    [
+        (report_with(), 0, 0),
+        (report_with(Finding("IST201", "note", "m")), 0, 0),
+        (report_with(Finding("IST201", "warning", "m")), 0, 1),
+        (report_with(Finding("IST101", "error", "m")), 1, 1),
+        (report_with(peak=2**40), 1, 1),
+        (report_with(failure=Failure("forward", "", "", "ValueError: no")), 1, 1),
+    ],
+)
+def test_the_exit_status(report, on_error, on_warning):
+    assert (exit_status(report, "error"), exit_status(report, "warning")) == (on_error, on_warning)
+
+
+def test_of_each_finding_the_first_safe_and_proven_fix_is_chosen():
+    unsafe = Fix("cast it", "unsafe", verified=True)
+    safe = Fix("return it", "safe", verified=True)
+    findings = [
+        Finding("IST101", "error", "m", fixes=(unsafe, safe)),
+        Finding("IST102", "error", "m", fixes=(unsafe,)),
+    ]
+    assert chosen_fixes(report_with(*findings, findings[0])) == (safe, unsafe)
+
+
+def test_the_repaired_command():
+    command = ["isotype", "sft", "--model_name_or_path", "m", "--dtype", "float16", "--optim=sgd"]
+    fixes = (
+        Fix("compute in bfloat16", "safe", actions=(Action("setting", "autocast", "bfloat16"),)),
+        Fix("use AdamW", "safe", actions=(Action("setting", "optimizer", "adamw_torch"),)),
+        Fix("a smaller step", "safe", actions=(Action("setting", "learning_rate", "1e-05"),)),
+        Fix("mend the model", "safe", actions=(Action("output", "norm", "bfloat16"),)),
+    )
+    assert repaired_command(command, fixes) == (
+        "repaired:  isotype sft --model_name_or_path m --dtype bfloat16 --optim=adamw_torch --learning_rate 1e-05\n"
+        "by hand:   mend the model"
+    )
+    assert repaired_command(command, ()) == "nothing to repair"
+
+
+def test_fix_shows_the_command(capsys, config):
+    status, out, _ = run(capsys, config, "--device", "h100", "--length", 16, "--fix")
+    assert status == 0
+    assert out.endswith("nothing to repair\n")

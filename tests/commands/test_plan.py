@@ -1,0 +1,115 @@
+"""The arguments of `isotype check` as one step: a bare model, a training command, and where the two meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+
+from isotype.commands.plan import METHODS, light_parser, parse_options, plan_of
+from isotype.errors import UsageError
+from isotype.train.methods import METHODS as TRAINERS
+from isotype.train.settings import parse_settings
+
+
+def plan(*argv):
+    return plan_of(*parse_options(argv))[0]
+
+
+def test_the_methods_are_the_trainers():
+    assert set(METHODS) == set(TRAINERS)
+
+
+def test_a_bare_model_needs_no_trainer(monkeypatch):
+    for name in [name for name in sys.modules if name == "trl" or name.startswith("trl.")]:
+        monkeypatch.delitem(sys.modules, name)
+    found = plan("org/model", "--quantization", "nf4", "--device", "t4", "--batch", "2", "--length", "64")
+    assert (found.source, found.method, found.rows, found.length) == ("org/model", "sft", 2, 64)
+    assert (found.wishes.quantization, found.device) == ("nf4", "t4")
+    assert "trl" not in sys.modules
+
+
+def test_the_defaults_of_a_bare_model_are_those_of_sft():
+    light = light_parser().parse_args([])
+    settings = parse_settings(TRAINERS["sft"], ["--model_name_or_path", "m"])
+    for name in ("lora_r", "lora_alpha", "lora_dropout"):
+        assert getattr(light, name) == getattr(settings.model, name)
+    assert light.learning_rate == settings.training.learning_rate
+    assert light.optim == settings.training.optim
+    assert (light.dtype, light.device) == (settings.wishes.dtype, settings.extra.device)
+    bare, full = plan("m"), plan("--model_name_or_path", "m")
+    assert full.lora.target_modules == "all-linear"
+    for name in ("r", "lora_alpha", "lora_dropout"):
+        assert bare.lora[name] == getattr(full.lora, name)
+    differing = {f.name for f in dataclasses.fields(bare) if getattr(bare, f.name) != getattr(full, f.name)}
+    # A training command has 8 rows a step unless told otherwise, and names its length, 1024, itself.
+    assert differing == {"rows", "length", "lora", "reference", "revision"}
+    assert (bare.rows, full.rows, full.length) == (1, 8, 1024)
+
+
+def test_a_training_command_with_check_before_it(tmp_path):
+    found, command = plan_of(
+        *parse_options(
+            [
+                "dpo", "--model_name_or_path", "m", "--dataset_name", "no/such", "--output_dir", str(tmp_path / "no"),
+                "--fp16", "--load_in_4bit", "--per_device_train_batch_size", "3", "--max_length", "77",
+                "--lora_target_modules", "q_proj", "--gradient_checkpointing", "False", "--precompute_ref_log_probs",
+            ]
+        )
+    )  # fmt: skip
+    assert (found.method, found.rows, found.length) == ("dpo", 3, 77)
+    assert (found.wishes.dtype, found.wishes.quantization) == ("float16", "nf4")
+    assert found.lora.target_modules == {"q_proj"}
+    assert found.checkpointing is None
+    assert not found.reference
+    assert command[:3] == ("isotype", "dpo", "--model_name_or_path")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_model_with_arguments_of_the_trainer():
+    found = plan("m", "--use_dora", "--batch", "5")
+    assert found.lora.use_dora
+    assert found.rows == 5
+    assert plan("m", "--use_dora").rows == 1
+    assert plan("m", "--use_peft", "False").lora is None
+    assert plan("m", "--use_peft", "False").wishes.trainable == "full"
+
+
+def test_grpo_has_completions_and_no_reference_by_default():
+    found = plan("grpo", "--model_name_or_path", "m", "--max_completion_length", "99")
+    assert (found.completion, found.reference) == (99, False)
+    assert plan("rloo", "--model_name_or_path", "m").reference
+
+
+@pytest.mark.parametrize(
+    ("argv", "version"),
+    [([], 0), (["--fsdp", "1"], 1), (["--fsdp=2"], 2), (["--fsdp", "0"], 0), (["--fsdp", "full_shard"], 2)],
+)
+def test_fsdp_is_a_version_or_what_the_trainer_takes(argv, version):
+    assert plan("m", *argv).fsdp == version
+
+
+def test_what_is_not_followed_as_asked_is_said():
+    found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True")
+    assert found.attention is None
+    assert found.notes == (
+        "flash_attention_2 is followed as scaled_dot_product_attention, whose dtypes are wider",
+        "packed rows are followed as rows of their full length",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["m", "--batch", "0"], "--batch 0"),
+        (["m", "--batch", "x"], "invalid int value"),
+        (["m", "--fail-on", "note"], "invalid choice"),
+        (["m", "--quantization", "q4"], "invalid choice"),
+        (["m", "--no_such_flag", "1"], "--no_such_flag"),
+        ([], "--model_name_or_path is required"),
+    ],
+)
+def test_bad_arguments(argv, message):
+    with pytest.raises(UsageError, match=message):
+        plan(*argv)

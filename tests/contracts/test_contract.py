@@ -1,0 +1,156 @@
+"""Verdicts: what is looked up, what is assumed, what is left to the fake kernel."""
+
+from __future__ import annotations
+
+import timeit
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.contracts.contract import KINDS, Contracts, Table, Verdict, contracts_for, fills
+
+F, B, H, D, I = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64  # noqa: E741
+CPU = contracts_for("cpu")
+OPERATORS = sorted(CPU.reference.operators)
+DTYPES = st.sampled_from(
+    [F, B, H, D, I, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+
+
+def test_a_measured_rejection_carries_the_message_of_the_real_device() -> None:
+    with pytest.raises(RuntimeError) as real:
+        torch.mm(torch.ones(2, 2, dtype=F), torch.ones(2, 2, dtype=B))
+    assert CPU.judge("aten.mm.default", (F, B)) == Verdict(False, (), str(real.value))
+    assert str(real.value) == "expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "dtypes", "message"),
+    [
+        ("cpu", "aten.addmm.default", (B, F, B), "mat1 and mat2 must have the same dtype, but got Float and BFloat16"),
+        ("cpu", "aten.addmm.default", (H, F, F), "self and mat2 must have the same dtype, but got Half and Float"),
+        ("cpu", "aten.mm.default", (H, torch.int8), "expected m1 and m2 to have the same dtype, but got: c10::Half != signed char"),
+        ("cpu", "aten.native_layer_norm.default", (F, B, B), "mixed dtype (CPU): expect parameter to have scalar type of Float"),
+        ("cpu", "aten.index_put_.default", (F, I, B), "Index put requires the source and destination dtypes match, got Float for the destination and BFloat16 for the source."),
+        ("cuda", "aten.mm.default", (F, B), "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"),
+        ("cuda", "aten.mm.default", (H, torch.int8), "expected mat1 and mat2 to have the same dtype, but got: c10::Half != signed char"),
+        ("cuda", "aten.addmm.default", (H, F, H), "mat1 and mat2 must have the same dtype, but got Float and Half"),
+        ("cuda", "aten.native_layer_norm.default", (B, F, F), "expected scalar type BFloat16 but found Float"),
+        ("cuda", "aten.index_put_.default", (B, I, I, F), "Index put requires the source and destination dtypes match, got BFloat16 for the destination and Float for the source."),
+        ("cuda", "aten._scaled_dot_product_flash_attention.default", (F, F, F), "FlashAttention only support fp16 and bf16 data type"),
+        ("cuda", "aten._amp_foreach_non_finite_check_and_unscale_.default", (B, B, F, F), "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"),
+        ("cuda", "aten._fused_adamw_.default", (B, F, F, F, F), "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout"),
+    ],
+)  # fmt: skip
+def test_messages(kind: str, op: str, dtypes: tuple[torch.dtype, ...], message: str) -> None:
+    verdict = contracts_for(kind).judge(op, dtypes)
+    assert verdict is not None
+    assert (verdict.accepted, verdict.message) == (False, message)
+
+
+def test_a_layer_norm_in_half_precision_takes_float32_weights_on_a_cpu_only() -> None:
+    mixed = (B, F, F)
+    assert CPU.judge("aten.native_layer_norm.default", mixed) == Verdict(True, (B, F, F))
+    gpu = contracts_for("cuda").judge("aten.native_layer_norm.default", mixed)
+    assert gpu is not None
+    assert not gpu.accepted
+
+
+def test_what_was_not_measured_on_the_device_is_assumed_and_leaves_the_results_to_the_fake_kernel() -> None:
+    measured, assumed = (contracts_for(kind).judge("aten.mm.default", (B, B)) for kind in ("cpu", "xpu"))
+    assert measured == Verdict(True, (B,))
+    assert assumed == Verdict(True, (), assumed=True)
+    doubles = CPU.judge("aten.mm.default", (D, F))
+    assert doubles == Verdict(
+        False, (), "expected m1 and m2 to have the same dtype, but got: double != float", True
+    )
+
+
+def test_a_kernel_missing_on_the_cpu_says_nothing_about_a_gpu() -> None:
+    table = Table("cpu", "", "", "", ('"svd_cpu" not implemented for \'{0:name}\'', "{0} is wrong"), {
+        "aten.svd.default": {"b": 0, "h": 1},
+    })  # fmt: skip
+    cpu, gpu = Contracts("cpu", table, table), Contracts("cuda", None, table)
+    assert cpu.judge("aten.svd.default", (B,)) == Verdict(
+        False, (), "\"svd_cpu\" not implemented for 'BFloat16'"
+    )
+    assert gpu.judge("aten.svd.default", (B,)) is None
+    assert gpu.judge("aten.svd.default", (H,)) == Verdict(False, (), "c10::Half is wrong", assumed=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_a_list_is_judged_alike_whatever_its_length(length: int) -> None:
+    assert CPU.judge("aten.cat.default", (B,) * length + (F,)) == Verdict(True, (F,))
+    fused = "aten._fused_adamw_.default"
+    uniform = CPU.judge(fused, (B,) * 4 * length + (F,) * length)
+    assert uniform is not None
+    assert uniform.accepted
+
+
+def test_one_bad_element_of_a_list_breaks_the_contract() -> None:
+    params, grads, moments, steps = (F, F), (F, B), (F, F, F, F), (F, F)
+    verdict = CPU.judge("aten._fused_adamw_.default", params + grads + moments + steps)
+    assert verdict == Verdict(False, (), "expected scalar type Float but found BFloat16")
+
+
+def test_nothing_is_said_of_integers_or_of_operators_and_dtypes_nobody_knows() -> None:
+    assert CPU.judge("aten.add.Tensor", (I, I)) is None
+    assert CPU.judge("aten.mm.default", ()) is None
+    assert CPU.judge("aten.mm.default", (torch.complex64, F)) is None
+    assert CPU.judge("mylib.op.default", (F, B)) is None
+    assert CPU.judge("GradScaler.unscale_", (F, B)) is None
+
+
+@given(st.sampled_from(OPERATORS), st.lists(DTYPES, max_size=9), st.sampled_from(KINDS))
+def test_a_verdict_is_consistent_for_any_operands(op: str, dtypes: list[torch.dtype], kind: str) -> None:
+    verdict = contracts_for(kind).judge(op, tuple(dtypes))
+    if verdict is None:
+        return
+    assert bool(verdict.message) is not verdict.accepted
+    assert "{" not in verdict.message
+    assert verdict.accepted or not verdict.results
+    assert kind == "cpu" or verdict.assumed
+    assert contracts_for(kind).judge(op, tuple(dtypes)) is verdict
+
+
+@given(
+    st.sampled_from(
+        ["mm", "bmm", "addmm", "baddbmm", "convolution", "index_put_", "index_add_", "scatter_add_"]
+    ),
+    st.sampled_from([F, B, H]),
+    st.sampled_from(KINDS),
+)
+def test_operands_of_one_dtype_are_accepted(name: str, dtype: torch.dtype, kind: str) -> None:
+    shape = {"addmm": 3, "baddbmm": 3, "convolution": 3}.get(name, 2)
+    dtypes = (dtype, I, dtype) if name.endswith("_") else (dtype,) * shape
+    verdict = contracts_for(kind).judge(f"aten.{name}.default", dtypes)
+    assert verdict is not None
+    assert verdict.accepted
+
+
+def test_an_unknown_kind_of_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device kind 'tpu': expected one of cpu, cuda, rocm, xpu, mps"):
+        contracts_for("tpu")
+
+
+def test_a_known_call_is_judged_in_well_under_a_microsecond() -> None:
+    dtypes = (F, B)
+    CPU.judge("aten.mm.default", dtypes)
+    best = min(timeit.repeat(lambda: CPU.judge("aten.mm.default", dtypes), number=10_000, repeat=5)) / 10_000
+    assert best < 3e-6, "several times the measured 0.3 µs"
+
+
+def test_index_put_through_a_mask_with_one_value_is_a_fill() -> None:
+    x, mask = torch.zeros(3, dtype=B), torch.tensor([True, False, True])
+    one, two, rows = torch.tensor(1.0), torch.ones(2), torch.tensor([0, 2])
+    op = "aten.index_put_.default"
+    x.index_put_((mask,), one)  # float32 into bfloat16
+    assert x.tolist() == [1, 0, 1]
+    with pytest.raises(RuntimeError, match="Index put requires"):
+        x.index_put_((rows,), one)
+    assert fills(op, (x, [mask], one))
+    assert not fills(op, (x, [rows], one))
+    assert not fills(op, (x, [mask], two))
+    assert not fills("aten.mm.default", (x, x))

@@ -1,0 +1,197 @@
+"""Measuring: the shipped table against this machine, and what happens to calls that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.contracts.contract import TABLES, contracts_for, read_table
+from isotype.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in, trimmed
+from isotype.contracts.measure import EXAMPLES, combinations, measure, measure_operator, write_json
+from isotype.contracts.pattern import fill, layout_of, letters_in
+
+TABLE = read_table(TABLES / "cpu.json")
+RECORDED: dict[str, list[Any]] = json.loads(EXAMPLES.read_text(encoding="utf-8"))
+CPU = torch.device("cpu")
+
+# The operators that carry a training step, and every twelfth of the others.
+CORE = [
+    "aten.mm.default", "aten.addmm.default", "aten.addmm_.default", "aten.bmm.default", "aten.baddbmm.default",
+    "aten.index_put_.default", "aten.index_put.default", "aten.index_add_.default", "aten.index_add.default",
+    "aten.index_copy_.default", "aten.scatter_add_.default", "aten.scatter_.src", "aten.masked_scatter_.default",
+    "aten.native_layer_norm.default", "aten.native_layer_norm_backward.default", "aten.native_group_norm.default",
+    "aten.convolution.default", "aten.convolution_backward.default", "aten.embedding.default",
+    "aten.embedding_dense_backward.default", "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "aten.cat.default", "aten.stack.default",
+    "aten._softmax.default", "aten._log_softmax_backward_data.default", "aten.nll_loss_forward.default",
+    "aten.copy_.default", "aten.lerp_.Scalar", "aten.addcdiv_.default", "aten._foreach_addcdiv_.ScalarList",
+    "aten._foreach_lerp_.Scalar", "aten._fused_adamw_.default", "aten._amp_update_scale_.default",
+    "aten._amp_foreach_non_finite_check_and_unscale_.default",
+]  # fmt: skip
+SAMPLE = sorted({*CORE, *sorted(TABLE.operators)[::12]})
+
+
+@pytest.mark.parametrize("op", SAMPLE)
+def test_the_table_is_what_this_machine_does(op: str) -> None:
+    if torch.__version__ != TABLE.torch_version:
+        pytest.skip(f"the table is torch {TABLE.torch_version}'s, this is {torch.__version__}")
+    if op.startswith("bitsandbytes"):
+        pytest.importorskip("bitsandbytes")
+    measured = measure_operator(op, RECORDED[op], CPU)["patterns"]
+    written = {
+        pattern: entry if isinstance(entry, str) else [fill(TABLE.messages[entry], letters_in(pattern))]
+        for pattern, entry in TABLE.operators[op].items()
+    }
+    assert measured == written
+
+
+def test_every_example_is_in_the_table_or_named_as_broken() -> None:
+    written = json.loads((TABLES / "cpu.json").read_text(encoding="utf-8"))
+    assert set(RECORDED) == set(TABLE.operators) | set(written["broken"]) | set(written["died"])
+    assert written["died"] == {}
+    assert set(written["broken"]) <= set(TABLE.operators), "an operator of which no example runs"
+
+
+def test_the_recorded_dtypes_of_an_example_are_accepted() -> None:
+    broken = json.loads((TABLES / "cpu.json").read_text(encoding="utf-8"))["broken"]
+    contracts = contracts_for("cpu")
+    for op, examples in RECORDED.items():
+        for example in examples:
+            verdict = contracts.judge(
+                op, tuple(getattr(torch, tensor["t"]) for tensor in tensors_in(example))
+            )
+            assert op in broken or verdict is None or verdict.accepted, op
+
+
+def test_the_tables_stay_small() -> None:
+    assert all(file.stat().st_size < 600_000 for file in TABLES.glob("*.json"))
+
+
+@given(st.text("fbh", min_size=1, max_size=8))
+def test_combinations(recorded: str) -> None:
+    found = combinations(recorded, doubles=False)
+    assert found[0] == recorded
+    assert len(found) == len(set(found))
+    assert {letter * len(recorded) for letter in "fbh"} <= set(found)
+    assert all(len(each) == len(recorded) and set(each) <= set("fbh") for each in found)
+    if len(recorded) <= 4:
+        assert len(found) == 3 ** len(recorded)
+
+
+def test_in_place_operators_return_the_operand_they_changed() -> None:
+    measured = measure_operator(
+        "aten.copy_.default", [[[encode(torch.ones(2)), encode(torch.ones(2))], {}]], CPU
+    )
+    assert measured["patterns"]["bf"] == "b"
+    assert measured["broken"] == []
+
+
+def test_examples_that_disagree_leave_the_result_open_or_the_pattern_out() -> None:
+    x = encode(torch.ones(2, 2))
+    kinds = [[[x], {"dtype": {"dtype": "float32"}}], [[x], {}]]
+    assert set(measure_operator("aten.sum.default", kinds, CPU)["patterns"].values()) == {"?"}
+    values, mask = encode(torch.ones(1)), encode(torch.tensor([True, False]))
+    fills = [[encode(torch.ones(2)), [mask], values], {}]
+    puts = [[encode(torch.ones(2)), [encode(torch.tensor([0]))], values], {}]
+    assert measure_operator("aten.index_put_.default", [fills], CPU)["patterns"]["fib"] == "f"
+    assert isinstance(measure_operator("aten.index_put_.default", [puts], CPU)["patterns"]["fib"], list)
+    assert "fib" not in measure_operator("aten.index_put_.default", [fills, puts], CPU)["patterns"]
+
+
+def test_an_example_this_device_cannot_run_is_named() -> None:
+    wrong = [[encode(torch.ones(2, 3)), encode(torch.ones(2, 3))], {}]
+    measured = measure_operator("aten.mm.default", [wrong], CPU)
+    assert measured["patterns"] == {}
+    assert "cannot be multiplied" in measured["broken"][0]
+
+
+def test_an_operator_that_kills_its_process_is_named_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The child processes load this through Python's own hook.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, torch\n"
+        "library = torch.library.Library('fatal', 'DEF')\n"
+        "library.define('kill(Tensor x) -> Tensor')\n"
+        "library.define('spare(Tensor x) -> Tensor')\n"
+        "library.impl('spare', lambda x: x + 1, 'CPU')\n"
+        f"library.impl('kill', lambda x: os.kill(os.getpid(), {int(signal.SIGKILL)}), 'CPU')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    call = [[encode(torch.ones(2))], {}]
+    table = measure(
+        {op: [call] for op in ("aten.neg.default", "fatal.kill.default", "fatal.spare.default")}, "cpu"
+    )
+    uniform = {"b": "b", "f": "f", "h": "h"}
+    assert table["operators"] == {"aten.neg.default": uniform, "fatal.spare.default": uniform}
+    assert table["died"] == {"fatal.kill.default": "its process ended with status -9"}
+
+
+def test_a_table_is_written_in_one_piece_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    write_json(path, measure({"aten.mm.default": RECORDED["aten.mm.default"]}, "cpu"))
+    table = read_table(path)
+    assert table.device == "cpu"
+    assert table.torch_version == torch.__version__
+    assert table.operators == {"aten.mm.default": {**TABLE.operators["aten.mm.default"], **dict.fromkeys(
+        ["bf", "bh", "fb", "fh", "hb", "hf"], 0)}}  # fmt: skip
+    assert table.messages == ("expected m1 and m2 to have the same dtype, but got: {0} != {1}",)
+    assert [file.name for file in tmp_path.iterdir()] == ["cpu.json"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3),
+        torch.tensor(True),
+        torch.tensor([], dtype=torch.int32),
+        torch.full((3, 2), 7, dtype=torch.uint8),
+        torch.arange(6).reshape(2, 3).t(),
+    ],
+)
+def test_integers_come_back_as_they_were(tensor: torch.Tensor) -> None:
+    (made,), _ = decode(json.loads(json.dumps([[encode(tensor)], {}])), [], CPU)
+    assert made.dtype == tensor.dtype
+    assert torch.equal(made, tensor)
+    assert made.stride() == tensor.stride()
+
+
+def test_floats_come_back_in_the_dtype_asked_for_and_the_same_each_time() -> None:
+    call = [encode([torch.ones(2, 3).t(), [torch.ones(())], float("-inf"), torch.float16]), {}]
+    assert sum(map(is_float, tensors_in(call))) == 2
+    dtypes = [torch.bfloat16, torch.float16]
+    (made, (inner,), least, dtype), _ = decode(call, dtypes, CPU)
+    again = decode(call, dtypes, CPU)[0][0]
+    assert (made.dtype, inner.dtype, dtype, least) == (
+        torch.bfloat16,
+        torch.float16,
+        torch.float16,
+        -float("inf"),
+    )
+    assert made.stride() == (1, 3)
+    assert torch.equal(made, again)
+    assert ((made > 0) & (made < 1)).all()
+
+
+def test_what_no_example_can_hold_is_refused() -> None:
+    with pytest.raises(NotAnExampleError, match="Generator in a call"):
+        encode([torch.Generator()])
+    with pytest.raises(NotAnExampleError, match="an integer tensor of 5000 elements in a call"):
+        encode(torch.arange(5000))
+
+
+def test_lists_are_cut_to_what_a_pattern_needs() -> None:
+    three = [encode(torch.ones(1))] * 5
+    assert len(trimmed([[three], {}], layout_of("aten.cat.default"))[0][0]) == 3
+    cut, _ = trimmed([[three, [0.5] * 5], {}], layout_of("aten._foreach_mul_.ScalarList"))
+    assert (len(cut[0]), cut[1]) == (1, [0.5])
+    assert trimmed([[[1, 2, 3]], {}], layout_of("aten.permute.default")) == [[[1, 2, 3]], {}]

@@ -1,0 +1,164 @@
+"""One scenario from end to end: it really fails or costs, is found, its cause named, its fix proven, and it runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import isotype
+from isotype.report.check import Report
+from isotype.rules.finding import Finding
+from tests.corpus.scenario import Broken, Scenario
+from tests.reality import real_step
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a scenario; empty strings are what went well.
+
+    Attributes:
+        real: how the broken set-up fails or what it costs, on this machine; "" where only another device refuses it.
+        code: the code it was found under, "" where it was not.
+        cause: the cause that was named.
+        fix: the fix that mended it.
+        problems: everything that did not go as it should.
+    """
+
+    real: str
+    code: str
+    cause: str
+    fix: str
+    problems: tuple[str, ...]
+
+
+def check_broken(broken: Broken, verify: bool = True) -> Report:
+    """`isotype.check` of a set-up."""
+    return isotype.check(
+        broken.model,
+        broken.inputs,
+        policy=broken.policy,
+        device=broken.device,
+        autocast=False if broken.autocast is None else broken.autocast,
+        scaler=broken.scaler,
+        optimizer=broken.optimizer,
+        phases=(*broken.phases, *(("generate",) if broken.generate is not None else ())),
+        learning_rate=broken.learning_rate,
+        fsdp=broken.fsdp,
+        generate=broken.generate,
+        verify=verify,
+    )
+
+
+def run_broken(broken: Broken) -> Exception | None:
+    """The real step of a set-up; returns what it raised."""
+    return real_step(
+        broken.model,
+        broken.inputs,
+        autocast=broken.autocast,
+        scaler=broken.scaler,
+        optimizer=broken.optimizer,
+        learning_rate=broken.learning_rate,
+        phases=broken.phases,
+        generate=broken.generate,
+    ).error
+
+
+def judge_scenario(scenario: Scenario) -> Verdict:
+    """Build it, see it fail, check it, repair it, run it."""
+    problems = []
+    real = _reality(scenario, problems)
+    broken = scenario.build()
+    report = check_broken(broken)
+    finding = _the_finding(scenario, report)
+    if finding is None:
+        found = ", ".join(f"{each.code} ({each.cause})" for each in report.findings) or "nothing"
+        failure = f"; step not followed: {report.trace.failure.error}" if report.trace.failure else ""
+        return Verdict(real, "", "", "", (*problems, f"not found; found {found}{failure}"))
+    if not (
+        re.search(scenario.cause, finding.cause)
+        or any(re.search(scenario.cause, e) for e in finding.evidence)
+    ):
+        problems.append(f"cause {finding.cause!r} is not {scenario.cause!r}")
+    fix = _mended(scenario, broken, report, finding, problems)
+    return Verdict(real, finding.code, finding.cause, fix, tuple(problems))
+
+
+def _reality(scenario: Scenario, problems: list[str]) -> str:
+    broken = scenario.build()
+    if scenario.cost is not None:
+        cost = scenario.cost(broken)
+        if cost is None:
+            problems.append("costs nothing in reality")
+        return cost or ""
+    error = run_broken(broken)
+    if scenario.crashes and (error is None or not re.search(scenario.crashes, str(error))):
+        problems.append(f"really ended with {error!r}")
+    return "" if error is None else str(error).splitlines()[0]
+
+
+def _the_finding(scenario: Scenario, report: Report) -> Finding | None:
+    found = [finding for finding in report.findings if finding.code in scenario.codes]
+    found.sort(key=lambda finding: not re.search(scenario.cause, finding.cause))
+    return found[0] if found else None
+
+
+def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding, problems: list[str]) -> str:
+    if scenario.advice is not None:
+        return _advised(scenario, finding, problems)
+    verified = [fix for fix in finding.fixes if fix.verified]
+    if not verified:
+        problems.append("no verified fix")
+        return ""
+    if not re.search(scenario.fix, verified[0].description):
+        problems.append(f"first fix {verified[0].description!r} is not {scenario.fix!r}")
+    repairs = isotype.repair(broken.model, report, unsafe=True)
+    repaired = _with_settings(broken, repairs.settings)
+    error = run_broken(repaired) if broken.device == "cpu" or scenario.crashes else None
+    if error is not None:
+        problems.append(f"after repair: {error!r}")
+    if scenario.cost is not None and (cost := scenario.cost(repaired)) is not None:
+        problems.append(f"after repair it still costs: {cost}")
+    left = {each.code for each in check_broken(repaired, verify=False).findings} & set(scenario.codes[:1])
+    if left:
+        problems.append(f"after repair still found: {', '.join(left)}")
+    return verified[0].description
+
+
+def _advised(scenario: Scenario, finding: Finding, problems: list[str]) -> str:
+    assert scenario.advice is not None
+    if not finding.fixes:
+        problems.append("no advice")
+        return ""
+    advised = scenario.advice()
+    found = {each.code for each in check_broken(advised, verify=False).findings}
+    if finding.code in found:
+        problems.append("found again after the advice was followed")
+    if scenario.crashes and (error := run_broken(scenario.advice())) is not None:
+        problems.append(f"after the advice: {error!r}")
+    if scenario.cost is not None and (cost := scenario.cost(advised)) is not None:
+        problems.append(f"after the advice it still costs: {cost}")
+    return finding.fixes[0].description
+
+
+def _with_settings(broken: Broken, settings: dict[str, str]) -> Broken:
+    """The set-up with the arguments that a repair asks the caller to change."""
+    changes: dict[str, Any] = {}
+    for name, value in settings.items():
+        words = {"True": True, "False": False, "None": None}
+        dtype = getattr(torch, value, None)
+        changes[name] = (
+            words[value] if value in words else dtype if isinstance(dtype, torch.dtype) else _number(value)
+        )
+    if "autocast" in changes and "scaler" not in changes:
+        changes["scaler"] = broken.scaler or changes["autocast"] == torch.float16
+    return replace(broken, **changes)
+
+
+def _number(value: str) -> Any:
+    try:
+        return float(value)
+    except ValueError:
+        return value

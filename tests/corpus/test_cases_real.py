@@ -1,0 +1,82 @@
+"""The real half of the corpus: each broken set-up really fails, or really costs, on this machine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.corpus.discover import all_scenarios, corpus, left_out
+from tests.corpus.scenario import Broken, Scenario
+from tests.reality import Outcome, real_step
+
+SCENARIOS = all_scenarios()
+CRASHES = [scenario for scenario in SCENARIOS.values() if scenario.crashes]
+SILENT = [scenario for scenario in SCENARIOS.values() if not scenario.crashes]
+
+
+def run(broken: Broken) -> Outcome:
+    """The real step of a set-up."""
+    return real_step(
+        broken.model,
+        broken.inputs,
+        broken.autocast,
+        broken.scaler,
+        broken.optimizer,
+        broken.learning_rate,
+        broken.phases,
+        broken.generate,
+    )
+
+
+@pytest.mark.parametrize("scenario", CRASHES, ids=lambda scenario: scenario.case)
+def test_really_crashes(scenario: Scenario) -> None:
+    outcome = run(scenario.build())
+    assert outcome.error is not None, "the step ran"
+    assert re.search(scenario.crashes, str(outcome.error)), repr(outcome.error)
+    assert outcome.phase == scenario.phase
+
+
+@pytest.mark.parametrize("scenario", SILENT, ids=lambda scenario: scenario.case)
+def test_really_costs_or_is_refused_elsewhere(scenario: Scenario) -> None:
+    broken = scenario.build()
+    if scenario.cost is not None:
+        assert scenario.cost(broken)
+        return
+    assert scenario.notes, "neither a crash nor a cost on this machine, and not a word about why"
+    outcome = run(broken)
+    assert outcome.error is None, "what this machine refuses has `crashes`"
+
+
+@pytest.mark.parametrize(
+    "scenario", [s for s in SCENARIOS.values() if s.advice is not None], ids=lambda scenario: scenario.case
+)
+def test_advice_really_cures(scenario: Scenario) -> None:
+    assert scenario.advice is not None
+    mended = scenario.advice()
+    if scenario.cost is not None:
+        assert scenario.cost(mended) is None
+    else:
+        assert run(mended).error is None
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: scenario.case)
+def test_well_formed(scenario: Scenario) -> None:
+    assert scenario.case in corpus()
+    assert scenario.codes
+    assert all(re.fullmatch(r"IST\d{3}", code) for code in scenario.codes)
+    assert bool(scenario.crashes) == bool(scenario.phase)
+    assert not (scenario.crashes and scenario.cost), "a step either ends or costs"
+    for pattern in (scenario.cause, scenario.crashes, scenario.fix):
+        re.compile(pattern)
+
+
+def test_left_out_is_not_built_too() -> None:
+    assert not left_out().keys() & SCENARIOS.keys()
+    assert left_out().keys() <= corpus().keys()
+    assert all(len(reason) > 20 for reason in left_out().values())
+
+
+def test_every_case_is_built_or_left_out() -> None:
+    missing = corpus().keys() - SCENARIOS.keys() - left_out().keys()
+    assert not missing, f"neither a scenario nor a reason: {sorted(missing)}"

@@ -1,0 +1,279 @@
+"""The report of a check: its verdict, its JSON, and the text in a terminal, word for word."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from isotype import __version__
+from isotype.errors import PrecisionError, SaveError
+from isotype.report.check import SCHEMA_VERSION, Report
+from isotype.report.check_text import (
+    elide,
+    fold_places,
+    format_count,
+    format_share,
+    price_clauses,
+    ranges,
+    render,
+    to_text,
+    verdict,
+)
+from isotype.rules.finding import Price
+from isotype.trace.record import Memory
+from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_followed, too_large
+
+SNAPSHOTS = Path(__file__).with_name("snapshots")
+UPDATE = "ISOTYPE_UPDATE_SNAPSHOTS"
+
+
+def same_as_snapshot(name: str, text: str) -> None:
+    """Compare with the stored file, whole. With the variable set, store it, and fail all the same."""
+    path = SNAPSHOTS / name
+    if os.environ.get(UPDATE):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        pytest.fail(f"{name} was written anew: read it, then run without {UPDATE}")
+    assert text == path.read_text(encoding="utf-8")
+
+
+# --- verdict ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "ok", "complete", "fits"),
+    [
+        ("crash", "fails", False, True, True),
+        ("costly", "costs", True, True, True),
+        ("clean", "clean", True, True, True),
+        ("too_large", "does not fit", True, True, False),
+        ("not_followed", "unknown", True, False, True),
+        ("mixed_layers", "fails", False, True, True),
+    ],
+)
+def test_status_is_the_worst_that_is_known(
+    name: str, status: str, ok: bool, complete: bool, fits: bool
+) -> None:
+    report = SAMPLES[name]()
+    assert (report.status, report.ok, report.complete, report.fits) == (status, ok, complete, fits)
+
+
+def test_findings_are_told_apart_by_severity() -> None:
+    report = costly()
+    assert [finding.code for finding in report.warnings] == ["IST401", "IST801"]
+    assert [finding.code for finding in report.notes] == ["IST204"]
+    assert report.errors == ()
+
+
+def test_verdict_of_a_step_that_fails_in_every_way() -> None:
+    seen = replace(crash().trace, failure=not_followed().trace.failure, memory=too_large().trace.memory)
+    report = replace(crash(), trace=seen)
+    assert verdict(report) == (
+        "This step fails on NVIDIA T4: 1 error; followed only up to forward of model.layers.3.mlp.experts; "
+        "also needs 21.1 GiB of 14.7 GiB"
+    )
+
+
+def test_whether_it_fits_is_not_known_without_a_capacity() -> None:
+    report = clean()
+    profile = replace(report.trace.setup.profile, memory_bytes=None)
+    unknown = replace(report, trace=replace(report.trace, setup=replace(report.trace.setup, profile=profile)))
+    assert unknown.fits is None
+    assert unknown.status == "clean"
+    assert "peak 4.75 GiB in backward" in str(unknown)
+
+
+def test_whether_it_fits_is_not_known_without_a_measurement() -> None:
+    report = replace(clean(), trace=replace(clean().trace, memory=Memory({})))
+    assert report.fits is None
+    assert re.search(r"memory +not measured", str(report))
+
+
+def test_flops_and_memory_are_the_traces() -> None:
+    report = costly()
+    assert report.memory is report.trace.memory
+    assert report.flops == report.trace.flops
+
+
+def test_assumed_contracts_are_named_once() -> None:
+    assert crash().assumed == ("aten.mm.default",)
+    assert clean().assumed == ()
+
+
+def test_raise_for_errors_names_everything_at_once() -> None:
+    with pytest.raises(PrecisionError) as caught:
+        crash().raise_for_errors()
+    same_as_snapshot("check_error.txt", f"{caught.value}\n")
+
+
+def test_raise_for_errors_lets_warnings_pass() -> None:
+    costly().raise_for_errors()
+
+
+# --- terminal ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_text(name: str) -> None:
+    same_as_snapshot(f"check_{name}.txt", str(SAMPLES[name]()))
+
+
+def test_narrow_text() -> None:
+    same_as_snapshot("check_crash_60.txt", to_text(crash(), 60))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_text_keeps_to_its_width(name: str, width: int) -> None:
+    assert max(map(len, to_text(SAMPLES[name](), width).splitlines())) <= width
+
+
+def test_console_without_colour_shows_the_plain_text() -> None:
+    shown = io.StringIO()
+    render(crash(), Console(file=shown, width=90, color_system=None))
+    assert [line.rstrip() for line in shown.getvalue().splitlines()] == to_text(crash(), 90).splitlines()
+
+
+def test_console_colours_by_severity() -> None:
+    shown = io.StringIO()
+    report = costly()
+    render(report, Console(file=shown, color_system="standard", force_terminal=True, width=110))
+    assert "\x1b[1;33mwarning[IST401]\x1b[0m" in shown.getvalue()
+    assert "\x1b[1;36mnote[IST204]\x1b[0m" in shown.getvalue()
+
+
+def test_console_reads_no_markup_out_of_names() -> None:
+    finding = replace(crash().findings[0], module="layers[bold].0", message="a [red]b[/red]", places=())
+    shown = io.StringIO()
+    render(replace(crash(), findings=(finding,)), Console(file=shown, width=110))
+    assert "error[IST101]: a [red]b[/red]" in shown.getvalue()
+    assert "--> layers[bold].0" in shown.getvalue()
+
+
+def test_long_module_goes_to_a_line_of_its_own_and_loses_its_middle() -> None:
+    finding = replace(crash().findings[0], module=f"model.{'very_' * 30}deep.layers.0.self_attn.q_proj")
+    text = to_text(replace(crash(), findings=(finding,)), 80)
+    arrow = next(line for line in text.splitlines() if line.startswith("  -->"))
+    assert len(arrow) == 80
+    assert arrow.startswith("  --> model.very_")
+    assert arrow.endswith("layers.0.self_attn.q_proj")
+
+
+def test_advice_is_not_offered_as_a_repair() -> None:
+    fix = crash().findings[0].fixes[0]
+    advice = replace(fix, actions=(replace(fix.actions[0], kind="advice"),))
+    report = replace(crash(), findings=(replace(crash().findings[0], fixes=(advice,)),))
+    assert "repair" not in str(report)
+
+
+def test_unverified_fixes_are_offered_as_such() -> None:
+    fixes = tuple(replace(fix, verified=False, outcome="") for fix in crash().findings[0].fixes)
+    report = replace(crash(), findings=(replace(crash().findings[0], fixes=fixes),))
+    assert "isotype.repair(model, report, unsafe=True) goes on with 1 finding;" in str(report)
+    assert "--fix" not in str(report)
+    assert "return each norm's output in float16   (safe; not verified)" in str(report)
+
+
+# --- words ------------------------------------------------------------------------------------------------
+
+
+def test_price_says_only_what_was_counted() -> None:
+    assert price_clauses(Price(), "NVIDIA T4") == []
+    assert price_clauses(Price(0.004, 0, 0, 12.4), "a CPU") == [
+        "about 12x slower on a CPU",
+        "under 1 % of the FLOPs in a slower dtype",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "layers", "folded"),
+    [
+        ([], {}, []),
+        (["lm_head"], {}, [("", "lm_head", 1)]),
+        (["m.layers.0.a", "m.layers.1.a", "m.layers.5.a"], {}, [("m.layers.0-1,5", "a", 3)]),
+        (["m.layers.0.a", "m.layers.79.a"], {("m.layers", 79): 79}, [("m.layers.0-79", "a", 80)]),
+        (["0.fc", "1.fc", "1.fc"], {}, [("0-1", "fc", 2)]),
+        (["m.layers.0.a", "m.layers.0.b"], {}, [("m.layers.0", "a", 1), ("m.layers.0", "b", 1)]),
+        (["base_model.model.layers.0.a.base_layer"], {}, [("layers.0", "a", 1)]),
+    ],
+)
+def test_places_of_equal_layers_are_one(
+    places: list[str], layers: dict[tuple[str, int], int], folded: list[tuple[str, str, int]]
+) -> None:
+    assert fold_places(places, layers) == folded
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_ranges_lose_no_number(numbers: set[int]) -> None:
+    found: list[int] = []
+    for run in ranges(sorted(numbers)).split(","):
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    assert found == sorted(numbers)
+
+
+@given(st.text("abc._", max_size=80), st.integers(2, 60))
+def test_elided_names_fit_and_keep_their_ends(name: str, width: int) -> None:
+    short = elide(name, width)
+    assert len(short) == min(len(name), width)
+    head, found, tail = short.partition("…")
+    assert short == name if not found else name.startswith(head) and name.endswith(tail)
+
+
+def test_numbers_as_words() -> None:
+    assert [format_count(n) for n in (0, 950, 1.24e12, 3e15, 7.1e9, 2.5e6)] == [
+        "0 FLOP", "950 FLOP", "1.24 TFLOP", "3.00 PFLOP", "7.10 GFLOP", "2.50 MFLOP",
+    ]  # fmt: skip
+    assert [format_share(share) for share in (1, 0.624, 0.01, 0.001)] == ["100 %", "62 %", "1 %", "under 1 %"]
+
+
+# --- JSON -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["costly", "not_followed", "mixed_layers", "clean", "too_large"])
+def test_json(name: str) -> None:
+    text = SAMPLES[name]().to_json()
+    same_as_snapshot(f"check_{name}.json", text.replace(f'"{__version__}"', '"VERSION"', 1))
+
+
+def test_json_numbers_stay_numbers() -> None:
+    content: dict[str, Any] = json.loads(costly().to_json())
+    assert content["schema_version"] == SCHEMA_VERSION
+    price = content["findings"][0]["price"]
+    assert price == {
+        "flops_share": 0.62, "cast_bytes": 1_258_291_200, "memory_bytes": 340 * 2**20, "slowdown": 2.1,
+    }  # fmt: skip
+    assert content["memory"]["peak_bytes"] == costly().memory.peak
+    assert content["flops"]["float16"] == costly().flops[F16]
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def test_html_is_written_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "report.html"
+    assert crash().to_html(target) == target
+    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
+    assert target.read_text(encoding="utf-8").endswith("</html>\n")
+
+
+def test_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(SaveError, match=r"report\.html: .*directory"):
+        crash().to_html(tmp_path / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_report_is_a_value() -> None:
+    report: Report = clean()
+    assert replace(report, seconds=1.0).trace is report.trace

@@ -1,0 +1,155 @@
+"""The HTML form of a check: one safe file in which every finding can be reached."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from isotype.report.check_html import to_html
+from isotype.rules.finding import Finding
+from isotype.trace.record import MEMORY_KINDS, Memory, Trace
+from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, plain, setup, too_large
+
+VOID = {"meta", "link", "br", "wbr", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced and collects what tests ask about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def all(self, css_class: str) -> list[dict[str, str]]:
+        return [attrs for _, attrs in self.elements if css_class in attrs.get("class", "").split()]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_page_stands_alone_and_every_link_arrives(name: str) -> None:
+    page = Page(to_html(SAMPLES[name]()))
+    ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
+    assert len(set(ids)) == len(ids)
+    for _, attrs in page.elements:
+        assert "src" not in attrs
+        assert "style" not in attrs  # the content security policy would ignore it
+        if "href" in attrs:
+            assert attrs["href"].removeprefix("#") in ids
+    assert not re.search(r"url\(|@import", to_html(SAMPLES[name]()))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_page_holds_every_finding_and_the_verdict(name: str) -> None:
+    from isotype.report.check_text import verdict
+
+    report = SAMPLES[name]()
+    page = Page(to_html(report))
+    assert verdict(report) in page.text
+    for number, finding in enumerate(report.findings, 1):
+        assert f"finding-{number}" in [attrs.get("id") for attrs in page.all("finding")]
+        for word in (
+            finding.code,
+            finding.message,
+            finding.cause,
+            *(fix.description for fix in finding.fixes),
+        ):
+            assert " ".join(word.split()) in page.text
+
+
+def test_policy_allows_the_pages_own_style_and_script_only() -> None:
+    text = to_html(crash())
+    for tag in ("style", "script"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in text
+
+
+HOSTILE = '<script>alert("1")</script>\x00'
+
+
+def test_nothing_in_a_report_becomes_markup() -> None:
+    name = f"model.{HOSTILE}.fc"
+    finding = Finding(
+        "IST101", "error", HOSTILE, name, HOSTILE, HOSTILE, HOSTILE, HOSTILE, (HOSTILE,), (HOSTILE,),
+        places=(name, f"{name}.1.x"),
+    )  # fmt: skip
+    trace = Trace(
+        setup(batch={HOSTILE: (1, 2)}, optimizer=HOSTILE), (), (plain(name, "linear", F16, (4, 4)),), {}, Memory({}),
+        notes=(HOSTILE,), model=HOSTILE,
+    )  # fmt: skip
+    text = to_html(replace(crash(), trace=trace, findings=(finding,)))
+    page = Page(text)
+    assert text.count("<script") == 1
+    assert "\x00" not in text
+    (cell,) = page.all("cell")
+    assert cell["title"].startswith('model.<script>alert("1")</script>')
+
+
+def test_map_marks_the_places_of_a_finding_only() -> None:
+    cells = {
+        attrs["title"].split(" (")[0]: attrs for attrs in Page(to_html(SAMPLES["mixed_layers"]())).all("cell")
+    }
+    flagged = {name for name, attrs in cells.items() if "1" in attrs["data-findings"].split()}
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    assert flagged == {f"model.layers.{layer}.{part}" for layer in (3, 17) for part in parts}
+    assert all("is-error" in cells[name]["class"] for name in flagged)
+    assert cells["model.norm"]["href"] == "#finding-2"
+
+
+def test_cells_say_what_they_show() -> None:
+    cells = {attrs["title"].split(" (")[0]: attrs["title"] for attrs in Page(to_html(costly())).all("cell")}
+    assert cells["model.layers.0–29.mlp.up_proj"].splitlines()[0:4] == [
+        "model.layers.0–29.mlp.up_proj (Linear4bit)",
+        "stored as nf4",
+        "runs in float32",
+        "adapter in float32, running in float32",
+    ]
+    assert "30 layers" in cells["model.layers.0–29.mlp.up_proj"]
+    assert cells["model.rotary_emb"].splitlines()[1] == "buffers in float32"
+
+
+def test_every_kind_of_memory_has_a_colour() -> None:
+    (style,) = re.findall("<style>(.*?)</style>", to_html(clean()), re.DOTALL)
+    for kind in MEMORY_KINDS:
+        assert style.count(f".kind-{kind} {{") == 2  # light and dark
+
+
+def test_capacity_is_a_line_where_it_is_near_and_words_where_it_is_far() -> None:
+    near, far = Page(to_html(too_large())), Page(to_html(clean()))
+    assert len(near.all("capacity")) == len(too_large().memory.phases)
+    assert far.all("capacity") == []
+    assert "32 % of 14.7 GiB" in far.text
+
+
+def test_report_without_weights_still_is_a_page() -> None:
+    empty = Trace(setup(), (), (), {}, Memory({}))
+    assert "No weight and no product was seen" in Page(to_html(replace(clean(), trace=empty))).text

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rules.traces import BF16, FP32, batch, cast, found, llama, on, traced, verified
+
+RULE = "ist201_promotion"
+
+
+class Wide(nn.Module):
+    """A custom layer that computes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() @ self.weight).to(x.dtype)
+
+
+def model() -> nn.Module:
+    layers = nn.Sequential(*(nn.Linear(64, 64, dtype=BF16) for _ in range(3)), Wide())
+    return layers.requires_grad_(False)
+
+
+def forward(m: nn.Module) -> torch.Tensor:
+    return m(torch.ones(32, 64, dtype=BF16)).float().sum()
+
+
+def test_a_custom_layer_in_float32() -> None:
+    (finding,) = found(RULE, traced(model(), forward, phases=("forward",)))
+    assert finding.severity == "warning"
+    assert finding.message == "25% of the FLOPs run in float32 instead of bfloat16"
+    assert finding.module == "3"
+    assert finding.cause.startswith("a cast to float32 at test_ist201.py:")
+    assert finding.notes == ("1 matmuls in 1 modules",)
+    assert finding.price is not None
+    assert finding.price.flops_share == pytest.approx(0.25)
+    assert finding.price.slowdown is None  # no rates are published for this CPU
+
+
+def test_head_and_norm_in_float32_without_autocast() -> None:
+    broken = cast(llama(), FP32, ("model.norm", "lm_head"))
+    (finding,) = verified(broken, batch(), "IST201")
+    assert finding.cause == "base_model.model.model.norm.weight is float32"
+    assert finding.module == "base_model.model.lm_head"
+    first = finding.fixes[0]
+    assert (first.verified, first.safety) == (True, "safe")
+
+
+def test_the_slowdown_is_estimated_where_rates_are_known() -> None:
+    trace = on(traced(model(), forward, phases=("forward",)), "a100")
+    (finding,) = found(RULE, trace)
+    assert finding.price is not None
+    assert finding.price.slowdown is not None
+    assert 1.0 < finding.price.slowdown < 4.0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_adapters_in_float32_are_no_promotion(dtype: torch.dtype) -> None:
+    assert found(RULE, traced(llama(dtype), batch())) == []
+
+
+def test_autocast_over_float32_masters() -> None:
+    assert found(RULE, traced(llama(FP32, lora=False), batch(), autocast=BF16)) == []

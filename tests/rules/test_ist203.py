@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import torch
+
+from tests.rules.traces import BF16, FP32, batch, cast, found, llama, traced, verified
+
+RULE = "ist203_upcast_parts"
+PARTS = ("embed_tokens", "lm_head", "norm")
+
+
+def test_embedding_head_and_norms_upcast() -> None:
+    model = cast(llama(), FP32, PARTS)
+    (finding,) = verified(model, batch(), "IST203", autocast=BF16)
+    assert finding.severity == "warning"
+    assert finding.message == "7 frozen weights are float32 in a bfloat16 model: 32.6 KiB more memory"
+    assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
+    assert finding.price is not None
+    assert finding.price.memory_bytes == 2 * (2 * 128 * 64 + 5 * 64)
+    first = finding.fixes[0]
+    assert (first.description, first.safety, first.verified) == ("cast them to bfloat16", "safe", True)
+
+
+def test_values_that_bfloat16_does_not_hold_make_it_unsafe() -> None:
+    model = cast(llama(), FP32, PARTS)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3, 3] = 1.0 + 2.0**-20
+    (finding,) = found(RULE, traced(model, batch(), autocast=BF16))
+    assert finding.fixes[0].safety == "unsafe"
+    assert finding.notes[-1] == "whether bfloat16 holds every value of them is not known or not so"
+
+
+def test_trained_embeddings_are_a_note() -> None:
+    model = cast(llama(), FP32, ("embed_tokens", "lm_head"))
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name or "lm_head" in name:
+            parameter.requires_grad_(True)
+    (finding,) = found(RULE, traced(model, batch(), autocast=BF16))
+    assert finding.severity == "note"
+    assert finding.message == "2 trained weights are float32 in a bfloat16 model: 32 KiB more memory"
+
+
+def test_one_dtype_throughout() -> None:
+    for dtype in (BF16, FP32):
+        assert found(RULE, traced(llama(dtype), batch())) == []
+
+
+def test_norms_alone_are_too_small() -> None:
+    assert found(RULE, traced(cast(llama(), FP32, ("norm",)), batch(), autocast=BF16)) == []

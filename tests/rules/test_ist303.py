@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from isotype.rules.finding import Action
+from isotype.rules.ist303_no_scaler import find
+from tests.rules.samples import BF16, FP16, FP32, adapter, call, operand, trace
+
+
+def test_float16_backward_without_scaler() -> None:
+    product = call("aten.mm.default", operand(FP16), result=FP16, phase="backward", flops=100)
+    (finding,) = find(trace([adapter(FP32)], [product], autocast=FP16))
+    assert finding.severity == "warning"
+    assert "gradients below 6e-8 become zero" in finding.message
+    assert finding.fixes[0].actions == (Action("setting", "scaler", "True"),)
+
+
+def test_float16_masters_lose_adams_epsilon() -> None:
+    (finding,) = find(trace([adapter(FP16)]))
+    assert finding.message == "1 float16 parameters are trained without loss scaling"
+    assert "0 / 0" in finding.notes[0]
+    assert all(Action("setting", "scaler", "True") in fix.actions for fix in finding.fixes)
+
+
+def test_scaled_and_bfloat16_runs_are_silent() -> None:
+    half = call("aten.mm.default", operand(FP16), result=FP16, phase="backward", flops=100)
+    wide = call("aten.mm.default", operand(BF16), result=BF16, phase="backward", flops=100)
+    assert not list(find(trace([adapter(FP32)], [half], autocast=FP16, scaler=True)))
+    assert not list(find(trace([adapter(FP32)], [wide], autocast=BF16)))

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from isotype.rules.finding import Action
+from isotype.rules.ist305_optimizer import find
+from tests.rules.samples import BF16, FP32, adapter, norm, operand, refused, trace
+
+
+def test_a_fused_step_over_two_dtypes() -> None:
+    step = refused(
+        "aten._fused_adamw_.default",
+        "optimizer",
+        operand(FP32, "parameter", "w"),
+        operand(BF16, "gradient", "w"),
+        message="expected scalar type Float but found BFloat16",
+    )
+    (finding,) = find(trace([adapter(FP32)], [step], optimizer="adamw_fused"))
+    assert finding.severity == "error"
+    assert finding.message == "aten._fused_adamw_.default is given bfloat16 and float32"
+    assert finding.cause == "the gradient of w is bfloat16"
+    assert finding.fixes[0].actions == (Action("setting", "optimizer", "adamw"),)
+
+
+def test_masters_beside_bfloat16_parameters() -> None:
+    (finding,) = find(trace([adapter(FP32), adapter(BF16, "lm_head.modules_to_save.default.weight")]))
+    assert finding.message == "1 trainable parameters are bfloat16 beside 1 in float32"
+
+
+def test_one_dtype_and_pinned_parameters_are_silent() -> None:
+    assert not list(find(trace([adapter(FP32)])))
+    assert not list(find(trace([adapter(BF16), norm(FP32, trainable=True, pinned=True)])))

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from isotype.rules.finding import Action
+from isotype.rules.ist401_state_dtype import find
+from tests.rules.samples import BF16, FP16, FP32, operand, packed, refused, trace
+
+
+def test_a_stale_state_costs() -> None:
+    (finding,) = find(trace([packed(BF16, FP16)]))
+    assert finding.severity == "warning"
+    assert finding.message == "1 4-bit weights dequantize to float16, their layers compute in bfloat16"
+    assert finding.fixes[0].actions == (Action("state", "model.layers.*.self_attn.q_proj", "bfloat16"),)
+
+
+def test_a_stale_state_crashes_who_dequantizes() -> None:
+    product = refused(
+        "aten.mm.default", "forward", operand(BF16), operand(FP16, "operator", "dequantize_4bit")
+    )
+    (finding,) = find(trace([packed(BF16, FP16)], [product]))
+    assert finding.severity == "error"
+
+
+def test_states_that_fit_are_silent() -> None:
+    assert not list(find(trace([packed(BF16, BF16)])))
+    assert not list(find(trace([packed(FP32, BF16)])))  # IST404
+    assert not list(find(trace([packed(BF16, None)])))  # IST402

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from isotype.rules.ist404_compute_dtype import find
+from tests.rules.samples import BF16, FP16, FP32, LAYER, POLICY, call, norm, operand, packed, trace
+
+
+def test_the_default_compute_dtype() -> None:
+    product = call("aten.mm.default", operand(FP32), result=FP32, flops=300, module=LAYER)
+    other = call("aten.mm.default", operand(BF16), flops=100, module="lm_head")
+    (finding,) = find(trace([packed(FP32, BF16), norm(BF16)], [product, other]))
+    assert finding.severity == "warning"
+    assert finding.message == "1 4-bit layers compute in float32, the model runs in bfloat16"
+    assert finding.price is not None
+    assert finding.price.flops_share == 0.75
+    assert [action.kind for action in finding.fixes[0].actions] == ["compute"]
+
+
+def test_the_state_goes_with_it() -> None:
+    (finding,) = find(trace([packed(FP32, FP32), norm(FP16)]))
+    assert [(action.kind, action.value) for action in finding.fixes[0].actions] == [
+        ("compute", "float16"),
+        ("state", "float16"),
+    ]
+
+
+def test_an_unset_compute_dtype_takes_its_first_input() -> None:
+    (finding,) = find(trace([packed(None, BF16), norm(FP32)], policy=POLICY))
+    assert finding.cause.endswith("the compute dtype is unset, its first input is float32")
+
+
+def test_layers_that_compute_in_16_bit_or_a_float32_model_are_silent() -> None:
+    assert not list(find(trace([packed(BF16), norm(BF16)])))
+    assert not list(find(trace([packed(None), norm(BF16)])))
+    assert not list(find(trace([packed(FP32), norm(FP32)])))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isotype.precision.policy import PrecisionPolicy
+from isotype.trace.record import Trace
+from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
+
+RULE = "ist501_checkpoint_dtype"
+
+
+@pytest.fixture(scope="module")
+def widened() -> Trace:
+    """A bfloat16 model after `.float()`."""
+    return traced(llama(BF16).float(), batch())
+
+
+def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
+    (finding,) = found(RULE, on(widened, "a100", checkpoint_dtype=BF16))
+    assert finding.severity == "warning"
+    assert finding.message == (
+        "the config says bfloat16, but the frozen weights lie in float32: 152 KiB more memory"
+    )
+    assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
+    assert finding.price is not None
+    assert finding.price.memory_bytes == 2 * (61440 + 2 * 128 * 64)
+    assert finding.price.flops_share == 1.0
+    assert finding.price.slowdown is not None
+    assert finding.price.slowdown > 1.0
+    assert finding.fixes[0].safety == "safe"  # the values came from bfloat16
+
+
+def test_a_bfloat16_checkpoint_in_float16() -> None:
+    (finding,) = found(RULE, on(traced(llama(FP16), batch()), "a100", checkpoint_dtype=BF16))
+    assert finding.message == "the config says bfloat16, but the frozen weights lie in float16"
+    assert "values above 65,504 become infinite, small ones zero" in finding.notes
+    assert finding.fixes[0].safety == "unsafe"
+
+
+@pytest.mark.parametrize(("said", "device"), [(None, "a100"), (FP32, "a100"), (BF16, "t4")])
+def test_nothing_said_or_nothing_lost_or_no_such_hardware(
+    widened: Trace, said: torch.dtype | None, device: str
+) -> None:
+    assert found(RULE, on(widened, device, checkpoint_dtype=said)) == []
+
+
+def test_what_the_policy_asked_for(widened: Trace) -> None:
+    policy = PrecisionPolicy(compute=FP32, storage="float32")
+    assert found(RULE, on(widened, "a100", checkpoint_dtype=BF16, policy=policy)) == []
+
+
+def test_trainable_weights_are_masters() -> None:
+    trace = traced(llama(BF16, lora=False).float(), batch())
+    assert found(RULE, on(trace, "a100", checkpoint_dtype=BF16)) == []

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from isotype.trace.record import Trace
+from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
+
+RULE = "ist601_bfloat16"
+
+
+@pytest.fixture(scope="module")
+def autocast() -> Trace:
+    return traced(llama(FP32, lora=False), batch(), autocast=BF16)
+
+
+def test_bfloat16_autocast_on_a_t4(autocast: Trace) -> None:
+    (finding,) = found(RULE, on(autocast, "t4"))
+    assert finding.severity == "warning"
+    assert finding.message.startswith("bfloat16 matmuls do not run in hardware on NVIDIA T4: ")
+    assert finding.cause == "autocast is set to bfloat16"
+    assert finding.notes[0].startswith("no bfloat16 tensor cores before compute capability 8.0")
+    half, single = finding.fixes
+    assert half.description == "run the step in float16 with a GradScaler"
+    assert [(a.kind, a.target, a.value) for a in half.actions] == [
+        ("setting", "autocast", "float16"),
+        ("setting", "scaler", "True"),
+    ]
+    assert half.safety == "safe"
+    assert single.actions[0].value == "None"
+
+
+def test_bfloat16_weights_on_a_v100() -> None:
+    (finding,) = found(RULE, on(traced(llama(), batch()), "v100"))
+    assert finding.cause == "base_model.model.model.embed_tokens.weight is bfloat16"
+    half, single = finding.fixes
+    assert (half.safety, single.safety) == ("unsafe", "safe")
+    assert half.description == "run the step in float16 with a GradScaler and cast the weights"
+    casts = {action.target: action.value for action in half.actions if action.kind == "parameter"}
+    assert casts["base_model.model.lm_head.weight"] == "float16"
+    assert not any("lora" in name for name in casts)  # float32 masters stay what they are
+
+
+def test_the_estimate_takes_float32s_rate(autocast: Trace) -> None:
+    # The lower bound cannot exceed the ratio of the rates.
+    (finding,) = found(RULE, on(autocast, "t4"))
+    assert finding.price is not None
+    assert finding.price.slowdown is not None
+    assert 1.0 <= finding.price.slowdown <= 65.0 / 8.1
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "mi300x"])
+def test_devices_with_bfloat16(autocast: Trace, device: str) -> None:
+    assert found(RULE, on(autocast, device)) == []
+
+
+def test_other_dtypes_on_a_t4() -> None:
+    assert found(RULE, on(traced(llama(FP16), batch(), autocast=FP16), "t4")) == []
+    assert found(RULE, on(traced(llama(FP32), batch()), "t4")) == []

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+from tests.rules.traces import BF16, FP32, batch, found, llama, on, traced
+
+RULE = "ist605_memory"
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return traced(llama(FP32), batch())
+
+
+def with_memory(trace: Trace, amount: float) -> list[Finding]:
+    trace = on(trace, "t4")
+    profile = replace(trace.setup.profile, memory_bytes=int(amount))
+    return found(RULE, replace(trace, setup=replace(trace.setup, profile=profile)))
+
+
+def test_it_does_not_fit(trace: Trace) -> None:
+    (finding,) = with_memory(trace, trace.memory.peak / 2)
+    assert finding.severity == "error"
+    assert finding.message.startswith(
+        f"the step does not fit: {trace.memory.peak / 1024:.3g} KiB at the peak of the "
+    )
+    assert "NVIDIA T4 has" in finding.message
+    assert finding.price is not None
+    assert finding.price.memory_bytes == trace.memory.peak - trace.memory.peak // 2
+    texts = [fix.description for fix in finding.fixes]
+    # 61,440 weights of frozen linear layers from 4 bytes to 0.5625.
+    assert any(text.startswith("store the frozen linear layers in nf4: about 206 KiB less") for text in texts)
+    assert any(text.startswith("checkpoint the layers' activations: about") for text in texts)
+    assert any(text.startswith("store the frozen weights in 16 bits: about 1") for text in texts)
+
+
+def test_it_only_just_fits(trace: Trace) -> None:
+    (finding,) = with_memory(trace, trace.memory.peak * 1.05)
+    assert finding.severity == "warning"
+    assert finding.message.startswith("the step only just fits: ")
+
+
+def test_it_fits(trace: Trace) -> None:
+    assert with_memory(trace, trace.memory.peak * 2) == []
+    assert found(RULE, on(trace, "t4")) == []
+    assert found(RULE, on(traced(llama(BF16), batch()), "cpu-generic")) == []  # no size is known

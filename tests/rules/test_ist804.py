@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from isotype.rules.ist804_pinned import find
+from tests.rules.samples import BF16, FP16, FP32, trace, weight
+
+
+def test_a_rounded_pin() -> None:
+    (finding,) = find(trace([weight("encoder.block.0.wo.weight", FP16, pinned=True)], compute=FP16))
+    assert finding.severity == "warning"
+    assert finding.message == "1 parameters that the model's author keeps in float32 are float16"
+    assert [action.kind for action in finding.fixes[1].actions] == ["parameter", "boundary"]
+
+
+def test_in_bfloat16_it_is_a_note() -> None:
+    (finding,) = find(trace([weight(dtype=BF16, pinned=True)]))
+    assert finding.severity == "note"
+
+
+def test_pins_that_hold_are_silent() -> None:
+    assert not list(find(trace([weight(dtype=FP32, pinned=True), weight(dtype=FP16)])))

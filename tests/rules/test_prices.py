@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from isotype.precision.hardware import device_profile
+from isotype.rules import prices
+from isotype.trace.record import Call, Operand, Origin
+from tests.rules.traces import BF16, FP32, on, traced
+
+
+def matmul(dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int = 1) -> Call:
+    origin = Origin("input", dtype, "x")
+    operands = (
+        Operand("self", dtype, (rows, inner), origin),
+        Operand("mat2", dtype, (inner, columns), origin),
+    )
+    flops = 2 * rows * inner * columns
+    return Call("aten.mm.default", "forward", "", "", operands, ((dtype, (rows, columns)),), flops, repeats)
+
+
+def test_roofline_of_one_matmul() -> None:
+    seconds = prices.seconds_on(device_profile("t4"))
+    assert seconds is not None
+    # 2 * 4096^3 FLOPs at 65 TFLOP/s; far above the ridge, so that memory does not count.
+    large = matmul(torch.float16, 4096, 4096, 4096, repeats=3)
+    assert seconds(large) == pytest.approx(3 * 2 * 4096**3 / 65e12)
+    # One row: 2 * (4096 + 4096^2 + 4096) bytes at 300 GB/s.
+    thin = matmul(torch.float16, 1, 4096, 4096)
+    assert seconds(thin) == pytest.approx(2 * (2 * 4096 + 4096**2) / 300e9)
+
+
+def test_no_rates_no_seconds() -> None:
+    assert prices.seconds_on(device_profile("cpu-generic")) is None
+
+
+def test_slowdown_of_a_model_of_matmuls() -> None:
+    model = nn.Linear(512, 512, bias=False).requires_grad_(False)
+    trace = on(traced(model, lambda m: m(torch.ones(512, 512)).sum(), phases=("forward",)), "a100")
+    wide = [call for call in trace.calls if call.flops]
+    assert [call.flops for call in wide] == [2 * 512**3]
+    seconds = prices.seconds_on(trace.setup.profile)
+    assert seconds is not None
+    rest = sum(seconds(call) for call in trace.calls if not call.flops)
+    before, after = 2 * 512**3 / 19.5e12, max(2 * 512**3 / 312e12, 2 * 3 * 512**2 / 2039e9)
+    expected = (before + rest) / (after + rest)
+    assert prices.slowdown(trace, wide, BF16) == pytest.approx(expected)
+    assert prices.slowdown(trace, (), BF16) == 1.0
+
+
+@pytest.mark.parametrize(
+    "op", ["aten.view.default", "aten.t.default", "aten.expand.default", "prim.device.default"]
+)
+def test_views_move_nothing(op: str) -> None:
+    assert prices.is_view(op)
+
+
+@pytest.mark.parametrize(
+    "op", ["aten.mm.default", "aten.add_.Tensor", "aten.clone.default", "torch.linear", "x"]
+)
+def test_others_move_bytes(op: str) -> None:
+    assert not prices.is_view(op)
+
+
+def test_root_goes_through_a_layer_that_casts_and_restores() -> None:
+    norm = Origin("parameter", FP32, "norm.weight")
+    inside = Origin("cast", BF16, "to", "layer", "bnb.py:1", norm)
+    restored = Origin("cast", FP32, "to", "layer", "bnb.py:2", inside)
+    assert prices.root(restored) is norm
+    assert prices.root(Origin("promotion", FP32, "mul", "rotary", "x.py:3", restored)) is norm
+    # A cast up in one module of what another cast down is a choice of its own.
+    other = Origin("cast", FP32, "float", "custom", "mine.py:4", inside)
+    assert prices.root(other) is other
+
+
+@given(st.floats(min_value=0, max_value=1e17))
+def test_sizes_have_three_digits_and_a_unit(amount: float) -> None:
+    number, unit = prices.size_text(amount).split()
+    scale = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}[unit]
+    assert float(number) * 1024**scale == pytest.approx(amount, rel=0.006, abs=0.51)
+
+
+def test_size_texts() -> None:
+    assert [prices.size_text(n) for n in (0, 1023, 1536, 3 * 2**30)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.5 KiB",
+        "3 GiB",
+    ]

@@ -1,0 +1,79 @@
+"""Real traces of tiny models for the tests of rules, and the same trace on another device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import isotype.preflight
+from isotype.precision.hardware import device_profile
+from isotype.preflight import compute_dtype
+from isotype.rules.finding import Finding
+from isotype.trace.record import Phase, Setup, Trace
+from isotype.trace.step import trace_step
+from tests.models import tiny_batch, tiny_model
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def traced(
+    model: nn.Module,
+    inputs: Any,
+    autocast: torch.dtype | None = None,
+    phases: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer"),
+) -> Trace:
+    """One step of `model` on fake tensors, seen from this CPU; no rule looks at it."""
+    setup = Setup(
+        profile=device_profile("cpu"),
+        autocast=autocast,
+        scaler=autocast == FP16,
+        optimizer="adamw",
+        compute=autocast or compute_dtype(model),
+        phases=phases,
+    )
+    return trace_step(model, inputs, setup)
+
+
+def verified(model: nn.Module, inputs: Any, code: str, **options: Any) -> list[Finding]:
+    """The findings of one code with their fixes tried."""
+    report = isotype.preflight.check(model, inputs, device="cpu", **options)
+    return [finding for finding in report.findings if finding.code == code]
+
+
+def on(trace: Trace, device: str, **setup: Any) -> Trace:
+    """The same step as it is judged for a named device; `setup` changes other fields."""
+    return replace(trace, setup=replace(trace.setup, profile=device_profile(device), **setup))
+
+
+def found(name: str, trace: Trace) -> list[Finding]:
+    """What the rule in the file `name` finds."""
+    return list(importlib.import_module(f"isotype.rules.{name}").find(trace))
+
+
+def llama(dtype: torch.dtype = BF16, lora: bool = True, **settings: Any) -> Any:
+    """A tiny Llama in `dtype`, frozen with float32 adapters of rank 4, or whole."""
+    model = tiny_model("llama", dtype)
+    if not lora:
+        return model
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    return peft.get_peft_model(model, config)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """`[2, 16]` ids with labels."""
+    return tiny_batch("llama")
+
+
+def cast(model: nn.Module, dtype: torch.dtype, parts: Sequence[str]) -> Any:
+    """Cast the parameters whose names contain one of `parts`."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in parts):
+            parameter.data = parameter.data.to(dtype)
+    return model

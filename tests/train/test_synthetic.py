@@ -1,0 +1,101 @@
+"""Made-up batches and the losses of the methods, on real tiny models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from isotype.errors import UsageError
+from isotype.train.synthetic import batch_notes, image_shape, step_inputs, synthetic_batch
+from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
+
+
+def test_a_batch_of_text():
+    batch = synthetic_batch(tiny_model("llama"), 2, 7)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == {
+        "input_ids": ((2, 7), torch.int64),
+        "attention_mask": ((2, 7), torch.int64),
+        "labels": ((2, 7), torch.int64),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3-vision", "t5"])
+def test_the_model_takes_it(name):
+    model = tiny_model(name)
+    assert model(**synthetic_batch(model, 2, 12)).loss.isfinite()
+
+
+def test_an_image_takes_its_tokens():
+    model = tiny_model("gemma3-vision")
+    batch = synthetic_batch(model, 2, 12)
+    assert image_shape(model.config) == (IMAGE_TOKENS, IMAGE_TOKEN, 32)
+    assert (batch["input_ids"] == IMAGE_TOKEN).sum(-1).tolist() == [IMAGE_TOKENS] * 2
+    assert (tuple(batch["pixel_values"].shape), batch["pixel_values"].dtype) == (
+        (2, 3, 32, 32),
+        torch.float32,
+    )
+    assert batch_notes(model.config) == ()
+    with pytest.raises(UsageError, match="the image does not fit into the sequence"):
+        synthetic_batch(model, 2, 5)
+
+
+def test_images_of_unknown_size_are_left_out_and_that_is_said():
+    config = CONFIGS["gemma3-vision"]()
+    config.mm_tokens_per_image = None
+    assert batch_notes(config) == (
+        "the batch is text only: the config does not say how many tokens an image takes",
+    )
+
+
+def test_a_model_without_token_ids_is_refused():
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(UsageError, match="ViTModel takes pixel_values"):
+        synthetic_batch(transformers.ViTModel(config), 1, 4)
+
+
+def calls_of(model: torch.nn.Module) -> list[tuple[tuple[int, ...], bool]]:
+    seen: list[tuple[tuple[int, ...], bool]] = []
+
+    def note(module, args, kwargs):
+        seen.append((tuple(kwargs["input_ids"].shape), torch.is_grad_enabled()))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("method", "forwards"),
+    [
+        ("dpo", [((4, 12), True), ((4, 12), False)]),
+        ("kto", [((2, 12), False), ((2, 12), False), ((2, 12), True), ((2, 12), False)]),
+        ("grpo", [((2, 12), True), ((2, 12), False)]),
+    ],
+)
+def test_the_forwards_of_a_method(method, forwards):
+    import peft
+
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules="all-linear"))
+    seen = calls_of(model.get_base_model())
+    loss = step_inputs(method, model, 2, 12, completion=4)(model)
+    loss.backward()
+    assert seen == forwards
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_no_reference_no_forward_of_it():
+    model = tiny_model("llama")
+    seen = calls_of(model)
+    step_inputs("grpo", model, 2, 12, completion=4, reference=False)(model)
+    assert len(seen) == 1
+
+
+def test_a_reward_model_sees_pairs():
+    config = CONFIGS["llama"]()
+    config.num_labels = 1
+    model = transformers.LlamaForSequenceClassification(config)
+    seen = calls_of(model)
+    step_inputs("reward", model, 3, 8)(model).backward()
+    assert seen == [((6, 8), True)]

@@ -1,0 +1,88 @@
+"""The model of a training command without weights: adapters, folding, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isotype.checkpoint.load import load
+from isotype.errors import PrecisionError, UsageError
+from isotype.lora.adapters import add_lora
+from isotype.resolve import resolve_precision
+from isotype.trace.fold import stands_for
+from isotype.train.weightless import weightless_model
+from tests.checkpoint.test_weightless import facts
+from tests.models import CONFIGS
+
+
+def policy_for(config, **wishes):
+    return resolve_precision(config, **{"dtype": "bfloat16", "device": "h100", **wishes})
+
+
+@pytest.fixture
+def config():
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers = 8
+    return config
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@pytest.mark.parametrize(
+    "variant", [{}, {"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head"]}]
+)
+def test_it_is_what_load_and_add_lora_give(saved, quantization, variant):
+    path = saved("llama-tied-bias" if variant == {"bias": "lora_only"} else "llama", torch.bfloat16)
+    policy = resolve_precision(path, "bfloat16", quantization, "cpu")
+    real = add_lora(load(path, policy), policy, r=4, **variant)
+    assert facts(weightless_model(path, policy, lora={"r": 4, **variant})) == facts(real)
+
+
+def test_layers_fold_before_adapters_are_made(config):
+    model = weightless_model(config, policy_for(config, quantization="nf4"), lora={"r": 4}, fold=True)
+    assert stands_for(model) == {"base_model.model.model.layers.0": 1, "base_model.model.model.layers.7": 7}
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"target_modules": ["q_proj"], "layers_to_transform": [3]},
+        {"target_modules": r".*\.3\..*q_proj"},
+        {"rank_pattern": {"model.layers.3.self_attn.q_proj": 16}},
+    ],
+)
+def test_layers_that_are_chosen_by_number_fold_afterwards(config, lora):
+    model = weightless_model(config, policy_for(config), lora=lora, fold=True)
+    kept = [int(name.rsplit(".", 1)[1]) for name in stands_for(model)]
+    assert kept == [0, 2, 3, 4, 7]
+    layer = model.get_submodule("base_model.model.model.layers.3.self_attn.q_proj")
+    assert "LoraLayer" in [cls.__name__ for cls in type(layer).__mro__]
+
+
+def test_a_module_that_is_not_there_is_named(config):
+    with pytest.raises(UsageError, match="q_prj") as caught:
+        weightless_model(config, policy_for(config), lora={"target_modules": ["q_prj"]})
+    assert caught.value.problems[0].fix == "did you mean q_proj or v_proj or o_proj?"
+    with pytest.raises(UsageError, match="the adapter cannot be made as asked"):
+        weightless_model(config, policy_for(config), lora={"target_modules": "nothing.*like.*this"})
+
+
+def test_no_adapter_where_every_weight_is_trained(config):
+    with pytest.raises(PrecisionError, match="no adapter under a policy that trains every weight"):
+        weightless_model(config, policy_for(config, trainable="full"), lora={"r": 4})
+    assert all(
+        p.requires_grad for p in weightless_model(config, policy_for(config, trainable="full")).parameters()
+    )
+
+
+def test_a_classifier_head(config):
+    import transformers
+
+    model = weightless_model(
+        config,
+        policy_for(config),
+        model_class=transformers.AutoModelForSequenceClassification,
+        lora={"task_type": "SEQ_CLS"},
+        num_labels=1,
+    )
+    assert type(model.get_base_model()).__name__ == "LlamaForSequenceClassification"
+    assert model.get_base_model().score.modules_to_save["default"].weight.shape == (1, 64)
