@@ -7,7 +7,7 @@ are the verdict (runs or crashes), the phase, and in the forward the failing mod
 - missed crash: the real step crashes and the preflight finds no error;
 - false alarm: the real step runs and the preflight finds an error;
 - elsewhere: both crash, in another phase or (in the forward) in another module;
-- lost: the preflight could not follow the step to its end and found no error.
+- lost: the preflight could not follow the step to its end (or raised) and found no error.
 
 A real crash counts when its message is about dtypes; another one drops the case, and is listed.
 
@@ -143,15 +143,18 @@ def predicted(case: Case) -> End:
 
     setup, _ = prepared(case)
     started = time.perf_counter()
-    report = check(
-        setup.model,
-        setup.batch,
-        device="cpu",
-        autocast=setup.autocast or False,
-        scaler=setup.scaler,
-        optimizer=setup.optimizer,
-        verify=False,
-    )
+    try:
+        report = check(
+            setup.model,
+            setup.batch,
+            device="cpu",
+            autocast=setup.autocast or False,
+            scaler=setup.scaler,
+            optimizer=setup.optimizer,
+            verify=False,
+        )
+    except Exception as error:  # noqa: BLE001 - a check that raises is one disagreement, not the end of the run
+        return End("lost", detail=f"check raised {type(error).__name__}: {error}"[:400])
     seconds = time.perf_counter() - started
     errors = report.errors
     failure = report.trace.failure

@@ -192,6 +192,7 @@ class _Step:
             self.inputs,
             setup,
             change=change if actions else None,
+            lines={each.target: parse_dtype(each.value) for each in actions if each.kind == "line"},
             optimizer=self.optimizer,
             generate=self.generate,
         )

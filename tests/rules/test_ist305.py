@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from isotype.rules.finding import Action
 from isotype.rules.ist305_optimizer import find
-from tests.rules.samples import BF16, FP32, adapter, norm, operand, refused, trace
+from tests.rules.samples import BF16, FP32, adapter, norm, operand, refused, trace, weight
 
 
 def test_a_fused_step_over_two_dtypes() -> None:
@@ -21,10 +21,11 @@ def test_a_fused_step_over_two_dtypes() -> None:
 
 
 def test_masters_beside_bfloat16_parameters() -> None:
-    (finding,) = find(trace([adapter(FP32), adapter(BF16, "lm_head.modules_to_save.default.weight")]))
+    (finding,) = find(trace([adapter(FP32), weight("lm_head.weight", BF16, trainable=True)]))
     assert finding.message == "1 trainable parameters are bfloat16 beside 1 in float32"
 
 
 def test_one_dtype_and_pinned_parameters_are_silent() -> None:
     assert not list(find(trace([adapter(FP32)])))
+    assert not list(find(trace([adapter(FP32), adapter(BF16, "model.norm.lora_B.default.weight")])))  # IST502
     assert not list(find(trace([adapter(BF16), norm(FP32, trainable=True, pinned=True)])))

@@ -24,6 +24,7 @@ def test_bfloat16_autocast_on_a_t4(autocast: Trace) -> None:
     assert [(a.kind, a.target, a.value) for a in half.actions] == [
         ("setting", "autocast", "float16"),
         ("setting", "scaler", "True"),
+        ("setting", "compute", "float16"),
     ]
     assert half.safety == "safe"
     assert single.actions[0].value == "None"

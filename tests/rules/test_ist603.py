@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from isotype.precision.versions import misfits
 from isotype.rules import ist603_versions
 from isotype.trace.record import Trace
 from tests.rules.traces import found, on, traced
@@ -20,6 +23,8 @@ def trace() -> Trace:
 def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.4.0", "transformers": "5.23.0", "peft": "0.21.2"}
     monkeypatch.setattr(ist603_versions, "installed", lambda: versions)
+    # What the installed packages declare depends on the machine; the known pairs do not.
+    monkeypatch.setattr(ist603_versions, "misfits", partial(misfits, requires={}))
     monkeypatch.setattr(ist603_versions, "_misfits", ist603_versions._misfits.__wrapped__)
 
 

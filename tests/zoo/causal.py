@@ -13,7 +13,8 @@ END = 2
 
 _HYBRID = ["linear_attention", "full_attention"]
 _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16}  # heads times head dim is twice the hidden size
-_FULL_HEADS = {"num_key_value_heads": 4}
+_FULL_HEADS = {"num_key_value_heads": 4}  # latent attention has a key for each query head
+_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 _SHARED_BLOCKS = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 _GEMMA4 = {"hidden_size_per_layer_input": 16, "num_hidden_layers": 4}
 _SHARED_CACHE = {
@@ -23,6 +24,7 @@ _SHARED_CACHE = {
 }
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_LATENT, _FULL_HEADS),
     "axk2": _FULL_HEADS,
     "bailing_hybrid": {"layer_types": _HYBRID, **_FULL_HEADS},
     "bamba": {"attn_layer_indices": [1], **_MAMBA_HEADS},
@@ -64,7 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": _HYBRID, **_MAMBA_HEADS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": _HYBRID},
+    "kimi_linear": {"layer_types": _HYBRID, **_FULL_HEADS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {**_FULL_HEADS, "head_dim": 8},

@@ -18,7 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "convbert": {},
     "deberta": {},
     "deberta-v2": {},
-    "deepseek_v3": {},
+    "deepseek_v3": causal.SETTINGS["deepseek_v3"],
     "distilbert": {"dim": 64, "hidden_dim": 96},
     "electra": {},
     "ernie": {},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import logging
 import re
 import sys
 import warnings
@@ -22,7 +23,7 @@ from isotype.dtypes import dtype_name
 from isotype.precision.hardware import device_profile
 from isotype.preflight import DEFAULT_PHASES, check, compute_dtype
 from isotype.report.check import Report
-from isotype.report.check_text import fix_standing, plural, render, short_source
+from isotype.report.check_text import fix_standing, plural, render, repairable, short_source
 from isotype.report.run_html import format_bytes
 from isotype.rules import judge
 from isotype.rules.finding import Finding
@@ -34,8 +35,9 @@ from isotype.trace.step import LossOf, loss_of
 from isotype.trace.watch import Beginning, Watch, enumerate_inputs
 
 VERIFY_WITHIN = 20.0
-"""Seconds that a look ahead may have taken for its fixes to be tried too, each by one more."""
+"""Seconds that trying the fixes may take, each by one more look ahead; the script waits."""
 
+_NOT_FOLLOWED = "IST199"
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 # How torch and its friends put it when dtypes do not fit.
 _ABOUT_DTYPES = re.compile(
@@ -75,7 +77,7 @@ class Ahead:
         )
         with _unnoticed():
             report = step(verify=False)
-            if report.findings and report.seconds <= VERIFY_WITHIN:
+            if report.findings and _trial_seconds(report) <= VERIFY_WITHIN:
                 report = step(verify=True)
         return report
 
@@ -140,11 +142,13 @@ class Diagnosis:
         except Exception as error:  # noqa: BLE001 - the script runs whether or not we can look ahead
             self._say(f"the step could not be followed ahead: {type(error).__name__}: {_first_line(error)}")
             return None
+        # That the step was not followed to its end is said below.
+        report = replace(
+            report, findings=tuple(finding for finding in report.findings if finding.code != _NOT_FOLLOWED)
+        )
         title, found = report.trace.setup.profile.title, (*report.errors, *report.warnings)
         if found:
-            tried = (
-                "" if report.seconds <= VERIFY_WITHIN else "; fixes were not tried, that would take too long"
-            )
+            tried = "" if _tried(report) else "; fixes were not tried, that would take too long"
             self._say(f"before the first step, on {title} ({report.seconds:.1f} s{tried}):")
             self._print_brief(found)
         failure = report.trace.failure
@@ -276,7 +280,8 @@ class Diagnosis:
             return
         failure = Failure(call.phase, call.module, call.source, headline, dtype_related=True)
         trace = self.watch.trace(setup, failure)
-        live = [finding for finding in judge(trace) if finding.severity == "error"]
+        # That the step ended early is what the traceback says.
+        live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = self._foreseen(call, live)
         if foreseen is not None:
             self._say("foreseen before the step:")
@@ -338,9 +343,27 @@ class Diagnosis:
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
     """Within it the script's modes are off, and what its code prints or warns of is not shown."""
-    with no_modes(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    log = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # it logs what a fake kernel refuses, with a traceback
+    disabled, log.disabled = log.disabled, True
+    try:
+        with no_modes(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def _trial_seconds(report: Report) -> float:
+    trials = {fix.actions for finding in report.findings for fix in finding.fixes if fix.actions}
+    return report.seconds * len(trials)
+
+
+def _tried(report: Report) -> bool:
+    """Whether the fixes were tried: one that was says what came of it."""
+    fixes = [fix for finding in report.findings for fix in finding.fixes if repairable(fix)]
+    return not fixes or any(fix.outcome for fix in fixes)
 
 
 def _given(beginning: Beginning) -> Mapping[str, Any]:

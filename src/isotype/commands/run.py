@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from isotype.commands.traceback import cleaned
-from isotype.errors import Problem, UsageError
+from isotype.errors import IsotypeError, Problem, UsageError
 
 if TYPE_CHECKING:
     from isotype.commands.diagnosis import Diagnosis
@@ -227,8 +227,12 @@ class _Finder:
 
 
 def main() -> int:
-    """`python -m isotype.commands.run`, which the command line calls by itself."""
-    return run(sys.argv[1:], Console())
+    """`python -m isotype.commands.run` is `isotype run`."""
+    try:
+        return run(sys.argv[1:], Console())
+    except IsotypeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from isotype.contracts.pattern import LETTERS, RESULT_DTYPES, fill, layout_of, l
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten._scaled_mm.default"})
+
 UNSPECIFIED = "?"
 """In a table: accepted, but the result's dtype depends on more than the operands' dtypes."""
 
@@ -123,6 +126,8 @@ class Contracts:
             return verdict
 
     def _judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
+        if not _FLOAT8.isdisjoint(dtypes) and op not in _MIXES_FLOAT8:
+            return _float8_verdict(dtypes)
         letters = [LETTERS.get(dtype, "") for dtype in dtypes]
         if "" in letters or set(letters) <= {"i"}:
             return None
@@ -182,3 +187,13 @@ def contracts_for(kind: str) -> Contracts:
     path = TABLES / f"{kind}.json"
     reference = read_table(TABLES / "cpu.json")
     return Contracts(kind, read_table(path) if path.exists() else None, reference)
+
+
+def _float8_verdict(dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
+    """float8 is for storage: no operator promotes it (`c10/core/ScalarType.cpp`, promoteTypes)."""
+    floats = list(dict.fromkeys(dtype for dtype in dtypes if dtype.is_floating_point))
+    if len(floats) < 2:
+        return None
+    first, second = (str(dtype).removeprefix("torch.") for dtype in floats[:2])
+    message = f"Promotion for Float8 Types is not supported, attempted to promote {first} and {second}"
+    return Verdict(False, message=message, assumed=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isotype.dtypes import parse_dtype
+from isotype.dtypes import dtype_name, parse_dtype
 from isotype.errors import Problem, UsageError
 from isotype.model.boundary import Boundary, set_boundary
 from isotype.model.enforce import fresh_rotary
@@ -95,8 +95,19 @@ def _cast_parameter(target: Any, value: str) -> list[Undo]:
 def _cast_buffer(target: Any, value: str) -> list[Undo]:
     module, name = target
     before = module._buffers[name]
-    rotary = "inv_freq" in name and not isinstance(before, FakeTensor) and hasattr(module, "config")
-    fresh = fresh_rotary(name, module) if rotary else None
+    rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
+    if rounded and not hasattr(module, "config"):
+        raise UsageError(
+            "rounded frequencies do not come back by a cast",
+            [
+                Problem(
+                    f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}",
+                    "a module with a config to compute them from",
+                    "load the model again and do not cast its buffers",
+                )
+            ],
+        )
+    fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)
     module._buffers[name] = source.to(parse_dtype(value))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from isotype.errors import Problem, UsageError
 from isotype.fixes.apply import Undo, apply_actions, take_back
 from isotype.report.check import Report
-from isotype.rules import clears
 from isotype.rules.finding import Action, Finding, Fix
 
 
@@ -22,11 +21,13 @@ class Repairs:
         fixes: applied, in order.
         settings: arguments of the step that have to change with them, by name (`autocast`, `scaler`, …): only the
             caller can do that.
+        lines: lines of code that have to change with them, `file:line` -> dtype: likewise.
         left: findings that no fix was applied for, each with the reason.
     """
 
     fixes: tuple[Fix, ...]
     settings: dict[str, str]
+    lines: dict[str, str]
     left: tuple[tuple[Finding, str], ...]
     _undos: list[Undo] = field(default_factory=list, repr=False, compare=False)
 
@@ -43,6 +44,7 @@ class Repairs:
     def __str__(self) -> str:
         lines = [f"done      {fix.description}" for fix in self.fixes]
         lines += [f"set       {name}={value}" for name, value in self.settings.items()]
+        lines += [f"edit      {source}: {value}" for source, value in self.lines.items()]
         lines += [f"left      {finding.code}: {finding.message}: {reason}" for finding, reason in self.left]
         return "\n".join(lines) or "nothing to repair"
 
@@ -76,40 +78,70 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     chosen, left = plan(report, unsafe)
     undos = apply_actions(model, [action for fix in chosen for action in fix.actions])
     settings = {a.target: a.value for fix in chosen for a in fix.actions if a.kind == "setting"}
-    return Repairs(tuple(chosen), settings, tuple(left), undos)
+    code = {a.target: a.value for fix in chosen for a in fix.actions if a.kind == "line"}
+    return Repairs(tuple(chosen), settings, code, tuple(left), undos)
+
+
+_MOST_ROUNDS = 16  # each fixes one cause; more causes than this in one step were never seen
 
 
 def plan(report: Report, unsafe: bool = False) -> tuple[list[Fix], list[tuple[Finding, str]]]:
-    """The fixes that together clear the most findings of `report`, and what they leave with the reason."""
+    """The fixes that together clear the most findings of `report`, and what they leave with the reason.
+
+    What is found after a fix is looked at anew: once one cause is gone, the next may show where it was hidden.
+    """
     assert report.again is not None
     chosen: list[Fix] = []
-    left: list[tuple[Finding, str]] = []
-    present = report.findings
-    for finding in report.findings:
-        there = any((each.code, each.cause) == (finding.code, finding.cause) for each in present)
-        if not there or finding.severity == "note":
-            continue
+    left: dict[tuple[str, str], tuple[Finding, str]] = {}
+    present: Sequence[Finding] = report.findings
+    for _ in range(_MOST_ROUNDS):
+        open_ = (f for f in present if f.severity != "note" and (f.code, f.cause) not in left)
+        finding = next(open_, None)
+        if finding is None:
+            break
         fix, after = _first_that_works(report, finding, chosen, present, unsafe)
         if fix is None:
-            left.append((finding, _reason(finding, unsafe)))
+            left[(finding.code, finding.cause)] = (finding, _reason(finding, unsafe))
         else:
             chosen.append(fix)
             present = after
-    return chosen, left
+    return chosen, list(left.values())
 
 
 def _first_that_works(
-    report: Report, finding: Finding, chosen: Sequence[Fix], present: tuple[Finding, ...], unsafe: bool
-) -> tuple[Fix | None, tuple[Finding, ...]]:
+    report: Report, finding: Finding, chosen: Sequence[Fix], present: Sequence[Finding], unsafe: bool
+) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
     for fix in finding.fixes:
-        if not fix.verified or (fix.safety == "unsafe" and not unsafe):
+        if not _may_be_applied(fix, unsafe) or fix in chosen:
             continue
         actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
-        after = report.again(actions)
-        if clears(finding, present, after):
-            return fix, after
+        try:
+            after = report.again(actions)
+        except UsageError:
+            continue  # it names what this model has not
+        if _is_progress(finding, present, after):
+            return replace(fix, verified=True), after
     return None, present
+
+
+def _may_be_applied(fix: Fix, unsafe: bool) -> bool:
+    if fix.safety == "unsafe" and not unsafe:
+        return False
+    # The dtype a whole step computes in is a decision, not a repair; and advice is for people.
+    decisions = any(action.kind == "setting" and action.target == "compute" for action in fix.actions)
+    return not decisions and any(action.kind != "advice" for action in fix.actions)
+
+
+def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
+    """Whether the finding is gone; an error of another cause may have come to light, but there are not more."""
+    if any((each.code, each.cause) == (finding.code, finding.cause) for each in after):
+        return False
+    errors = sum(each.severity == "error" for each in before)
+    new_errors = sum(each.severity == "error" for each in after)
+    return new_errors <= errors - (finding.severity == "error") or (
+        finding.severity == "error" and new_errors <= errors
+    )
 
 
 def _reason(finding: Finding, unsafe: bool) -> str:

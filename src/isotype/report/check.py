@@ -86,9 +86,9 @@ class Report:
     @property
     def status(self) -> Status:
         """The one word of the verdict: the worst that is known."""
-        if self.errors:
+        if any(finding.code != "IST605" for finding in self.errors):
             return "fails"
-        if self.fits is False:
+        if self.errors or self.fits is False:
             return "does not fit"
         if not self.complete:
             return "unknown"

@@ -80,6 +80,7 @@ def _fix(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     settings = (
         Action("setting", "autocast", "None" if target == torch.float32 else name),
         Action("setting", "scaler", str(target == torch.float16)),
+        Action("setting", "compute", name),
     )
     actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name))
     lossless = target == torch.float32 or not any(not weight.trainable for weight in plain)

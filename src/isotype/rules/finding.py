@@ -18,6 +18,7 @@ ActionKind = Literal[
     "state",  # the quantization state of the layer `target` dequantizes to `value`
     "compute",  # the quantized layer `target` computes in `value`
     "boundary",  # the module `target` casts at its border, see isotype.model.boundary.set_boundary
+    "line",  # the code at `target` (`file:line`) casts to, or makes tensors in, `value`; only the user can do it
     "setting",  # the argument `target` of the step (autocast, scaler, optimizer, …) becomes `value`
     "advice",  # something only the user can change: `target` names it, `value` says how
 ]

@@ -26,14 +26,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.rules import operands
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.record import Trace
 
 TITLE = "Recomputation in other dtypes than the forward"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Operators that gradient checkpointing runs again, with operands of different dtypes."""
-    return operands.find(
+    """Operators that gradient checkpointing runs again, with operands of different dtypes, or that then fail."""
+    yield from operands.find(
         trace, "IST107", "{odd} meets {expected} while gradient checkpointing recomputes the forward"
+    )
+    failure = trace.failure
+    if failure is None or not failure.recomputed:
+        return
+    yield Finding(
+        code="IST107",
+        severity="error",
+        message="gradient checkpointing does not repeat the forward it recomputes",
+        module=failure.module,
+        phase=failure.phase,
+        source=failure.source,
+        cause=f"the forward ran, its recomputation raises {failure.error}",
+        notes=("under autocast a weight's cast is kept for the forward and made anew in the recomputation",)
+        if trace.setup.autocast is not None
+        else (),
+        fixes=(
+            Fix("run the step without autocast", "unsafe", actions=(Action("setting", "autocast", "None"),)),
+            Fix(
+                "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a "
+                "selective policy",
+                "safe",
+                actions=(Action("advice", "autocast cache", "cache_enabled=False"),),
+            ),
+        ),
+        places=(failure.module,),
     )

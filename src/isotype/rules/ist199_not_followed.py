@@ -46,8 +46,8 @@ _DTYPES = re.compile(
 def find(trace: Trace) -> Iterator[Finding]:
     """Where the step ended early."""
     failure = trace.failure
-    if failure is None:
-        return
+    if failure is None or failure.recomputed:
+        return  # a recomputation that fails is IST107
     error = says_dtypes(failure)
     blamed = operands.of_failure(trace, failure) if error else None
     if blamed is not None:

@@ -18,7 +18,8 @@ quantized ones do, hand float32 on.
 
     isotype.enforce(model, policy)                     # the dtypes of the policy again
 
-**What is not reported.** Matmuls that autocast itself runs in float32; the adapters' own; casts that the code of a
+**What is not reported.** Matmuls that autocast itself runs in float32; the adapters' own; quantized
+layers with a wide compute dtype (IST404); casts that the code of a
 published transformers model makes, which are its authors' arithmetic (routers, state-space scans); less than 2 % of
 the FLOPs and less than 1.1 times the step time. Share of FLOPs: sum over wide calls / sum over all matmul-like calls.
 
@@ -73,12 +74,12 @@ def _groups(trace: Trace, owners: dict[str, Weight]) -> list[list[_Wide]]:
     """Wide matmuls by cause; those of a backward join the group of the module they belong to."""
     found: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
-    adapters = prices.adapter_modules(trace)
+    exempt = prices.adapter_modules(trace) | _quantized_modules(trace)
     broken = {call.module for call in trace.breaches()}
     for call in trace.calls:
         if call.module in broken:
             continue  # judged there; what its backward runs in follows from how it was converted
-        wide = _wide(call, trace.setup.compute, adapters)
+        wide = _wide(call, trace.setup.compute, exempt)
         if wide is None:
             continue
         here = (call.module, call.source)
@@ -89,9 +90,14 @@ def _groups(trace: Trace, owners: dict[str, Weight]) -> list[list[_Wide]]:
     return list(found.values())
 
 
-def _wide(call: Call, compute: torch.dtype, adapters: frozenset[str]) -> _Wide | None:
+def _quantized_modules(trace: Trace) -> frozenset[str]:
+    """Layers with a compute dtype of their own, which IST404 judges."""
+    return frozenset(weight.module for weight in trace.weights if weight.quantization is not None)
+
+
+def _wide(call: Call, compute: torch.dtype, exempt: frozenset[str]) -> _Wide | None:
     dtype = prices.run_dtype(call)
-    if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in adapters:
+    if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in exempt:
         return None
     wide = [operand for operand in call.operands if operand.dtype == dtype]
     if not wide or any(prices.by_autocast(operand.origin.cause) for operand in wide):

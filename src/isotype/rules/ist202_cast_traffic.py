@@ -63,22 +63,30 @@ def _of_frozen_weight(cast: prices.Cast, trace: Trace, owners: dict[str, Weight]
     """A frozen weight that autocast, or the layer itself, casts down to the compute dtype."""
     origin = cast.operand.origin
     weight = owners.get(origin.name) if origin.kind == "parameter" else None
-    if weight is None or weight.trainable or weight.adapter or weight.pinned:
+    if weight is None or not _is_frozen(weight):
         return False
     whole = prices.elements(cast.operand.shape) == prices.elements(weight.shape)
     return whole and not cast.widens and cast.after == trace.setup.compute
 
 
+def _is_frozen(weight: Weight) -> bool:
+    return weight.quantization is None and not (
+        weight.trainable or weight.adapter or weight.pinned or weight.buffer
+    )
+
+
 def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: dict[str, Weight]) -> Finding:
     first = casts[0]
     before, after = dtype_name(first.before), dtype_name(first.after)
-    names = tuple(dict.fromkeys(starred(cast.operand.origin.name) for cast in casts))
+    # All of them together: embeddings left in float32 would promote what the others get.
+    frozen = [weight for weight in trace.weights if _is_frozen(weight) and weight.dtype == first.before]
+    names = tuple(dict.fromkeys(starred(weight.name) for weight in frozen))
     cast_weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
     spare = sum(
         w.bytes * w.repeats * (w.dtype.itemsize - first.after.itemsize) // w.dtype.itemsize
         for w in cast_weights
     )
-    lossless = all(weight.holds == first.after for weight in cast_weights)
+    lossless = all(weight.holds == first.after for weight in frozen)
     moved = sum(cast.bytes for cast in casts)
     price = Price(
         cast_bytes=moved,

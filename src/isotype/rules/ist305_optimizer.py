@@ -43,6 +43,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     low = trained(trace, *HALVES)
     high = [weight for weight in trained(trace, torch.float32) if not weight.pinned]
+    # Adapters of several dtypes are IST502's.
+    if all(weight.adapter for weight in (*low, *high)):
+        return
     if low and high and "optimizer" in trace.setup.phases:
         dtypes = Counter(dtype_name(weight.dtype) for weight in low)
         yield finding_of(

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 
 import torch
 
+from isotype.rules import operands
 from isotype.rules.finding import Finding
 from isotype.rules.weight_sets import advice, count, finding_of
 from isotype.trace.record import Trace, Weight
@@ -38,6 +39,7 @@ LARGEST = torch.finfo(torch.float16).max
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Weights that are not finite, weights that float16 cannot hold, norms that can carry activations past it."""
+    yield from operands.find(trace, "IST802", "a number beyond {odd}'s range is written into it")
     infinite = [weight for weight in trace.weights if _is_infinite(weight)]
     if infinite:
         yield finding_of(

@@ -37,7 +37,7 @@ class Group:
     """Calls that break a contract for one cause.
 
     Attributes:
-        code: which rule it belongs to.
+        code: which rule it belongs to: that of the first call.
         calls: in order of execution.
         odd: the operand to blame in the first call.
         causes: who made the dtypes of all odd operands, one for each name or source; the first made the first's.
@@ -60,7 +60,7 @@ class Group:
 def groups(trace: Trace) -> tuple[Group, ...]:
     """The broken contracts of a trace by cause, in the order in which they surface."""
     owners = {name: weight for weight in trace.weights for name in (weight.name, *weight.tied)}
-    found: dict[tuple[str, ...], list[tuple[Call, Operand]]] = {}
+    found: dict[tuple[str, ...], list[tuple[str, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
     for call in trace.breaches():
         if call.breach is None or call.breach.consequence:
@@ -76,18 +76,16 @@ def groups(trace: Trace) -> tuple[Group, ...]:
             code = code and _by_operator(call, owners)
         if code is None:
             continue
-        # A converted operand carries the blame of the breach before it.
-        key = (code, *_key(odd.origin.cause, owners))
-        found.setdefault(key, []).append((call, odd))
+        found.setdefault(_key(odd.origin.cause, owners), []).append((code, call, odd))
     return tuple(
         Group(
-            key[0],
-            tuple(call for call, _ in calls),
-            calls[0][1],
-            _distinct(odd.origin.cause for _, odd in calls),
-            _expected(calls[0][0], trace.setup.compute),
+            broken[0][0],
+            tuple(call for _, call, _ in broken),
+            broken[0][2],
+            _distinct(odd.origin.cause for _, _, odd in broken),
+            _expected(broken[0][1], trace.setup.compute),
         )
-        for key, calls in found.items()
+        for broken in found.values()
     )
 
 
@@ -105,13 +103,13 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 
 
 def odd_operand(call: Call, compute: torch.dtype) -> Operand:
-    """The operand to blame: the first float one that is not in the dtype the others were converted to."""
+    """The operand to blame: the first float one that is not in the compute dtype."""
     expected = _expected(call, compute)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     if len({operand.dtype for operand in floats}) < 2:
         return (floats or list(call.operands))[0]
-    odd = [operand for operand in floats if operand.dtype != expected]
-    foreign = [operand for operand in odd if operand.dtype != compute] or odd
+    foreign = [operand for operand in floats if operand.dtype != compute]
+    foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # What the model itself did explains more than a gradient or a conversion that came of it.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
     return (telling or foreign or floats)[0]
@@ -122,6 +120,10 @@ def code_of(call: Call, owners: dict[str, Weight]) -> str | None:
     floats = {operand.dtype for operand in call.operands if operand.dtype in FLOATS}
     if call.phase in ("unscale", "optimizer"):
         return None
+    if call.breach is not None and "without overflow" in call.breach.message:
+        return "IST802"
+    if any(dtype.itemsize == 1 for dtype in floats) and call.phase not in ("unscale", "optimizer"):
+        return "IST109"  # float8 is for storage: no operator promotes it
     if len(floats) < 2 and not _refused_by_autocast(call):
         packed = any(operand.dtype in (torch.uint8, torch.int8) for operand in call.operands)
         return None if packed and floats else "IST109"
@@ -169,7 +171,7 @@ def _key(cause: Origin, owners: dict[str, Weight]) -> tuple[str, ...]:
         return (cause.kind, dtype_name(cause.dtype))
     if cause.kind in ("parameter", "buffer"):
         owner = owners.get(cause.name)
-        leaf = cause.name.rpartition(".")[2]
+        leaf = cause.name.rpartition(".")[2] if cause.kind == "parameter" else ""
         return (cause.kind, dtype_name(cause.dtype), owner.module_class if owner else "", leaf)
     if cause.kind == "input":
         return (cause.kind, cause.name)
@@ -301,6 +303,18 @@ def candidates(trace: Trace, group: Group, owners: dict[str, Weight]) -> Iterato
     if group.cause.kind == "state":
         yield _fix(f"let the quantization states dequantize to {expected}", "safe", "state", names, expected)
     yield from _hook_fixes(group, expected)
+    written = tuple(
+        cause.source for cause in group.causes if cause.kind in ("cast", "constant") and cause.source
+    )
+    if written:
+        where = _listed([short(source) for source in dict.fromkeys(written)])
+        yield _fix(
+            f"write {expected} instead of {dtype_name(group.odd.dtype)} at {where}",
+            "safe",
+            "line",
+            written,
+            expected,
+        )
     if trace.setup.autocast is None and trace.setup.compute != torch.float32 and group.code != "IST109":
         yield _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected)
 

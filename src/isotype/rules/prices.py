@@ -247,5 +247,5 @@ def costs_text(price: Price, trace: Trace) -> tuple[str, ...]:
         return ()
     title = trace.setup.profile.title
     return (
-        f"about {price.slowdown:.2g} times the step time on {title}: a roofline over its data-sheet rates",
+        f"about {price.slowdown:.2f} times the step time on {title}: a roofline over its data-sheet rates",
     )

@@ -84,6 +84,8 @@ def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
     if not isinstance(tensor, nn.Parameter):
         return made
     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
+        made.grad_dtype = tensor.grad_dtype
     if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
         # PEFT and bitsandbytes look at the class of a quantized parameter, and at its name.
         made.__class__ = _fake_class(type(tensor))

@@ -25,6 +25,7 @@ _ALIASES = {
     "__rpow__": "pow",
     "__matmul__": "matmul",
 }
+_FROM_LISTS = (torch.tensor, torch.as_tensor)
 
 
 class Functions(TorchFunctionMode):
@@ -48,14 +49,28 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.numpy and self._recorder.fake is not None:
             return self._recorder.array(args[0])
-        name = name_of(func)
-        before, self._recorder.function = self._recorder.function, name
+        if func is torch.Tensor.tolist and self._recorder.fake is not None:
+            return self._recorder.listed(args[0])
+        if func in _FROM_LISTS and self._recorder.fake is not None and args:
+            args = (self._numbers(args[0]), *args[1:])
+        name, recorder = name_of(func), self._recorder
+        before = recorder.function, recorder.autocast
+        cast = torch.is_autocast_enabled("cpu")
+        recorder.function, recorder.autocast = name, torch.get_autocast_dtype("cpu") if cast else None
         try:
-            if self._foreign and torch.is_autocast_enabled("cpu"):
+            if self._foreign and cast:
                 return self._autocast(func, _ALIASES.get(name, name), args, kwargs)
             return self._call(func, args, kwargs)
         finally:
-            self._recorder.function = before
+            recorder.function, recorder.autocast = before
+
+    def _numbers(self, value: Any) -> Any:
+        """A list with numbers in place of the tensors in it, which `torch.tensor` would read the memory of."""
+        if isinstance(value, (list, tuple)):
+            return [
+                self._recorder.listed(v) if isinstance(v, torch.Tensor) else self._numbers(v) for v in value
+            ]
+        return value
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:

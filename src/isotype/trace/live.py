@@ -183,7 +183,7 @@ class LiveRecorder(Recorder):
                 self.ledger.seen(state, "weights")
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if tensor.requires_grad and tensor.is_leaf:
-                handles.append(tensor.register_post_accumulate_grad_hook(self._gradient))  # type: ignore[no-untyped-call]
+                handles.append(_GradientHook(tensor, self._gradient))
         return handles
 
     def given(self, inputs: Mapping[str, Any]) -> None:
@@ -198,6 +198,19 @@ class LiveRecorder(Recorder):
             self._book(self.ledger.seen, parameter.grad, "gradients")
 
 
+class _GradientHook:
+    """A hook on a leaf's gradient; removed, it leaves nothing that autograd would look at in later backwards."""
+
+    def __init__(self, leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        self._leaf = leaf
+        self._handle = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        self._handle.remove()
+        if not self._leaf._post_accumulate_grad_hooks:
+            self._leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
 class LiveFunctions(TorchFunctionMode):
     """Tells the recorder which function runs, and what was refused above the operators."""
 
@@ -208,14 +221,17 @@ class LiveFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self._recorder
         name = getattr(func, "__name__", "")
-        before, recorder.function = recorder.function, "" if name in _BACKWARDS else name
+        before = recorder.function, recorder.autocast
+        device = recorder.autocast_device
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, cast
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError) as error:
             recorder.refused(func, args, kwargs, error)
             raise
         finally:
-            recorder.function = before
+            recorder.function, recorder.autocast = before
 
 
 # --------------------------------------------------------------------------------------------------- measurement

@@ -287,6 +287,7 @@ class Failure:
         error: class name and message.
         dtype_related: whether operands of different dtypes were involved.
         operands: float tensors that the code which raised had at hand, by the names of its variables.
+        recomputed: whether gradient checkpointing was running the forward again.
     """
 
     phase: Phase
@@ -295,6 +296,7 @@ class Failure:
     error: str
     dtype_related: bool = False
     operands: tuple[Operand, ...] = ()
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, eq=False)

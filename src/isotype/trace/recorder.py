@@ -7,6 +7,8 @@ sequence number that autograd gives both.
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,15 +19,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from isotype.contracts.contract import Contracts, fills
+from isotype.trace.flops import flops_of
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
 from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Phase
-from isotype.trace.values import Values, fakes_of, is_data_dependent, stand_in
+from isotype.trace.values import Values, fakes_of, is_data_dependent
 
 aten = torch.ops.aten
 
@@ -40,11 +42,17 @@ _FLOATS = frozenset(
         torch.float8_e5m2,
     }
 )
+_FILLS = frozenset({"aten.masked_fill.Scalar", "aten.masked_fill_.Scalar"})
+# torch 2.13's fake kernel takes bfloat16 only (`_meta_grouped_mm_common` in torch/_meta_registrations.py); the CPU's and
+# CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
+_FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
 _CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
 # What `.to(dtype)` and its kind are called where Python calls them; any other function that casts was autocast.
 _CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
+# These make a real tensor first, which the dispatcher then lifts into the fakes.
+_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor"})
 
 
 @dataclass(slots=True)
@@ -74,18 +82,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         compute: dtype that breached operands are converted to where nothing else decides.
         fake: the mode its tensors are fakes of: then values that code branches on get stand-ins, and a broken
             contract is converted and passed. None for a real script.
+        lines: `file:line` -> dtype: casts and new tensors that this line asks for get this dtype instead: a change of
+            the code that is to be tried.
     """
 
-    def __init__(self, contracts: Contracts, compute: torch.dtype, fake: FakeTensorMode | None) -> None:
+    def __init__(
+        self,
+        contracts: Contracts,
+        compute: torch.dtype,
+        fake: FakeTensorMode | None,
+        lines: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.contracts = contracts
         self.compute = compute
         self.fake = fake
+        self.lines = lines or {}
         self.values = Values()
         self.phase: Phase = "forward"
         self.calls: list[Call] = []
         self.ledger = Ledger()
         self.function = ""
+        # The state where Python called the function: inside of autocast's own kernels it is off.
+        self.autocast: torch.dtype | None = None
         self.autocast_device = (
             "cpu"  # fakes are on the CPU whatever they simulate; a live recorder sets the real one
         )
@@ -158,13 +177,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ----------------------------------------------------------------------------------------------- dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
         # Function modes see what the model calls, not what this recorder and the fake kernels do.
         with torch._C.DisableTorchFunction():
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = _tensors(func, args, kwargs)
         place = self._place()
+        if self.lines and kwargs.get("dtype") in _FLOATS and _shown(place.source) in self.lines:
+            kwargs = {**kwargs, "dtype": self.lines[_shown(place.source)]}
+        tensors = _tensors(func, args, kwargs)
         breach: Breach | None = None
         value = self.values.compute(func, args, kwargs, tensors) if self.fake else None
         if value is not None and is_data_dependent(func):
@@ -178,16 +201,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _judged(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[Any, Breach | None]:
         name = str(func)
+        overflow = _overflow(name, args)
+        if overflow is not None and self.fake:
+            return self._run(func, (*args[:2], 0.0, *args[3:]), kwargs, tensors)[0], overflow
         verdict = self.contracts.judge(name, tuple(tensor.dtype for _, tensor in tensors))
         if verdict is None or not self.fake or (not verdict.accepted and fills(name, args)):
             return self._run(func, args, kwargs, tensors)
         if verdict.accepted:
+            if name in _FAKE_TOO_STRICT:
+                return self._as_bfloat16(func, args, kwargs, tensors), None
             result, breach = self._run(func, args, kwargs, tensors)
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
             return (result if breach else _as_measured(result, verdict.results)), breach
         target = self._target(func, tensors)
         breach = Breach(verdict.message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
+
+    def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        """Run a fake kernel that knows only bfloat16 of an operator that takes more, and return what was given."""
+        given = next(tensor.dtype for _, tensor in tensors if tensor.dtype in _FLOATS)
+        return aten._to_copy.default(self._run_converted(func, args, kwargs, torch.bfloat16), dtype=given)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
         """Values of the results where they are known; what something unknown was written into is forgotten."""
@@ -201,11 +234,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[Any, Breach | None]:
         """Run it as it is; where the fake kernel refuses mixed dtypes, note the breach and convert."""
         try:
-            other = stand_in(func, args, kwargs) if self.fake else None
+            other = self.values.stand_in(func, args, kwargs) if self.fake else None
             return (other or func)(*args, **kwargs), None
         except Exception as error:
             floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in _FLOATS}
-            if not self.fake or len(floats) < 2:
+            if not self.fake or len(floats) < 2 or not says_dtypes(error):
                 self._failed(func, error, tensors)
                 raise
             target = self._target(func, tensors)
@@ -228,7 +261,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in _FLOATS}
         # Autocast refuses a 16-bit dtype other than its own where it promotes (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
-        if self.fake is None or len(floats) + (cast is not None) < 2:
+        if self.fake is None or len(floats) + (cast is not None) < 2 or not says_dtypes(error):
             return None
         target = cast or (self.compute if self.compute in floats else max(floats, key=_width))
         operands = tuple(
@@ -249,7 +282,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 place.repeats,
                 breach,
                 recomputed=self.phase == "backward" and bool(self._frames),
-                autocast=_autocast_dtype(self.autocast_device),
+                autocast=self.autocast,
             )
         )
         return target
@@ -276,6 +309,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with unset_fake_temporarily():
             return (torch.zeros(tensor.shape, dtype=dtype) if known is None else known.to(dtype)).numpy()
 
+    def listed(self, tensor: torch.Tensor) -> Any:
+        """What stands for `tensor.tolist()`: its values where they are known, else ones (True)."""
+        known = self.values.of(tensor)
+        with unset_fake_temporarily():
+            return (torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known).tolist()
+
     def failure(self, error: Exception) -> Failure:
         """What ended the step, with the place it had got to."""
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
@@ -284,7 +323,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         text = f"{type(error).__name__}: {_first_line(error)}"
         operands = () if raised is None else tuple(self._at_hand(raised.f_locals))
         mixed = len({operand.dtype for operand in operands}) > 1
-        return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands)
+        again = self.phase == "backward" and frame is not None
+        return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands, again)
 
     def _at_hand(self, variables: Mapping[str, Any]) -> Iterator[Operand]:
         for name, value in variables.items():
@@ -323,10 +363,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Who made the dtype of `tensor`."""
         known = self.names.get(id(tensor)) or getattr(tensor, _ORIGIN, None)
         if known is None:
-            source = _shown(_frame())
-            known = Origin("outside", tensor.dtype, "a tensor kept outside of the model", self.module, source)
+            known = self._unknown(tensor)
             self.mark(tensor, known)
         return known
+
+    def _unknown(self, tensor: torch.Tensor) -> Origin:
+        """The origin of a tensor that nothing in the step made: a number, or one that the code keeps for itself."""
+        source = _shown(_frame())
+        if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
+            return Origin("constant", tensor.dtype, self._said("a tensor"), self.module, source)
+        return Origin("outside", tensor.dtype, "a tensor kept outside of the model", self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """From now on the dtype of `tensor` is `origin`'s."""
@@ -365,11 +411,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _shown(place.source),
                 operands,
                 tuple((tensor.dtype, tuple(tensor.shape)) for tensor in made),
-                _flops(func, args, kwargs, result) if made else 0,
+                flops_of(func, args, kwargs, result) if made else 0,
                 place.repeats,
                 breach,
                 recomputed,
-                _autocast_dtype(self.autocast_device),
+                self.autocast,
             )
         )
 
@@ -389,6 +435,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operands and operands[-1].dtype == dtype and name in _CASTS:
                 return operands[-1].origin
             before = operands[0].origin if operands else None
+            if before is not None and before.kind == "gradient":
+                before = before.before  # a gradient is cast in every layer; one step says it
             return Origin(
                 self._cast_kind() if operands else "constant",
                 dtype,
@@ -400,7 +448,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "dequantize" in name and operands and operands[0].origin.kind == "parameter":
             layer = operands[0].origin.name.rpartition(".")[0]
             return Origin("state", dtype, layer, place.module, _shown(source))
-        winner = next((operand for operand in operands if operand.dtype == dtype), None)
+        alike = [operand for operand in operands if operand.dtype == dtype]
+        winner = min(alike, key=_tells, default=None)
         if winner is None:
             before = operands[0].origin if operands else None
             kind = "operator" if operands else "constant"
@@ -414,8 +463,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _cast_kind(self) -> Any:
         if self.phase == "backward" and not self._frames:
             return "gradient"
-        autocast = torch.is_autocast_enabled(self.autocast_device) and self.function not in _CAST_FUNCTIONS
-        return "autocast" if autocast and self.function else "cast"
+        by_autocast = self.autocast is not None and self.function not in _CAST_FUNCTIONS
+        return "autocast" if by_autocast else "cast"
 
     def _said(self, name: str) -> str:
         return self.function or name
@@ -482,6 +531,28 @@ def _leaves(result: Any) -> Iterator[Any]:
         yield result
 
 
+def _overflow(name: str, args: Any) -> Breach | None:
+    """The breach of filling a tensor with a number that its dtype does not hold."""
+    if name not in _FILLS or isinstance(args[2], torch.Tensor) or args[0].dtype not in _FLOATS:
+        return None
+    value = float(args[2])
+    if not math.isfinite(value) or abs(value) <= torch.finfo(args[0].dtype).max:
+        return None
+    spelled = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
+    said = f"value cannot be converted to type {spelled.get(args[0].dtype, args[0].dtype)} without overflow"
+    return Breach(said, False, None)
+
+
+def _tells(operand: Operand) -> int:
+    """Rank of an operand as the source of a dtype: lower tells more.
+
+    An empty or filled tensor took its dtype from Python code, and a gradient takes that of the forward's value; what
+    they are joined with tells more.
+    """
+    kinds = {step.kind for step in operand.origin.way()}
+    return 2 if operand.origin.cause.kind == "constant" else 1 if "gradient" in kinds else 0
+
+
 def _as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
     made = list(_leaves(result))
     if len(made) != len(dtypes) or all(
@@ -496,13 +567,12 @@ def _as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
     return tuple(cast) if isinstance(result, (list, tuple)) else cast[0]
 
 
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    formula = flop_registry.get(func._overloadpacket)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+_DTYPE_WORDS = re.compile(r"d?type|BFloat16|\bHalf\b|\bFloat\b|c10::|not implemented for '", re.IGNORECASE)
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+def says_dtypes(error: Exception) -> bool:
+    """Whether an error's own words are about dtypes."""
+    return _DTYPE_WORDS.search(str(error)) is not None
 
 
 def _width(dtype: torch.dtype) -> int:
@@ -514,12 +584,14 @@ def _first_line(error: Exception) -> str:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_PACKAGE = Path(__file__).parents[1]
+# What asks for operators on behalf of the model's and the script's code.
+_OURS = tuple(str(_PACKAGE / part) for part in ("trace", "commands", "preflight.py"))
 
 
 @cache
 def _is_library(filename: str) -> bool:
-    return filename.startswith((_TORCH, _HERE, "<frozen"))
+    return filename.startswith((_TORCH, *_OURS, "<frozen"))
 
 
 def _innermost(error: Exception) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ def trace_step(
     setup: Setup,
     *,
     change: Change | None = None,
+    lines: Mapping[str, torch.dtype] | None = None,
     optimizer: Any = None,
     generate: Callable[[nn.Module], Any] | None = None,
 ) -> Trace:
@@ -54,6 +56,7 @@ def trace_step(
         inputs: the keyword arguments the model is called with, a callable model -> loss, or a `LossOf`.
         setup: how the step runs.
         change: applied to the twin before the step: a fix to be tried.
+        lines: `file:line` -> the dtype that casts and new tensors asked for there get instead: likewise.
         optimizer: an optimizer, its class or a callable (parameters -> optimizer); by default `setup.optimizer`.
         generate: what the phase `generate` runs; by default one forward without labels and without gradients.
     """
@@ -66,7 +69,7 @@ def trace_step(
             twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
         if change is not None:
             change(twin)
-    recorder = Recorder(contracts_for(setup.profile.kind), setup.compute, mode)
+    recorder = Recorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
     step = _Step(twin, inputs, setup, recorder, mode, optimizer, generate)
     with _untouched_globals():
         failure = step.run()
@@ -99,17 +102,24 @@ def _untouched_globals() -> Iterator[None]:
     import numpy
 
     python, arrays = random.getstate(), numpy.random.get_state()
+    logger = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # prints a traceback of errors that are caught here
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     with (
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.compiler.set_stance("force_eager"),
+        torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
     ):
         try:
             yield
         finally:
             random.setstate(python)
             numpy.random.set_state(arrays)
+            logger.setLevel(level)
 
 
 class _Step:

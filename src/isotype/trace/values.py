@@ -23,6 +23,7 @@ LIMIT = 1 << 14
 
 _VALUE = "_isotype_value"
 _STAND_IN_ROWS = 4
+_MOST_EXPERTS = 1024
 # Results that depend on the shape of their operand only.
 _SHAPE_ONLY = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
@@ -31,7 +32,11 @@ _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_stri
 
 
 class Values:
-    """Keeps the values that are known, on the fakes themselves."""
+    """Keeps the values that are known, on the fakes themselves, and makes stand-ins for those that are not."""
+
+    def __init__(self) -> None:
+        # How many experts a router was last taken to have hit: all of them, each with its share of the tokens.
+        self._experts = 0
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """From now on the value of the fake `tensor` is known."""
@@ -73,6 +78,58 @@ class Values:
                 return None
             return func(*tree_map(real, args), **tree_map(real, kwargs))
 
+    # ------------------------------------------------------------------------------------------------ stand-ins
+
+    def stand_in(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """The function to call in place of `func` for these arguments, or None."""
+        if func is aten.nonzero.default:
+            return self._nonzero
+        if func is aten.masked_select.default:
+            return self._masked_select
+        if func is aten.index.Tensor and any(map(_is_mask, args[1])):
+            return self._index
+        if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
+            return _split
+        return STAND_INS.get(func)
+
+    def rows(self, mask: torch.Tensor) -> int:
+        """How many places of an unknown mask are taken to be set.
+
+        All of a short vector: it asks which experts were hit. Of a longer mask that follows, the share of one expert
+        under balanced routing; a few where no experts are known.
+        """
+        if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
+            self._experts = mask.numel()
+            return mask.numel()
+        if self._experts and mask.numel() > self._experts:
+            return max(1, mask.numel() // self._experts)
+        return min(mask.numel(), _STAND_IN_ROWS)
+
+    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        known = self.of(mask)
+        if known is not None:
+            with unset_fake_temporarily():
+                places = known.nonzero()
+            return torch.zeros(places.shape, dtype=torch.long)
+        rows = self.rows(mask)
+        if mask.dim() == 1 and rows == mask.numel():
+            return torch.arange(rows).unsqueeze(1)
+        return torch.zeros((rows, mask.dim()), dtype=torch.long)
+
+    def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty((self._nonzero(mask).shape[0],))
+
+    def _index(self, tensor: torch.Tensor, indices: Any) -> torch.Tensor:
+        numbers: list[Any] = []
+        for index in indices:
+            numbers += list(self._nonzero(index).unbind(1)) if _is_mask(index) else [index]
+        found: torch.Tensor = aten.index.Tensor(tensor, numbers)
+        return found
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
 
 def is_data_dependent(func: Any) -> bool:
     """Whether the result's shape, or a Python number, depends on values: no fake kernel can make it."""
@@ -108,19 +165,6 @@ def _item(tensor: torch.Tensor) -> Any:
     return True if tensor.dtype == torch.bool else (1.0 if tensor.is_floating_point() else 1)
 
 
-def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((min(tensor.numel(), _STAND_IN_ROWS), tensor.dim()), dtype=torch.long)
-
-
-def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty((min(mask.numel(), _STAND_IN_ROWS),))
-
-
-def _index(tensor: torch.Tensor, indices: Any) -> torch.Tensor:
-    found: torch.Tensor = aten.index.Tensor(tensor, by_number(indices))
-    return found
-
-
 def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
     count = tensor.new_empty((min(tensor.numel(), _STAND_IN_ROWS),))
     return count, torch.zeros(tensor.shape, dtype=torch.long), torch.ones(count.shape, dtype=torch.long)
@@ -140,43 +184,16 @@ def _repeat_interleave_self(
     return tensor.clone()
 
 
-def by_number(indices: Any) -> list[Any]:
-    """Indices in which a mask has become the numbers of a few of its places."""
-    numbers: list[Any] = []
-    for index in indices:
-        if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
-            numbers += list(_nonzero(index).unbind(1))
-        else:
-            numbers.append(index)
-    return numbers
-
-
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _item,
     aten.equal.default: lambda *_: True,
     aten.is_nonzero.default: lambda *_: True,
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,
     aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.repeat_interleave.self_Tensor: _repeat_interleave_self,
 }
 """What stands for the result of an operator whose value no fake tensor knows."""
-
-
-def stand_in(func: Any, args: Any, kwargs: Any) -> Any:
-    """The function to call in place of `func` for these arguments, or None."""
-    found = STAND_INS.get(func)
-    if found is not None:
-        return found
-    if func is aten.index.Tensor and any(
-        isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-    ):
-        return _index
-    if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
-        return _split
-    return None
 
 
 def _dim(args: Any, kwargs: Any) -> int:

@@ -1,0 +1,162 @@
+"""Peak memory that `isotype.check` foresees on fake tensors, beside what the same ledger counts in the real step.
+
+Both count bytes of tensors alive; what an operator uses inside itself is in neither. Each case is one step: forward,
+backward, AdamW. Small random models of several architectures and storages, and SmolLM2-135M.
+
+Run: python benchmarks/memory.py [CASE …]. Prints a table and one line of JSON; ends with 1 where a case is off by
+more than five percent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import isotype
+from isotype.trace.live import measure_step
+
+TOLERANCE = 0.05
+ROWS, LENGTH = 2, 128
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+_MORE: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {},
+    "Gemma2Config": {"sliding_window": 64},
+    "GptOssConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set-up.
+
+    Attributes:
+        source: configuration class of a small random model, or what `isotype.load` takes.
+        dtype, quantization: as `isotype.resolve_precision` takes them.
+        lora: whether adapters are trained; else every parameter.
+        checkpointing: whether activations are computed again in the backward.
+    """
+
+    source: str
+    dtype: str = "float32"
+    quantization: str | None = None
+    lora: bool = True
+    checkpointing: bool = False
+
+
+CASES = {
+    "llama full": Case("LlamaConfig", lora=False),
+    "llama full, checkpointing": Case("LlamaConfig", lora=False, checkpointing=True),
+    "llama LoRA": Case("LlamaConfig"),
+    "llama LoRA bf16": Case("LlamaConfig", "bfloat16"),
+    "llama LoRA, checkpointing": Case("LlamaConfig", checkpointing=True),
+    "llama nf4": Case("LlamaConfig", quantization="nf4"),
+    "llama int8": Case("LlamaConfig", quantization="int8"),
+    "gemma2 full": Case("Gemma2Config", lora=False),
+    "gemma2 LoRA": Case("Gemma2Config"),
+    "gpt-oss LoRA": Case("GptOssConfig"),
+    "qwen3-moe LoRA": Case("Qwen3MoeConfig"),
+    "SmolLM2 LoRA": Case("embedded:smollm2"),
+    "SmolLM2 nf4": Case("embedded:smollm2", quantization="nf4"),
+    "SmolLM2 nf4, checkpointing": Case("embedded:smollm2", quantization="nf4", checkpointing=True),
+}
+
+
+def build(case: Case, directory: Path) -> Any:
+    """The model of a case, ready to be trained."""
+    import transformers
+
+    source = case.source
+    if source in _MORE:
+        torch.manual_seed(0)
+        config = getattr(transformers, source)(**_SIZES, **_MORE[source])
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        source = str(directory)
+    policy = isotype.resolve_precision(
+        source,
+        dtype=case.dtype,
+        quantization=case.quantization,
+        device="cpu",
+        trainable="lora" if case.lora else "full",
+    )
+    model = isotype.load(source, policy)
+    if case.lora:
+        model = isotype.add_lora(model, policy, r=8, target_modules="all-linear")
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Bytes at the peak, foreseen and measured, with the phases."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = build(case, Path(directory))
+    ids = torch.randint(1, 512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    foreseen = isotype.check(model, batch, device="cpu", learning_rate=1e-4, verify=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    with measure_step(model, batch) as measured:
+        loss = model(**batch).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+    real = measured.memory
+    return {
+        "foreseen": foreseen.memory.peak,
+        "measured": real.peak,
+        "error": foreseen.memory.peak / real.peak - 1,
+        "phase": real.peak_phase,
+        "foreseen_phase": foreseen.memory.peak_phase,
+        "kinds": {
+            phase: {kind: [foreseen.memory.phases[phase].get(kind, 0), size] for kind, size in kinds.items()}
+            for phase, kinds in real.phases.items()
+            if phase in foreseen.memory.phases
+        },
+        "not_followed": None if foreseen.complete else str(foreseen.trace.failure),
+    }
+
+
+def main(names: list[str]) -> int:
+    """Run the cases, all by default, and print."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    results: dict[str, Any] = {}
+    print(f"{'case':<28} {'foreseen':>12} {'measured':>12} {'error':>8}   peak in")
+    for name in names or CASES:
+        row = results[name] = measure(CASES[name])
+        print(
+            f"{name:<28} {_mib(row['foreseen'])} {_mib(row['measured'])} {100 * row['error']:>+7.2f}%   {row['phase']}",
+            flush=True,
+        )
+    worst = max(abs(row["error"]) for row in results.values())
+    print(f"largest error {100 * worst:.2f} %, tolerance {100 * TOLERANCE:.0f} %")
+    print(json.dumps(results))
+    return int(worst > TOLERANCE)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:>8.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

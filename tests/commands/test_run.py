@@ -1,0 +1,372 @@
+"""`isotype run`: the script's own output and status, and what is said before, after and under a traceback."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from isotype.commands.diagnosis import Diagnosis, autocast_of
+from isotype.commands.run import Options, _when_imported, parse, run
+from isotype.commands.traceback import cleaned
+from isotype.errors import UsageError
+from tests.train.tiny import save_chat_model
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lines of one width; warnings as a script has them; accelerate's state goes with the script."""
+    monkeypatch.setenv("COLUMNS", "120")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Status, standard output and standard error of a script in this process."""
+    capsys.readouterr()
+    try:
+        status = run(arguments, Console())
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def _script(name: str, *arguments: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / f"{name}.py"), *arguments)
+
+
+def _plain(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+# ------------------------------------------------------------------------------------------- as python would run it
+
+
+@pytest.mark.slow
+def test_output_status_and_traceback_are_those_of_python() -> None:
+    script = _script("raw_loop", "late")
+    plain, ours = _plain(*script), _plain("-m", "isotype.commands.run", *script)
+    assert ours.returncode == plain.returncode == 1
+    assert ours.stdout == plain.stdout
+    assert plain.stderr in ours.stderr
+
+
+def test_a_script_without_torch_runs_without_a_word(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import sys, os\n"
+        "print(__name__, sys.argv[1:], sys.path[0], 'torch' in sys.modules)\n"
+        "sys.exit('a reason')\n"
+    )
+    done = _plain("-m", "isotype.commands.run", str(script), "--steps", "-m")
+    assert done.returncode == 1
+    assert done.stdout == f"__main__ ['--steps', '-m'] {tmp_path} False\n"
+    assert done.stderr == "a reason\n"
+
+
+def test_an_interrupt_ends_with_130(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "stopped.py"
+    script.write_text("print('begun')\nraise KeyboardInterrupt\n")
+    status, out, err = _run(capsys, str(script))
+    assert (status, out) == (130, "begun\n")
+    assert err == (
+        f'Traceback (most recent call last):\n  File "{script}", line 2, in <module>\n'
+        "    raise KeyboardInterrupt\nKeyboardInterrupt\n"
+    )
+
+
+def test_an_error_of_another_kind_is_shown_and_not_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text("def work():\n    return {}['absent']\n\nwork()\n")
+    status, _, err = _run(capsys, str(script))
+    assert status == 1
+    assert err.startswith(f'Traceback (most recent call last):\n  File "{script}", line 4, in <module>\n')
+    assert err.endswith("KeyError: 'absent'\n")
+    assert "isotype" not in err
+
+
+def test_a_module_runs_as_with_dash_m(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys\nprint(__spec__.name, sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    status, out, err = _run(capsys, "-m", "package", "--device", "x")
+    assert (status, out) == (0, "package.__main__ ['--device', 'x']\n")
+    assert err == "isotype: no training step was seen\n"
+    assert str(tmp_path) not in sys.path
+    status, _, err = _run(capsys, "-m", "absent_module")
+    assert status == 1
+    assert err.endswith("No module named absent_module\n")
+    assert "Traceback" not in err
+
+
+def test_a_user_s_own_excepthook_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    script = tmp_path / "hooked.py"
+    script.write_text(
+        "import sys\nsys.excepthook = lambda kind, error, trace: print('hook:', kind.__name__)\n1 / 0\n"
+    )
+    assert _run(capsys, str(script))[:2] == (1, "hook: ZeroDivisionError\n")
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_arguments_after_the_script_are_the_script_s(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    path = str(script)
+    assert parse([path, "--steps", "3"]) == Options(path, False, ("--steps", "3"))
+    assert parse(["--steps", "3", "--device", "t4", "--no-preflight", path, "x"]) == Options(
+        path, False, ("x",), 3, "t4", False
+    )
+    assert parse(["--steps", "2", "-m", "package.train", "-m"]) == Options("package.train", True, ("-m",), 2)
+    assert parse(["--", path]) == Options(path, False, ())
+
+
+@pytest.mark.parametrize(
+    ("argv", "given"),
+    [([], "no script"), (["absent.py"], "absent.py"), (["--steps", "0", __file__], "--steps 0")],
+)
+def test_what_cannot_be_run_is_said(argv: list[str], given: str) -> None:
+    with pytest.raises(UsageError, match="nothing to run") as raised:
+        parse(argv)
+    assert given in str(raised.value)
+
+
+def test_a_module_is_heard_of_once_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "awaited_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    heard: list[int] = []
+    _when_imported("awaited_module", lambda: heard.append(sys.modules["awaited_module"].value))
+    assert not heard
+    finders = len(sys.meta_path)
+    import awaited_module  # type: ignore[import-not-found]
+
+    assert heard == [1]
+    assert len(sys.meta_path) == finders - 1
+    assert awaited_module.__spec__.loader.__dict__.get("exec_module") is None
+    _when_imported("awaited_module", lambda: heard.append(2))
+    assert heard == [1, 2]
+    del sys.modules["awaited_module"]
+
+
+# ----------------------------------------------------------------------------------------------------- the diagnosis
+
+
+def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *_script("raw_loop", "healthy"))
+    assert status == 0
+    assert out.count("loss") == 3
+    assert "error[" not in err
+    assert "isotype: the model returns no loss: the script's own loss could not be followed ahead\n" in err
+    last = err.splitlines()[-1]
+    assert last.startswith("isotype: step 1 watched: ")
+    assert "operators" in last
+    assert "; peak " in last
+
+
+def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *_script("raw_loop", "broken"))
+    assert (status, out) == (1, "")
+    before, traceback, after = _around(err)
+    assert "error[IST101]" in before
+    assert "  --> head   aten.addmm.default   forward   scripts/raw_loop.py:24" in before
+    assert traceback.endswith(
+        "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
+    )
+    assert "isotype/" not in traceback
+    assert "isotype: foreseen before the step:" in after
+    assert "   = cause  a cast to float32 at raw_loop.py:23" in after
+    assert "   = note   the script stopped here" in after
+    assert "verified: " in after
+
+
+def test_without_a_look_ahead_the_live_recorder_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = _run(capsys, "--no-preflight", *_script("raw_loop", "broken"))
+    before, _, after = _around(err)
+    assert (status, before) == (1, "")
+    assert "error[IST101]" in after
+    assert "   = cause  a cast to float32 at raw_loop.py:23" in after
+    assert "embed.weight is bfloat16" in after
+    assert "not verified" in after
+    assert "IST199" not in after
+
+
+def test_a_script_that_catches_its_crash_and_leaves_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *_script("raw_loop", "caught"))
+    assert (status, out) == (7, "gave up\n")
+    assert "the script stopped here" in err
+
+
+def test_a_healthy_script_keeps_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, "--no-preflight", "--steps", "2", *_script("raw_loop", "exit"))
+    assert status == 3
+    assert out.count("loss") == 3
+    assert "isotype: steps 1-2 watched: " in err
+
+
+def test_a_crash_after_the_watch_is_explained_by_a_second_look(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *_script("raw_loop", "late"))
+    assert status == 1
+    assert out.count("loss") == 2
+    before, _, after = _around(err)
+    assert "error[" not in before
+    assert "isotype: the script's last known step, followed once more, explains it:" in after
+    assert "error[IST101]" in after
+
+
+@pytest.mark.parametrize("look", [(), ("--no-preflight",)])
+def test_a_gradscaler_that_refuses_is_explained(
+    capsys: pytest.CaptureFixture[str], look: tuple[str, ...]
+) -> None:
+    status, _, err = _run(capsys, *look, *_script("custom", "broken"))
+    assert status == 1
+    before, traceback, after = _around(err)
+    assert ("error[IST301]" in before) is (not look)
+    assert traceback.endswith("ValueError: Attempting to unscale FP16 gradients.")
+    assert "error[IST301]: GradScaler refuses the float16 gradients" in after
+    assert "inward is float16" in after
+
+
+@pytest.mark.parametrize("look", [(), ("--no-preflight",)])
+def test_a_backward_of_the_user_s_own_is_explained(
+    capsys: pytest.CaptureFixture[str], look: tuple[str, ...]
+) -> None:
+    status, _, err = _run(capsys, *look, *_script("custom", "backward"))
+    assert status == 1
+    _, _, after = _around(err)
+    assert "error[IST105]" in after
+    assert "scripts/custom.py:20" in after
+
+
+def test_a_healthy_custom_module_has_no_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *_script("custom", "healthy"))
+    assert status == 0
+    assert out.count("loss") == 3
+    assert "error[" not in err
+
+
+def test_a_crash_that_dtypes_did_not_cause_gets_its_place_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "shapes.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(5, 4))\n"
+        "model(torch.ones(2, 4))\n"
+    )
+    status, _, err = _run(capsys, str(script))
+    assert status == 1
+    assert "isotype: aten.addmm.default in 1 (forward) raised this; dtypes are not the cause:\n" in err
+    assert "   |   mat2  float32  [5, 4]   1.weight is float32\n" in err
+    assert "error[" not in err
+
+
+def test_a_script_with_accelerate(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, "--no-preflight", *_script("accelerated", "healthy"))
+    assert status == 0
+    assert out.count("loss") == 4
+    assert "gradients accumulate" in err
+    status, _, err = _run(capsys, *_script("accelerated", "broken"))
+    before, _, after = _around(err)
+    assert status == 1
+    assert "  --> model.norm.1   aten.mm.default   forward   scripts/accelerated.py:25" in before
+    assert "   = cause  model.norm.1.weight is bfloat16" in after
+
+
+@pytest.mark.slow
+def test_a_script_with_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *_script("trained", "healthy", str(tmp_path)))
+    assert status == 0
+    assert "trained 3 steps" in out
+    assert "error[" not in err
+    status, _, err = _run(capsys, *_script("trained", "broken", str(tmp_path)))
+    assert status == 1
+    _, _, after = _around(err)
+    assert "   = cause  base_model.model.lm_head.weight is float32" in after
+
+
+@pytest.mark.slow
+def test_a_script_with_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_chat_model(tmp_path / "model"))
+    status, out, err = _run(capsys, *_script("tuned", "healthy", model, str(tmp_path)))
+    assert status == 0
+    assert "trained 3 steps" in out
+    assert "isotype: step 1 watched: " in err
+    status, _, err = _run(capsys, *_script("tuned", "broken", model, str(tmp_path)))
+    assert status == 1
+    _, _, after = _around(err)
+    assert "error[IST102]" in after
+    assert "lora_B.default.weight is float16" in after
+
+
+def _around(err: str) -> tuple[str, str, str]:
+    """What was said before the traceback, the traceback, and what was said under it."""
+    before, marker, rest = err.partition("Traceback (most recent call last):\n")
+    assert marker
+    lines = rest.splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if not line.startswith(" "))
+    return before, "".join(lines[: end + 1]).rstrip(), "".join(lines[end + 1 :])
+
+
+# ------------------------------------------------------------------------------------------------------ small parts
+
+
+def test_the_autocast_that_accelerate_hides_in_the_forward_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    import accelerate.state
+
+    model: Any = torch.nn.Linear(1, 1)
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {"_mixed_precision": "fp16"})
+    assert autocast_of(model, "cuda") is None
+    model._original_forward = model.forward
+    assert autocast_of(model, "cuda") == torch.float16
+    assert autocast_of(model, "cpu") is None  # the look ahead runs through accelerate's own
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert autocast_of(model, "cpu") == torch.bfloat16
+
+
+def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such thing\nwith details")
+
+    monkeypatch.setattr("isotype.commands.diagnosis.check", check)
+    console = Console(record=True, width=100, file=io.StringIO())
+    diagnosis = Diagnosis(1, None, True, console)
+    diagnosis.begin()
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2))
+    diagnosis.stop()
+    diagnosis.watch.forget()
+    assert console.export_text() == (
+        "isotype: the step could not be followed ahead: RuntimeError: no such thing\n"
+    )
+
+
+def test_a_chain_of_exceptions_is_cleaned_and_may_be_a_ring() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    with pytest.raises(ValueError, match="first"):
+        raise first
+    first.__context__, second.__cause__ = second, first
+    assert cleaned(first) is first
+    assert first.__traceback__ is not None
+    first.__context__ = None

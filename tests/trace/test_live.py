@@ -1,0 +1,427 @@
+"""The live recorder and the watch: what they see, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from isotype.preflight import check
+from isotype.trace.live import LiveFunctions, LiveRecorder, measure_step
+from isotype.trace.modes import is_simulated, no_modes, put_under, take_out
+from isotype.trace.record import Failure, Setup
+from isotype.trace.watch import Beginning, Watch, named_inputs
+
+
+class Block(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+        self.outer = nn.Linear(16, 8)
+        self.recompute = recompute
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.relu(self.inner(hidden)))
+
+    def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        run = checkpoint(self._run, hidden, use_reentrant=False) if self.recompute else self._run(hidden)
+        return run * scale
+
+
+@pytest.fixture
+def watches() -> Iterator[list[Watch]]:
+    """Watches to be detached after the test, whatever came of it."""
+    made: list[Watch] = []
+    yield made
+    for watch in made:
+        watch.detach()
+        watch.forget()
+
+
+def _train(model: nn.Module, steps: int, seed: int = 0, **options: Any) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8, generator=generator), **options).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _block(seed: int = 0, **options: Any) -> Block:
+    torch.manual_seed(seed)
+    return Block(**options)
+
+
+def _is_clean() -> bool:
+    stacks = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return not stacks and not modules._has_any_global_hook()
+
+
+def _setup() -> Setup:
+    return check(_block(), {"hidden": torch.zeros(4, 8)}, device="cpu", verify=False).trace.setup
+
+
+# ------------------------------------------------------------------------------------------------------- the watch
+
+
+def test_a_watched_training_gives_the_same_losses_to_the_last_bit(watches: list[Watch]) -> None:
+    plain = _train(_block(), 4)
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    assert _train(_block(), 4) == plain
+    assert watch.state == "over"
+    assert len(watch.seen) == 1
+    assert watch.seen[0].operators > 40
+
+
+def test_nothing_stays_after_the_watched_step(watches: list[Watch]) -> None:
+    model = _block()
+    optimizer = torch.optim.AdamW(model.parameters())
+    signal = torch.randn(4, 8)
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    loss = model(signal).square().mean()
+    assert not _is_clean()
+    loss.backward()
+    optimizer.step()
+    assert _is_clean()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *states, signal, loss]
+    assert not any(getattr(tensor, "__dict__", None) for tensor in tensors)
+    assert all(p._post_accumulate_grad_hooks is None for p in model.parameters())
+    assert b"isotype" not in pickle.dumps(optimizer.state_dict())
+    assert watch.recorder is None
+
+
+def test_the_model_can_be_collected_after_the_watched_step(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    model = _block()
+    reference, parameter = weakref.ref(model), weakref.ref(model.inner.weight)
+    _train(model, 2)
+    del model
+    gc.collect()
+    assert reference() is None
+    assert parameter() is None
+    assert watch.model is None
+
+
+def test_several_steps_are_watched_one_by_one(watches: list[Watch]) -> None:
+    seen: list[int] = []
+    watch = Watch(2, after=lambda: seen.append(len(watch.recorder.calls if watch.recorder else ())))
+    watches.append(watch)
+    watch.attach()
+    _train(_block(), 4)
+    assert [step.operators for step in watch.seen] == seen
+    assert len(seen) == 2
+    assert _is_clean()
+
+
+def test_phases_modules_and_memory_are_seen(watches: list[Watch]) -> None:
+    places: set[tuple[str, str]] = set()
+    watch = Watch(after=lambda: places.update((c.phase, c.module) for c in watch.recorder.calls))  # type: ignore[union-attr]
+    watches.append(watch)
+    watch.attach()
+    model = _block()
+    _train(model, 1)
+    assert {("forward", "inner"), ("forward", "outer"), ("backward", "inner"), ("optimizer", "")} <= places
+    kinds = watch.seen[0].memory.phases["optimizer"]
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert kinds["weights"] == weights
+    assert kinds["gradients"] == weights
+    assert 2 * weights <= kinds["optimizer"] <= 3 * weights  # two moments, and what the update needs
+
+
+def test_what_checkpointing_computes_again_is_known_as_such(watches: list[Watch]) -> None:
+    again: list[str] = []
+    watch = Watch(after=lambda: again.extend(c.module for c in watch.recorder.calls if c.recomputed))  # type: ignore[union-attr]
+    watches.append(watch)
+    watch.attach()
+    _train(_block(recompute=True), 1)
+    assert "inner" in again
+    assert not [module for module in again if not module]
+
+
+def test_frozen_and_gradient_free_forwards_are_not_the_beginning(watches: list[Watch]) -> None:
+    begun: list[Beginning] = []
+    watch = Watch(before=begun.append)
+    watches.append(watch)
+    watch.attach()
+    frozen, model = _block().requires_grad_(False), _block()
+    frozen(torch.zeros(4, 8))
+    with torch.no_grad():
+        model(torch.zeros(4, 8))
+    assert not begun
+    signal = torch.zeros(4, 8)
+    model(signal, scale=2.0)
+    assert begun[0].model is model
+    assert begun[0].inputs == {"hidden": signal, "scale": 2.0}
+
+
+def test_accumulation_is_watched_once_and_the_optimizer_with_it(watches: list[Watch]) -> None:
+    phases: list[str] = []
+    watch = Watch(after=lambda: phases.extend(call.phase for call in watch.recorder.calls))  # type: ignore[union-attr]
+    watches.append(watch)
+    watch.attach()
+    model = _block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 8)).mean().backward()
+    assert watch.state == "watching"
+    for _ in range(2):
+        model(torch.ones(4, 8)).mean().backward()
+        assert watch.state == "paused"
+        assert _is_clean()
+    optimizer.step()
+    assert watch.state == "over"
+    assert phases.count("optimizer") >= 4
+    assert watch.notes == [
+        "gradients accumulate: of several forwards and backwards a step the first was watched"
+    ]
+
+
+def test_a_mode_of_the_script_around_a_step_survives(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    model = _block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FlopCounterMode(display=False) as counter, torch.device("cpu"):
+        loss = model(torch.ones(4, 8)).mean()
+    assert counter.get_total_flops() == 2 * 4 * 8 * 16 * 2
+    loss.backward()
+    optimizer.step()
+    assert watch.state == "over"
+    assert _is_clean()
+
+
+def test_two_models_in_one_step_have_names_of_their_own(watches: list[Watch]) -> None:
+    names: set[str] = set()
+    watch = Watch(after=lambda: names.update(c.module for c in watch.recorder.calls))  # type: ignore[union-attr]
+    watches.append(watch)
+    watch.attach()
+    body, head = _block(), nn.Sequential(nn.Linear(8, 2))
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    head(body(torch.ones(4, 8))).mean().backward()
+    optimizer.step()
+    assert {"inner", "outer", "Sequential.0"} <= names
+
+
+def test_a_compiled_module_runs_plainly_in_the_watched_step(watches: list[Watch]) -> None:
+    plain = _train(_block(), 3)
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    with warnings.catch_warnings(record=True) as shown:
+        assert _train(torch.compile(_block(), backend="eager"), 3) == plain  # type: ignore[arg-type]
+    assert not shown
+    assert watch.seen[0].operators > 40
+    assert watch.notes == [
+        "torch.compile is off in the watched steps: compiled code has no operators to watch"
+    ]
+
+
+def test_a_step_inside_compiled_code_is_left_alone_and_said(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    model = _block()
+    compiled = torch.compile(lambda signal: model(signal).mean(), backend="eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(torch.ones(4, 8)).backward()
+        optimizer.step()
+    assert not watch.seen
+    assert watch.notes == ["the optimizer steps, but no module's forward was seen: nothing was watched"]
+    assert _is_clean()
+
+
+def test_a_fake_step_of_the_script_itself_is_not_watched(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    report = check(_block(), {"hidden": torch.zeros(4, 8)}, device="cpu", verify=False)
+    assert report.complete
+    assert watch.state == "waiting"
+
+
+def test_a_failing_operator_is_kept_with_the_way_of_its_dtypes(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    model = _block()
+    model.outer.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(torch.ones(4, 8))
+    watch.detach()
+    assert watch.recorder is not None
+    call = watch.recorder.calls[-1]
+    assert (call.op, call.module, call.phase) == ("aten.addmm.default", "outer", "forward")
+    assert call.breach is not None
+    assert {operand.origin.cause.name for operand in call.operands} >= {"outer.weight", "outer.bias"}
+    trace = watch.trace(_setup(), Failure("forward", "outer", "", "RuntimeError"))
+    assert [broken.module for broken in trace.breaches()] == ["outer"]
+    assert not list(watch.trace(_setup()).breaches())
+
+
+def test_a_refusal_above_operators_is_kept_too(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    model = _block()
+    query = model(torch.ones(4, 8)).view(1, 1, 4, 8)
+    with pytest.raises(RuntimeError, match="dtype"):
+        nn.functional.scaled_dot_product_attention(query, query.bfloat16(), query)
+    assert watch.recorder is not None
+    assert watch.recorder.calls[-1].breach is not None
+    assert "scaled_dot_product" in watch.recorder.calls[-1].op
+
+
+def test_a_fault_of_the_bookkeeping_does_not_reach_the_script(
+    watches: list[Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("a bug of ours")
+
+    plain = _train(_block(), 3)
+    monkeypatch.setattr("isotype.trace.ledger.Ledger.seen", broken)
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    assert _train(_block(), 3) == plain
+    assert watch.notes == ["watching stopped early: KeyError: 'a bug of ours'"]
+    assert _is_clean()
+
+
+def test_a_sparse_gradient_is_no_fault_of_the_script(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    model = nn.Embedding(8, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watch.state == "over"
+    assert _is_clean()
+
+
+# ------------------------------------------------------------------------------------------------- small parts
+
+
+class Seeing(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_go_under_those_of_the_script_and_come_out_from_anywhere() -> None:
+    theirs, ours, one = Seeing(), Seeing(), torch.ones(1)
+    with theirs:
+        put_under(ours)
+        one.add(1)
+    assert (theirs.count, ours.count) == (1, 1)
+    one.add(1)
+    with no_modes():
+        one.add(1)
+    assert (theirs.count, ours.count) == (1, 2)
+    with theirs:
+        take_out(ours)
+        take_out(ours)
+        one.add(1)
+    assert (theirs.count, ours.count) == (2, 2)
+    assert _is_clean()
+
+
+def test_the_default_device_can_be_changed_under_our_modes() -> None:
+    ours = LiveFunctions(LiveRecorder("cpu"))
+    try:
+        torch.set_default_device("cpu")
+        put_under(ours)
+        torch.set_default_device("meta")
+        assert torch.ones(1).is_meta
+    finally:
+        take_out(ours)
+        torch.set_default_device(None)
+    assert not torch.ones(1).is_meta
+    assert _is_clean()
+
+
+def test_real_tensors_are_not_simulated() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not is_simulated()
+    with FakeTensorMode():
+        assert is_simulated()
+
+
+class Odd(nn.Module):
+    def forward(self, first: int, /, *rest: int, **more: int) -> None: ...
+
+
+def test_inputs_have_names_where_a_call_by_name_is_the_same() -> None:
+    assert named_inputs(_block(), (1,), {"scale": 2}) == {"hidden": 1, "scale": 2}
+    assert named_inputs(_block(), (), {"hidden": 1}) == {"hidden": 1}
+    assert named_inputs(nn.Sequential(), (1,), {}) == {"input": 1}
+    assert named_inputs(Odd(), (1,), {}) is None
+    assert named_inputs(_block(), (1, 2, 3), {}) is None
+
+
+# ------------------------------------------------------------------------------------------------- measurement
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_measured_peak_is_what_the_preflight_foresees(recompute: bool) -> None:
+    model, signal = _block(recompute=recompute), torch.randn(64, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    foreseen = check(model, {"hidden": signal}, device="cpu", verify=False).memory
+    with measure_step(model, {"hidden": signal}) as measured:
+        loss = model(signal).mean()
+        loss.backward()
+        del loss
+        optimizer.step()
+    assert measured.memory.peak == pytest.approx(foreseen.peak, rel=0.05)
+    assert measured.memory.peak_phase == foreseen.peak_phase
+    assert len(measured.calls) > 40
+    assert _is_clean()
+    assert not model._forward_hooks
+    assert not model.inner._forward_hooks
+
+
+def test_a_measurement_with_a_fault_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _block()
+
+    def step() -> None:
+        with measure_step(model):
+            monkeypatch.setattr("isotype.trace.ledger.Ledger.seen", lambda *_: 1 / 0)
+            model(torch.ones(4, 8))
+
+    with pytest.raises(
+        RuntimeError, match="could not be measured to its end: ZeroDivisionError: division by zero"
+    ):
+        step()
+    assert _is_clean()
