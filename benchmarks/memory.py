@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import isotype
+from isotype.precision.policy import PrecisionPolicy
 from isotype.trace.live import measure_step
 
 TOLERANCE = 0.05
@@ -79,8 +80,8 @@ CASES = {
 }
 
 
-def build(case: Case, directory: Path) -> Any:
-    """The model of a case, ready to be trained."""
+def build(case: Case, directory: Path) -> tuple[Any, PrecisionPolicy]:
+    """The model of a case, ready to be trained, and its policy."""
     import transformers
 
     source = case.source
@@ -100,21 +101,22 @@ def build(case: Case, directory: Path) -> Any:
     if case.lora:
         model = isotype.add_lora(model, policy, r=8, target_modules="all-linear")
     if case.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    return model.train()
+    return model.train(), policy
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Bytes at the peak, foreseen and measured, with the phases."""
     with tempfile.TemporaryDirectory() as directory:
-        model = build(case, Path(directory))
+        model, policy = build(case, Path(directory))
     ids = torch.randint(1, 512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
     foreseen = isotype.check(model, batch, device="cpu", learning_rate=1e-4, verify=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     with measure_step(model, batch) as measured:
-        loss = model(**batch).loss
+        with torch.autocast("cpu", dtype=policy.autocast, enabled=policy.autocast is not None):
+            loss = model(**batch).loss
         loss.backward()
         del loss
         optimizer.step()

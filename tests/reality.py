@@ -59,7 +59,7 @@ def real_step(
             grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaler)
             if "backward" in phases:
                 phase = "backward"
-                grad_scaler.scale(loss).backward()
+                grad_scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             if scaler and "unscale" in phases and steps is not None:
                 phase = "unscale"
                 grad_scaler.unscale_(steps)
@@ -80,14 +80,15 @@ def real_step(
 def loss_of(output: Any) -> torch.Tensor:
     """The loss of a transformers output, else the mean of the first float tensor."""
     loss = getattr(output, "loss", None)
-    if loss is not None:
+    if isinstance(loss, torch.Tensor):
         return loss
-    first = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
+    first: Any = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
     if not isinstance(first, torch.Tensor):
         first = next(
             value for value in output.values() if torch.is_tensor(value) and value.is_floating_point()
         )
-    return first.float().mean()
+    mean: torch.Tensor = first.float().mean()
+    return mean
 
 
 def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

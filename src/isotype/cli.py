@@ -47,6 +47,7 @@ use what came out:
 
 know before it runs:
   check    whether a training step will crash, fit, crawl or lose precision, on any device, without weights
+  run      a training script of your own, unchanged, with its first step watched and its crash explained
   inspect  the dtypes, bytes and quantization that a checkpoint holds
   explain  what a finding means
   doctor   what this machine and these library versions can do, and what each dtype costs here
@@ -58,7 +59,8 @@ isotype COMMAND --help lists the arguments of a command. --debug shows traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    arguments, debug = take_debug_flag(arguments)
+    # What follows `run` is another script's: its --debug is its own.
+    arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
     console, errors = _console(stderr=False), _console(stderr=True)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         console.print(_USAGE, highlight=False, markup=False, end="")
@@ -126,6 +128,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
     handlers = {
         "demo": _demo,
         "check": _check,
+        "run": _run,
         "inspect": _inspect,
         "explain": _explain,
         "doctor": _doctor,
@@ -169,6 +172,12 @@ def _train(command: str, rest: list[str], console: Console) -> int:
             soft_wrap=True,
         )
     return {"interrupted": INTERRUPTED, "failed": CRASHED}.get(outcome.record.status, 0)
+
+
+def _run(rest: list[str], console: Console) -> int:
+    from isotype.commands.run import run
+
+    return run(rest, console)
 
 
 def _demo(rest: list[str], console: Console) -> int:

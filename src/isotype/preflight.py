@@ -21,6 +21,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.report.check import Report
 from isotype.rules import clears, judge
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.trace.optimizers import unknown_optimizer
 from isotype.trace.record import PHASES, Phase, Setup, Trace
 from isotype.trace.step import LossOf, trace_step
 
@@ -74,7 +75,7 @@ def check(
         from isotype.train.preflight import check_trainer
 
         return check_trainer(model, verify=verify)
-    _check_arguments(inputs, phases)
+    _check_arguments(inputs, phases, optimizer)
     started = time.perf_counter()
     policy = policy or policy_of(model)
     if policy is not None and policy.keep_frozen:
@@ -96,8 +97,8 @@ def check(
     return Report(trace, findings, time.perf_counter() - started, step.judged)
 
 
-def _check_arguments(inputs: Any, phases: Sequence[str]) -> None:
-    problems = []
+def _check_arguments(inputs: Any, phases: Sequence[str], optimizer: Any) -> None:
+    problems = list(unknown_optimizer(optimizer))
     if not callable(inputs) and not isinstance(inputs, (Mapping, LossOf)) and not hasattr(inputs, "keys"):
         problems.append(
             Problem(
@@ -110,7 +111,7 @@ def _check_arguments(inputs: Any, phases: Sequence[str]) -> None:
     if unknown:
         problems.append(Problem(f"phases {unknown}", f"of {', '.join(PHASES)}", "leave them out"))
     if problems:
-        raise UsageError("nothing to check", problems)
+        raise UsageError("the step cannot be checked as asked", problems)
 
 
 def _setup(

@@ -14,7 +14,6 @@ from isotype.rules.finding import Finding
 from tests.corpus.scenario import Broken, Scenario
 from tests.reality import real_step
 
-
 NOT_PREDICTED: dict[str, str] = {}
 """Scenarios that fail or cost for real and are not found, or not with a proven fix: case -> why."""
 
@@ -72,7 +71,7 @@ def run_broken(broken: Broken) -> Exception | None:
 
 def judge_scenario(scenario: Scenario) -> Verdict:
     """Build it, see it fail, check it, repair it, run it."""
-    problems = []
+    problems: list[str] = []
     real = _reality(scenario, problems)
     broken = scenario.build()
     report = check_broken(broken)
@@ -100,7 +99,7 @@ def _reality(scenario: Scenario, problems: list[str]) -> str:
     error = run_broken(broken)
     if scenario.crashes and (error is None or not re.search(scenario.crashes, str(error))):
         problems.append(f"really ended with {error!r}")
-    return "" if error is None else str(error).splitlines()[0]
+    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _the_finding(scenario: Scenario, report: Report) -> Finding | None:
@@ -116,8 +115,8 @@ def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding
     if not verified:
         problems.append("no verified fix")
         return ""
-    if not re.search(scenario.fix, verified[0].description):
-        problems.append(f"first fix {verified[0].description!r} is not {scenario.fix!r}")
+    if not any(re.search(scenario.fix, fix.description) for fix in verified):
+        problems.append(f"no fix {[fix.description for fix in verified]} is {scenario.fix!r}")
     repairs = isotype.repair(broken.model, report, unsafe=True)
     if repairs.lines or not len(repairs):
         return verified[0].description  # an edit of the user's code: proven by the second trace only
@@ -127,6 +126,13 @@ def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding
         problems.append(f"after repair: {error!r}")
     if scenario.cost is not None and (cost := scenario.cost(repaired)) is not None:
         problems.append(f"after repair it still costs: {cost}")
+    if any(
+        action.target == "compute"
+        for fix in verified[:1]
+        for action in fix.actions
+        if action.kind == "setting"
+    ):
+        return verified[0].description  # the dtype of a whole step is the user's decision; repair leaves it
     left = {each.code for each in check_broken(repaired, verify=False).findings} & set(scenario.codes[:1])
     if left:
         problems.append(f"after repair still found: {', '.join(left)}")

@@ -41,6 +41,7 @@ from tests.corpus.cases.crashes_parts import (
     set_layers,
     watch_step,
 )
+from tests.corpus.judge import judge_scenario
 from tests.corpus.scenario import Broken, Scenario
 from tests.corpus.test_cases_real import run
 from tests.models import HIDDEN, tiny_batch, tiny_model
@@ -280,3 +281,9 @@ def test_the_fused_backward_is_right_where_dtypes_agree(fused: Any) -> None:
     expected = torch.autograd.grad(reference(x).square().sum(), (x, *weights))
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.case)
+def test_is_found_with_its_cause_and_runs_after_repair(report: Scenario) -> None:
+    assert judge_scenario(report).problems == ()

@@ -51,4 +51,6 @@ def test_each_piece_cast_by_itself() -> None:
 
 def test_the_copy_of_the_loss_itself() -> None:
     assert found(RULE, traced(llama(), batch())) == []
-    assert found(RULE, traced(llama(FP32), batch(), autocast=BF16)) == []
+    # A cache that is filled in training is a note: autocast's `cat` makes it float32.
+    noted = found(RULE, traced(llama(FP32), batch(), autocast=BF16))
+    assert {finding.severity for finding in noted} <= {"note"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import warnings
 import weakref
@@ -308,6 +309,23 @@ def test_a_fault_of_the_bookkeeping_does_not_reach_the_script(
     assert _train(_block(), 3) == plain
     assert watch.notes == ["watching stopped early: KeyError: 'a bug of ours'"]
     assert _is_clean()
+
+
+def test_a_process_forked_off_is_not_recorded(watches: list[Watch]) -> None:
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    _block()(torch.ones(4, 8))
+    recorder = watch.recorder
+    assert recorder is not None
+    before = len(recorder.calls)
+    child = os.fork()
+    if not child:
+        torch.ones(1).add(1)
+        os._exit(0 if len(recorder.calls) == before else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    torch.ones(1).add(1)
+    assert len(recorder.calls) > before
 
 
 def test_a_sparse_gradient_is_no_fault_of_the_script(watches: list[Watch]) -> None:

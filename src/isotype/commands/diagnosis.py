@@ -8,6 +8,7 @@ import io
 import logging
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ from isotype.trace.watch import Beginning, Watch, enumerate_inputs
 
 VERIFY_WITHIN = 20.0
 """Seconds that trying the fixes may take, each by one more look ahead; the script waits."""
+
+MENTIONED_FROM = 5.0
+"""Seconds from which on a look ahead that found nothing is mentioned: the script waited for it."""
 
 _NOT_FOLLOWED = "IST199"
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
@@ -137,6 +141,7 @@ class Diagnosis:
         return loss_of(output)
 
     def _looked_ahead(self, ahead: Ahead, model: nn.Module) -> Report | None:
+        started = time.perf_counter()
         try:
             report = ahead.check(model)
         except Exception as error:  # noqa: BLE001 - the script runs whether or not we can look ahead
@@ -146,11 +151,14 @@ class Diagnosis:
         report = replace(
             report, findings=tuple(finding for finding in report.findings if finding.code != _NOT_FOLLOWED)
         )
-        title, found = report.trace.setup.profile.title, (*report.errors, *report.warnings)
+        seconds, found = time.perf_counter() - started, (*report.errors, *report.warnings)
+        title = report.trace.setup.profile.title
         if found:
             tried = "" if _tried(report) else "; fixes were not tried, that would take too long"
-            self._say(f"before the first step, on {title} ({report.seconds:.1f} s{tried}):")
+            self._say(f"before the first step, on {title} ({seconds:.1f} s{tried}):")
             self._print_brief(found)
+        elif seconds > MENTIONED_FROM:
+            self._say(f"looked ahead at the first step, on {title} ({seconds:.1f} s): no findings")
         failure = report.trace.failure
         if failure is not None:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase

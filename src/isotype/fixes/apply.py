@@ -46,7 +46,12 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
                     )
                 ],
             )
-        done += [undo for target in found for undo in change(target, action.value)]
+        try:
+            for target in found:
+                done += change(target, action.value)
+        except Exception:
+            take_back(done)
+            raise
     return done
 
 

@@ -112,7 +112,7 @@ def _first_that_works(
     report: Report, finding: Finding, chosen: Sequence[Fix], present: Sequence[Finding], unsafe: bool
 ) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
-    for fix in finding.fixes:
+    for fix in sorted(finding.fixes, key=lambda fix: fix.safety == "unsafe"):
         if not _may_be_applied(fix, unsafe) or fix in chosen:
             continue
         actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]

@@ -34,4 +34,4 @@ TITLE = "A scatter whose source has another dtype than its destination"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """index_put, index_add, scatter, masked_scatter and their kind with a source of another dtype."""
-    return operands.find(trace, "IST103", "{odd} is written into {expected}")
+    return operands.find(trace, "IST103", "{odd} meets {expected} where rows of one dtype are written")

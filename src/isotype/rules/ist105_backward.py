@@ -26,9 +26,10 @@ inside of the Function are yours to write.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from isotype.rules import operands
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.record import Trace
 
 TITLE = "A mismatch that only the backward meets"
@@ -36,4 +37,11 @@ TITLE = "A mismatch that only the backward meets"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Operators of the backward with operands of different dtypes where the forward had none."""
-    return operands.find(trace, "IST105", "{odd} meets {expected} in the backward")
+    for finding in operands.find(trace, "IST105", "{odd} meets {expected} in the backward"):
+        advice = Fix(
+            "bring the operands to one dtype in the Function's backward (torch.amp.custom_fwd and custom_bwd), and "
+            "return each gradient in its parameter's dtype",
+            "safe",
+            actions=(Action("advice", finding.source, "custom_bwd"),),
+        )
+        yield replace(finding, fixes=(*finding.fixes, advice))

@@ -20,9 +20,11 @@ float64 only; others lack float16 on a CPU or bfloat16 on an older GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from isotype.dtypes import dtype_name
 from isotype.rules import operands
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.record import Trace
 
 TITLE = "No kernel for this dtype"
@@ -30,4 +32,12 @@ TITLE = "No kernel for this dtype"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Operators that the device has no kernel for in the dtype they are given."""
-    return operands.find(trace, "IST109", "{op} has no kernel for {odd} on this device")
+    for finding in operands.find(trace, "IST109", "{op} has no kernel for {odd} on this device"):
+        where = operands.short(finding.source)
+        advice = Fix(
+            f"call it in float32 at {where} and cast the result back",
+            "safe",
+            actions=(Action("advice", finding.source, ".float()"),),
+        )
+        cause = f"{finding.op} is called in {dtype_name(finding.operands[0].dtype)} at {where}"
+        yield replace(finding, cause=cause, fixes=(*finding.fixes, advice))

@@ -38,7 +38,7 @@ TITLE = "The step could not be followed to its end"
 
 _DTYPES = re.compile(
     r"\bd?type\b.*\b(same|but|expected|got|found)\b|scalar type|\b(b?float\d*|half|bfloat16|double)\b|"
-    r"c10::|not implemented for '",
+    r"c10::|not implemented for '|data type|\bb?fp?16\b",
     re.IGNORECASE,
 )
 

@@ -18,7 +18,7 @@ memory besides.
 **Repaired**
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    isotype.fuse(model)                      # and the adapters' casts: done once, in one place
+    with disable_input_dtype_casting(model): # peft.helpers; and the adapters' casts, where autocast is on
 
 **What is not reported.** Trainable weights (masters), pinned weights, less than 2 % of all bytes that the step
 reads and writes. Bytes of a cast: elements x (item size before + item size after).
@@ -42,6 +42,9 @@ from isotype.trace.record import Trace, Weight
 TITLE = "Weights or adapter inputs that are cast anew at every step"
 
 _LEAST_SHARE = 0.02
+
+
+_NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -160,9 +163,9 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[prices.Cast, Weight]]
         ),
         fixes=(
             Fix(
-                f"call isotype.fuse(model): float32 masters, products in {narrow}, no cast of the input",
+                f"switch PEFT's input cast off where autocast casts anyway: {_NO_INPUT_CAST}",
                 "safe",
-                actions=(Action("advice", "isotype.fuse", "model"),),
+                actions=(Action("advice", "cast_input_dtype_enabled", "False"),),
             ),
         ),
         operands=first.call.operands,

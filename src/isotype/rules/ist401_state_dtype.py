@@ -30,7 +30,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import HALVES, count, finding_of, modules
-from isotype.trace.record import Trace, Weight
+from isotype.trace.record import Origin, Trace, Weight
 
 TITLE = "A quantization state of another dtype than its layer computes in"
 
@@ -41,7 +41,15 @@ def find(trace: Trace) -> Iterator[Finding]:
     for weight in trace.weights:
         kept = weight.quantization
         # A compute dtype of float32 is IST404's: there the state is right and the layer is not.
-        if kept is not None and kept.state and kept.compute in HALVES and kept.state != kept.compute:
+        # So is one of another 16-bit dtype than the model where the state already says the model's.
+        right = kept is not None and kept.state == trace.setup.compute
+        if (
+            kept is not None
+            and kept.state
+            and kept.compute in HALVES
+            and kept.state != kept.compute
+            and not right
+        ):
             stale.setdefault((kept.state, kept.compute), []).append(weight)
     for (state, compute), weights in stale.items():
         yield _finding(trace, state, compute, weights)
@@ -49,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: list[Weight]) -> Finding:
     crashes = sum(
-        any("dequantize" in step.name for operand in call.operands for step in operand.origin.way())
+        any(_is_dequantized(step) for operand in call.operands for step in operand.origin.way())
         for call in trace.breaches()
     )
     return finding_of(
@@ -69,3 +77,7 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
             ),
         ),
     )
+
+
+def _is_dequantized(step: Origin) -> bool:
+    return step.kind == "state" or "dequantize" in step.name

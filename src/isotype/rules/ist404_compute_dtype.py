@@ -31,18 +31,18 @@ from isotype.rules.finding import Action, Finding, Fix, Price
 from isotype.rules.weight_sets import HALVES, count, finding_of, modules
 from isotype.trace.record import Trace, Weight
 
-TITLE = "4-bit layers that compute in float32"
+TITLE = "4-bit layers that compute in another dtype than the model"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """4-bit layers whose compute dtype is float32, or unset, in a model of 16-bit activations."""
+    """4-bit layers whose compute dtype is not that of the 16-bit activations, or is unset among float32 ones."""
     wanted = _activations(trace)
     if wanted not in HALVES:
         return
     quantized = [w for w in trace.weights if w.quantization is not None and w.quantization.format != "int8"]
     # An unset compute dtype becomes that of the first input: right, unless the plain weights are float32.
     unset = _plain(trace) == torch.float32
-    wide = [w for w in quantized if _compute(w) == torch.float32 or (_compute(w) is None and unset)]
+    wide = [w for w in quantized if _compute(w) not in (None, wanted) or (_compute(w) is None and unset)]
     if not wide:
         return
     places = {weight.module for weight in wide}
@@ -52,14 +52,15 @@ def find(trace: Trace) -> Iterator[Finding]:
         for call in trace.calls
         if call.module in places and call.results and call.results[0][0] == torch.float32
     )
-    is_set = _compute(wide[0]) is not None
+    is_set = _compute(wide[0])
+    theirs_in = dtype_name(is_set or torch.float32)
     yield finding_of(
         "IST404",
         "warning",
-        f"{count(wide)} 4-bit layers compute in float32, the model runs in {dtype_name(wanted)}",
+        f"{count(wide)} 4-bit layers compute in {theirs_in}, the model runs in {dtype_name(wanted)}",
         wide,
         cause=f"{wide[0].module}: the compute dtype is "
-        + ("float32" if is_set else "unset, its first input is float32"),
+        + (theirs_in if is_set else "unset, its first input is float32"),
         price=Price(flops_share=theirs / total if total else 0.0),
         fixes=(
             Fix(

@@ -25,6 +25,7 @@ kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -72,7 +73,9 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _rounds_away(weight: Weight, rate: float) -> bool:
-    return weight.typical is not None and rate < spacing(weight.typical, weight.dtype) / 2
+    if weight.typical is None or not math.isfinite(weight.typical):
+        return False
+    return rate < spacing(weight.typical, weight.dtype) / 2
 
 
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -39,7 +40,9 @@ LARGEST = torch.finfo(torch.float16).max
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Weights that are not finite, weights that float16 cannot hold, norms that can carry activations past it."""
-    yield from operands.find(trace, "IST802", "a number beyond {odd}'s range is written into it")
+    for finding in operands.find(trace, "IST802", "a number beyond {odd}'s range is written into it"):
+        how = advice(finding.source, "write torch.finfo(tensor.dtype).min, of the tensor that is filled")
+        yield replace(finding, fixes=(*finding.fixes, how))
     infinite = [weight for weight in trace.weights if _is_infinite(weight)]
     if infinite:
         yield finding_of(

@@ -301,7 +301,14 @@ def candidates(trace: Trace, group: Group, owners: dict[str, Weight]) -> Iterato
     if group.cause.kind == "buffer":
         yield _fix(f"cast the buffer {_listed(names)} to {expected}", "unsafe", "buffer", names, expected)
     if group.cause.kind == "state":
-        yield _fix(f"let the quantization states dequantize to {expected}", "safe", "state", names, expected)
+        stale = [
+            starred(weight.module)
+            for weight in trace.weights
+            if weight.quantization is not None and weight.quantization.state == group.cause.dtype
+        ]
+        yield _fix(
+            f"let the quantization states dequantize to {expected}", "safe", "state", stale or names, expected
+        )
     yield from _hook_fixes(group, expected)
     written = tuple(
         cause.source for cause in group.causes if cause.kind in ("cast", "constant") and cause.source
@@ -315,6 +322,10 @@ def candidates(trace: Trace, group: Group, owners: dict[str, Weight]) -> Iterato
             written,
             expected,
         )
+    called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
+    if called and len(called) <= 3:
+        where = _listed([short(source) for source in called], 3)
+        yield _fix(f"cast the operands to {expected} at {where}", "safe", "line", called, expected)
     if trace.setup.autocast is None and trace.setup.compute != torch.float32 and group.code != "IST109":
         yield _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected)
 

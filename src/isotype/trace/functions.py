@@ -46,12 +46,12 @@ class Functions(TorchFunctionMode):
             self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.numpy and self._recorder.fake is not None:
+        args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs or {})
+        if func is torch.Tensor.numpy:
             return self._recorder.array(args[0])
-        if func is torch.Tensor.tolist and self._recorder.fake is not None:
+        if func is torch.Tensor.tolist:
             return self._recorder.listed(args[0])
-        if func in _FROM_LISTS and self._recorder.fake is not None and args:
+        if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
         name, recorder = name_of(func), self._recorder
         before = recorder.function, recorder.autocast
@@ -87,6 +87,7 @@ class Functions(TorchFunctionMode):
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         lists = self._lists
         if name in lists.banned:
+            self._recorder.banned(name, args, kwargs)
             return self._call(func, args, kwargs)
         if name in lists.float32 or (name in lists.float32_opt and kwargs.get("dtype") is None):
             args, kwargs = _widen(args, torch.float32), _widen(kwargs, torch.float32)

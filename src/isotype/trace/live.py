@@ -6,6 +6,7 @@ Everything the recorder needs for itself is booked beside the step. Should its b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -63,11 +64,12 @@ class LiveRecorder(Recorder):
         self.failure_text = ""
         self.weights: list[Weight] = []
         self._marked: list[TensorWeakRef] = []
+        self._process = os.getpid()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A higher-order operator is booked by what it runs, where it runs anything.
-        if self.fault or not isinstance(func, OpOverload):
+        # A higher-order operator is booked by what it runs; a process forked off (a data loader's) is another script.
+        if self.fault or not isinstance(func, OpOverload) or os.getpid() != self._process:
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)

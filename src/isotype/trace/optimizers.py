@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from isotype.errors import Problem, UsageError
+from isotype.errors import Problem
 
 _Make = Callable[..., torch.optim.Optimizer]
 
@@ -57,9 +57,6 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
         asked: a name, an optimizer (its class and defaults are taken), or a callable (parameters -> optimizer).
         parameters: the twin's trainable parameters.
         learning_rate: None for the optimizer's own default.
-
-    Raises:
-        UsageError: an unknown name.
     """
     given = {} if learning_rate is None else {"lr": learning_rate}
     if isinstance(asked, torch.optim.Optimizer):
@@ -68,15 +65,13 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
     if callable(asked):
         return asked(parameters)
     make = OPTIMIZERS.get(asked)
-    if make is not None:
-        return make(parameters, **given)
-    if any(part in asked for part in _OWN_KERNELS):
+    if make is None:
         return f"the step of optimizer {asked} is not followed: it runs in kernels of its own"
-    raise UsageError(
-        "unknown optimizer",
-        [
-            Problem(
-                f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", "give one of these, or a callable"
-            )
-        ],
-    )
+    return make(parameters, **given)
+
+
+def unknown_optimizer(asked: Any) -> Iterator[Problem]:
+    """The problem with a name that no trainer knows; none for other names and for what is no name."""
+    if isinstance(asked, str) and asked not in OPTIMIZERS and not any(part in asked for part in _OWN_KERNELS):
+        names = ", ".join(OPTIMIZERS)
+        yield Problem(f"optimizer {asked!r}", f"one of {names}", "give one of these, or a callable")

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from isotype.contracts.contract import Contracts, fills
+from isotype.trace.fake import fake_like
 from isotype.trace.flops import flops_of
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
 from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Phase
-from isotype.trace.values import Values, fakes_of, is_data_dependent
+from isotype.trace.values import LIMIT, Values, fakes_of, is_data_dependent
 
 aten = torch.ops.aten
 
@@ -82,8 +84,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         compute: dtype that breached operands are converted to where nothing else decides.
         fake: the mode its tensors are fakes of: then values that code branches on get stand-ins, and a broken
             contract is converted and passed. None for a real script.
-        lines: `file:line` -> dtype: casts and new tensors that this line asks for get this dtype instead: a change of
-            the code that is to be tried.
+        lines: `file:line` -> dtype: casts and new tensors that this line asks for get this dtype instead, and what it
+            calls with mixed dtypes is converted to it: a change of the code that is to be tried.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._frames: list[_Frame] = []
         self._places: dict[int, _Place] = {}
         self._alive: list[Any] = []
+        self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._raised_in: _Frame | None = None
 
     # ------------------------------------------------------------------------------------------------ modules
@@ -121,6 +124,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
             repeats = int(getattr(module, STANDS_FOR, 1))
+            if not name:
+                handles.append(module.register_forward_pre_hook(self._given, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_pre_hook(self._entering(name, repeats), prepend=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
         for name, parameter in model.named_parameters():
@@ -132,6 +137,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _own(self, tensor: torch.Tensor, origin: Origin) -> None:
         self.names[id(tensor)] = origin
         self._alive.append(tensor)
+
+    def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Real tensors that the model is called with (by a loss of the caller's own) are its inputs."""
+        if self.fake is None:
+            return None
+        for name, value in (*((f"args[{i}]", arg) for i, arg in enumerate(args)), *kwargs.items()):
+            if _is_real(value):
+                self.stand_for(value, Origin("input", value.dtype, name))
+        return self.swapped(args), self.swapped(kwargs)
+
+    def swapped(self, values: Any) -> Any:
+        """Every real tensor replaced by the fake that stands for it: what the step writes, it writes there."""
+
+        def swap(leaf: Any) -> Any:
+            return self.stand_for(leaf) if _is_real(leaf) else leaf
+
+        return tree_map(swap, values)
+
+    def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
+        """The fake of a real tensor from outside of the twin, the same one each time."""
+        known = self._outside.get(id(tensor))
+        if known is None:
+            assert self.fake is not None
+            with _disable_current_modes():
+                made = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
+                if tensor.numel() <= LIMIT and not tensor.is_meta:
+                    self.values.give(made, tensor.detach().cpu().clone())
+            self._outside[id(tensor)] = known = (tensor, made)
+            self.mark(made, origin or self._unknown(tensor))
+        return known[1]
 
     def _entering(self, name: str, repeats: int) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -193,13 +228,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value is not None and is_data_dependent(func):
             result = fakes_of(value, self.values, self.fake)
         else:
-            result, breach = self._judged(func, args, kwargs, tensors)
+            result, breach = self._judged(func, args, kwargs, tensors, place)
             if self.fake:
                 self._keep(func, tensors, result, value)
         self._write(func, args, kwargs, tensors, result, place, breach)
         return result
 
-    def _judged(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[Any, Breach | None]:
+    def _judged(
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, place: _Place
+    ) -> tuple[Any, Breach | None]:
         name = str(func)
         overflow = _overflow(name, args)
         if overflow is not None and self.fake:
@@ -212,9 +249,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._as_bfloat16(func, args, kwargs, tensors), None
             result, breach = self._run(func, args, kwargs, tensors)
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
-            return (result if breach else _as_measured(result, verdict.results)), breach
-        target = self._target(func, tensors)
-        breach = Breach(verdict.message, verdict.assumed, target)
+            mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in _FLOATS}) > 1
+            return (_as_measured(result, verdict.results) if mixed and not breach else result), breach
+        edited = self.lines.get(_shown(place.source)) if self.lines else None
+        target = edited or self._target(func, tensors)
+        breach = None if edited else Breach(verdict.message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
@@ -228,8 +267,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for made, real in zip(_leaves(result), _leaves(value), strict=True):
                 if isinstance(made, torch.Tensor):
                     self.values.give(made, real)
-        elif _schema(func).mutates and tensors:
-            self.values.forget(tensors[0][1])
+        else:
+            written = _schema(func).written
+            for role, tensor in tensors:
+                if role.partition("[")[0] in written:
+                    self.values.forget(tensor)
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[Any, Breach | None]:
         """Run it as it is; where the fake kernel refuses mixed dtypes, note the breach and convert."""
@@ -321,7 +363,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raised = _innermost(error)
         source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
         text = f"{type(error).__name__}: {_first_line(error)}"
-        operands = () if raised is None else tuple(self._at_hand(raised.f_locals))
+        with torch._C.DisableTorchFunction():
+            operands = () if raised is None else tuple(self._at_hand(raised.f_locals))
         mixed = len({operand.dtype for operand in operands}) > 1
         again = self.phase == "backward" and frame is not None
         return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands, again)
@@ -330,6 +373,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, value in variables.items():
             if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
                 yield Operand(name, value.dtype, tuple(value.shape), self.origin(value))
+
+    def banned(self, name: str, args: Any, kwargs: Any) -> None:
+        """A function that autocast refuses to run."""
+        tensors = [leaf for leaf in _leaves((args, tuple(kwargs.values()))) if isinstance(leaf, torch.Tensor)]
+        operands = tuple(
+            Operand(f"[{i}]", leaf.dtype, tuple(leaf.shape), self.origin(leaf))
+            for i, leaf in enumerate(tensors)
+        )
+        place = self._place()
+        breach = Breach(f"torch.nn.functional.{name} is unsafe to autocast", False, torch.float32)
+        source = _shown(place.source)
+        self.calls.append(
+            Call(
+                f"torch.{name}",
+                self.phase,
+                place.module,
+                source,
+                operands,
+                (),
+                breach=breach,
+                autocast=self.autocast,
+            )
+        )
 
     def _target(self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
         """The dtype to convert to: that of what an operator writes into, else the policy's, else the widest."""
@@ -461,7 +527,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return winner.origin
 
     def _cast_kind(self) -> Any:
-        if self.phase == "backward" and not self._frames:
+        if self.phase == "backward" and not self._frames and self.function not in _CAST_FUNCTIONS:
             return "gradient"
         by_autocast = self.autocast is not None and self.function not in _CAST_FUNCTIONS
         return "autocast" if by_autocast else "cast"
@@ -494,6 +560,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Schema:
     roles: tuple[str, ...]
     mutates: bool
+    written: frozenset[str]
 
 
 @cache
@@ -501,7 +568,8 @@ def _schema(func: Any) -> _Schema:
     arguments = func._schema.arguments
     first = arguments[0] if arguments else None
     mutates = first is not None and first.alias_info is not None and first.alias_info.is_write
-    return _Schema(tuple(argument.name for argument in arguments), mutates)
+    written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return _Schema(tuple(argument.name for argument in arguments), mutates, frozenset(written))
 
 
 def _tensors(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
@@ -553,6 +621,13 @@ def _tells(operand: Operand) -> int:
     return 2 if operand.origin.cause.kind == "constant" else 1 if "gradient" in kinds else 0
 
 
+def _is_real(leaf: Any) -> bool:
+    """Whether it is a tensor with values, not a fake nor what vmap makes of one."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+
+
 def _as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
     made = list(_leaves(result))
     if len(made) != len(dtypes) or all(
@@ -586,7 +661,7 @@ def _first_line(error: Exception) -> str:
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = Path(__file__).parents[1]
 # What asks for operators on behalf of the model's and the script's code.
-_OURS = tuple(str(_PACKAGE / part) for part in ("trace", "commands", "preflight.py"))
+_OURS = tuple(str(_PACKAGE / part) for part in ("trace", "commands", "fixes", "model", "preflight.py"))
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,8 @@ def trace_step(
     """
     mode = fake_mode()
     twin = twin_of(model, mode)
+    # What the converter remembers keeps the first fakes referenced, and then `Module.to` inside of a forward cannot swap.
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
     with mode:
         if "backward" in setup.phases:
             twin.train()
@@ -102,9 +105,8 @@ def _untouched_globals() -> Iterator[None]:
     import numpy
 
     python, arrays = random.getstate(), numpy.random.get_state()
-    logger = logging.getLogger(
-        "torch._subclasses.fake_tensor"
-    )  # prints a traceback of errors that are caught here
+    # It prints a traceback of every error that is caught here.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     with (
@@ -112,6 +114,7 @@ def _untouched_globals() -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.compiler.set_stance("force_eager"),
+        _no_tracing_branch(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
     ):
         try:
@@ -120,6 +123,24 @@ def _untouched_globals() -> Iterator[None]:
             random.setstate(python)
             numpy.random.set_state(arrays)
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_tracing_branch() -> Iterator[None]:
+    """transformers takes fake tensors for a model being exported, and then other paths than the real step.
+
+    `is_tracing` in transformers/utils/import_utils.py (5.23): masks are never left out, keys and values are repeated,
+    attention takes another kernel. tests/trace/test_step.py says when this can go.
+    """
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    if utils is None or not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+    before, utils.is_fake_tensor = utils.is_fake_tensor, lambda _: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = before
 
 
 class _Step:

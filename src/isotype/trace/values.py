@@ -37,6 +37,8 @@ class Values:
     def __init__(self) -> None:
         # How many experts a router was last taken to have hit: all of them, each with its share of the tokens.
         self._experts = 0
+        # Storages that something unknown was written into; kept alive, or another could be given the same address.
+        self._spoiled: dict[int, torch.UntypedStorage] = {}
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """From now on the value of the fake `tensor` is known."""
@@ -46,14 +48,19 @@ class Values:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of `tensor`, None where it is not known."""
         if isinstance(tensor, FakeTensor):
-            return getattr(tensor, _VALUE, None)
+            value: torch.Tensor | None = getattr(tensor, _VALUE, None)
+            if value is None or (self._spoiled and value.untyped_storage()._cdata in self._spoiled):
+                return None
+            return value
         small = tensor.device.type == "cpu" and tensor.numel() <= LIMIT and tensor.layout == torch.strided
         return tensor if small else None
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Something unknown was written into `tensor`."""
-        if isinstance(tensor, FakeTensor) and hasattr(tensor, _VALUE):
-            delattr(tensor, _VALUE)
+        value = getattr(tensor, _VALUE, None)
+        if value is not None:
+            storage = value.untyped_storage()
+            self._spoiled[storage._cdata] = storage
 
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """The real result of an operator whose operands are all known; None where one is not."""
@@ -76,7 +83,10 @@ class Values:
                 return None
             if not tensors and not _small_factory(args, kwargs):
                 return None
-            return func(*tree_map(real, args), **tree_map(real, kwargs))
+            try:
+                return func(*tree_map(real, args), **tree_map(real, kwargs))
+            except RuntimeError:
+                return None  # mixed dtypes, or no kernel: the contract has its say next
 
     # ------------------------------------------------------------------------------------------------ stand-ins
 

@@ -41,13 +41,7 @@ def check_trainer(trainer: Any, verify: bool = True) -> Report:
                 )
             ],
         )
-    with _order_kept():
-        batch = next(iter(trainer.get_train_dataloader()), None)
-    if batch is None:
-        raise UsageError(
-            "nothing to check",
-            [Problem("an empty train_dataset", "at least one batch", "give the trainer data")],
-        )
+    batch = _first_batch(trainer)
     arguments = trainer.args
     return check(
         trainer.model,
@@ -120,6 +114,22 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
         if name in vars(shadow):
             setattr(shadow, name, copy.deepcopy(getattr(trainer, name)))
     return shadow
+
+
+def _first_batch(trainer: Any) -> Any:
+    with _order_kept():
+        try:
+            batch = next(iter(trainer.get_train_dataloader()), None)
+        except ValueError as error:
+            if "does not contain any data" not in str(error):  # accelerate's word on a loader without a batch
+                raise
+            batch = None
+    if batch is None:
+        raise UsageError(
+            "nothing to check",
+            [Problem("an empty train_dataset", "at least one batch", "give the trainer data")],
+        )
+    return batch
 
 
 def before_first_step(

@@ -194,7 +194,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "unsloth-827",
         no_mixed_precision,
-        ("IST604", "IST104", "IST101"),
+        ("IST604", "IST104", "IST101", "IST199"),
         r"norm",
         crashes=FLASH,
         phase="forward",
@@ -203,7 +203,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "axolotl-336",
         axolotl_qlora,
-        ("IST604", "IST104", "IST101"),
+        ("IST604", "IST104", "IST101", "IST199"),
         r"norm|embed_tokens",
         crashes=FLASH,
         phase="forward",
@@ -212,7 +212,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "qwen3-406",
         qwen_in_float32,
-        ("IST604", "IST104", "IST101"),
+        ("IST604", "IST104", "IST101", "IST199"),
         r"embed_tokens|proj|norm",
         crashes=FLASH,
         phase="forward",
@@ -238,8 +238,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "spider-sql-1",
         code_llama_mask,
-        ("IST802", "IST104"),
-        r"crashes_attention\.py|mask",
+        ("IST802", "IST104", "IST199"),
+        r"crashes_attention\.py|mask|without overflow",
         crashes=r"value cannot be converted to type c10::Half without overflow",
         phase="forward",
         advice=lambda: code_llama_mask(None),

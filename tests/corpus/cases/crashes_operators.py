@@ -314,7 +314,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "pytorch-193338",
         selective_checkpoint,
         ("IST107",),
-        r"shared|autocast|checkpoint",
+        r"recomputation raises",
         crashes=r"_to_copy\.default invocation index \d+ encountered during backward but not found in storage",
         phase="backward",
         advice=selective_checkpoint_uncached,

@@ -265,8 +265,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "peft-3601",
         target_parameters,
-        ("IST102", "IST101", "IST203"),
-        r"autocast|baddbmm|delta|lora_",
+        ("IST102", "IST101", "IST203", "IST199"),
+        r"autocast|baddbmm|delta|lora_|parametrization",
         crashes=r"Registering a parametrization may not change the dtype of the tensor",
         phase="forward",
         advice=lambda: target_parameters(autocast=False),

@@ -1,0 +1,208 @@
+"""repair: verified fixes, in place, jointly planned, and taken back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.errors import UsageError
+from isotype.fixes.repair import Repairs, plan, repair
+from isotype.preflight import check
+from isotype.report.check import Report
+from isotype.rules.finding import Action, Finding, Fix
+from tests.reality import real_step
+from tests.small import BF16, FP32, ids, net, wide_norms
+
+
+def frozen() -> nn.Module:
+    """Wide norms under one trainable part."""
+    made = wide_norms().requires_grad_(False)
+    made.embed.requires_grad_()
+    return made
+
+
+def test_the_broken_net_trains_after_it() -> None:
+    model = frozen()
+    assert real_step(frozen(), ids()).phase == "forward"
+    (done, *_) = repair(model, check(model, ids(), device="cpu"))
+    assert (done.description, done.safety, done.verified) == (
+        "return each ScaledNorm's output in bfloat16",
+        "safe",
+        True,
+    )
+    assert check(model, ids(), device="cpu").ok
+    assert real_step(model, ids()).error is None
+
+
+def test_settings_go_with_the_model() -> None:
+    """All parameters train: masters in float32 need autocast, which only the caller can switch on."""
+    model = wide_norms()
+    done = repair(model, check(model, ids(), device="cpu"))
+    assert done.settings == {"autocast": "bfloat16"}
+    assert {parameter.dtype for parameter in model.parameters()} == {FP32}
+    assert check(model, ids(), device="cpu", **done.settings).ok
+    assert real_step(model, ids(), autocast=BF16).error is None
+
+
+def test_undo_brings_the_crash_back() -> None:
+    model = wide_norms()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    done = repair(model, check(model, ids(), device="cpu"))
+    done.undo()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == weights[name].dtype
+        assert torch.equal(parameter, weights[name])
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(**ids())
+
+
+def test_a_report_without_its_step() -> None:
+    report = check(wide_norms(), ids(), device="cpu", verify=False)
+    with pytest.raises(UsageError) as caught:
+        repair(wide_norms(), replace(report, again=None))
+    assert str(caught.value) == (
+        "this report cannot be repaired from\n"
+        "  - a report of Net without its step\n"
+        "    expected  the report that isotype.check(model, …) returned in this process\n"
+        "    fix       call isotype.check again"
+    )
+
+
+def test_the_report_of_another_model() -> None:
+    other = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="the fix does not fit this model"):
+        repair(other, check(wide_norms(), ids(), device="cpu"))
+    assert not other[0]._forward_hooks
+
+
+def test_nothing_to_repair() -> None:
+    report = replace(check(net(), ids(), device="cpu", verify=False), findings=())
+    done = repair(net(), report)
+    assert (len(done), done.settings, done.left, str(done)) == (0, {}, (), "nothing to repair")
+
+
+# A step whose findings depend on the actions alone, to look at the planning.
+
+A = Fix("mend a", "safe", verified=True, actions=(Action("output", "a", "bfloat16"),))
+B = Fix("mend b", "safe", verified=True, actions=(Action("output", "b", "bfloat16"),))
+BOTH = Fix("mend both", "safe", verified=True, actions=(Action("setting", "autocast", "bfloat16"),))
+ROUGH = Fix(
+    "round the weight", "unsafe", verified=True, actions=(Action("parameter", "a.weight", "bfloat16"),)
+)
+TALK = Fix("ask the author", "safe", actions=(Action("advice", "author", "write a mail"),))
+
+
+def broken(cause: str, *fixes: Fix, severity: str = "error") -> Finding:
+    return Finding("IST101", severity, f"{cause} is wrong", cause=cause, fixes=fixes)  # type: ignore[arg-type]
+
+
+def report_of(*findings: Finding, clears: dict[Fix, set[str]], together: bool = True) -> Report:
+    """A report in which each fix clears the findings of these causes; `together`: also where several are applied."""
+    by_actions = {fix.actions: causes for fix, causes in clears.items()}
+    asked: list[tuple[Action, ...]] = []
+
+    def again(actions: object) -> tuple[Finding, ...]:
+        given = tuple(actions)  # type: ignore[call-overload]
+        asked.append(given)
+        chosen = [causes for each, causes in by_actions.items() if set(each) <= set(given)]
+        cleared = set().union(*chosen) if chosen else set()
+        left = [finding for finding in findings if finding.cause not in cleared]
+        worse = (broken("the two"), broken("at once"))
+        return tuple(left) if together or len(chosen) < 2 else (*left, *worse)
+
+    made = check(net(), ids(), device="cpu", verify=False)
+    return replace(made, findings=findings, again=again)
+
+
+def test_what_one_fix_clears_on_the_way_is_not_fixed_twice() -> None:
+    report = report_of(broken("a", BOTH), broken("b", B), clears={BOTH: {"a", "b"}, B: {"b"}})
+    assert plan(report) == ([BOTH], [])
+
+
+def test_fixes_that_do_not_work_together_are_not_applied_together() -> None:
+    report = report_of(broken("a", A), broken("b", B), clears={A: {"a"}, B: {"b"}}, together=False)
+    chosen, left = plan(report)
+    assert chosen == [A]
+    assert [finding.cause for finding, _ in left] == ["b"]
+
+
+def test_the_next_fix_is_taken_where_the_first_does_not_fit_the_others() -> None:
+    report = report_of(broken("a", A), broken("b", B, BOTH), clears={A: {"a"}, BOTH: {"a", "b"}})
+    assert plan(report) == ([A, BOTH], [])
+
+
+def test_safe_before_unsafe() -> None:
+    report = report_of(broken("a", ROUGH, A), clears={A: {"a"}, ROUGH: {"a"}})
+    assert plan(report) == ([A], [])
+    assert plan(report, unsafe=True) == ([A], [])
+
+
+def test_unsafe_ones_where_they_are_asked_for() -> None:
+    finding = broken("a", ROUGH)
+    report = report_of(finding, clears={ROUGH: {"a"}})
+    assert plan(report) == (
+        [],
+        [(finding, "only an unsafe fix: round the weight; repair(…, unsafe=True) applies it")],
+    )
+    assert plan(report, unsafe=True) == ([ROUGH], [])
+
+
+def test_what_is_left_says_why() -> None:
+    unknown, yours = broken("a"), broken("b", TALK)
+    chosen, left = plan(report_of(unknown, yours, clears={}))
+    assert chosen == []
+    assert left == [(unknown, "no fix is known"), (yours, "yours to do: ask the author")]
+
+
+def test_a_guess_is_proven_by_the_trace_that_it_is_planned_with() -> None:
+    guess = replace(A, verified=False)
+    good, bad = report_of(broken("a", guess), clears={guess: {"a"}}), report_of(broken("a", guess), clears={})
+    assert plan(good) == ([A], [])
+    chosen, left = plan(bad)
+    assert chosen == []
+    assert [reason for _, reason in left] == ["yours to do: mend a"]
+
+
+def test_notes_are_left_alone() -> None:
+    assert plan(report_of(broken("a", A, severity="note"), clears={A: {"a"}})) == ([], [])
+
+
+def test_settings_and_lines_are_handed_to_the_caller() -> None:
+    line = Fix("write bfloat16", "safe", verified=True, actions=(Action("line", "model.py:3", "bfloat16"),))
+    report = report_of(broken("a", BOTH), broken("b", line), broken("c"), clears={BOTH: {"a"}, line: {"b"}})
+    model = net()
+    done = repair(model, report)
+    assert isinstance(done, Repairs)
+    assert done.settings == {"autocast": "bfloat16"}
+    assert done.lines == {"model.py:3": "bfloat16"}
+    assert str(done).splitlines() == [
+        "done      mend both",
+        "done      write bfloat16",
+        "set       autocast=bfloat16",
+        "edit      model.py:3: bfloat16",
+        "left      IST101: c is wrong: no fix is known",
+    ]
+
+
+def test_a_real_step_with_two_causes_is_repaired_jointly() -> None:
+    def two() -> nn.Module:
+        model = frozen()
+        model.head.float()
+        return model
+
+    assert real_step(two(), ids()).module == "layers.0.proj"
+    model = two()
+    report = check(model, ids(), device="cpu")
+    assert [finding.cause for finding in report.errors] == [
+        "layers.0.norm.weight is float32",
+        "head.bias is float32",
+    ]
+    stored = model.head.weight.detach().clone()
+    assert len(repair(model, report)) >= 2
+    assert torch.equal(model.head.weight.float(), stored)  # a safe fix loses no digit
+    assert real_step(model, ids()).error is None
+    assert model(**ids()).dtype == BF16

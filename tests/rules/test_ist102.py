@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.rules.traces import BF16, found, traced, verified
+
+RULE = "ist102_adapters"
+X = torch.ones(2, 8, dtype=BF16)
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter beside a layer, as PEFT lays it; `cast` as PEFT casts the adapter's input."""
+
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).to(BF16).requires_grad_(False)
+        self.lora_A = nn.Linear(8, 2, bias=False)
+        self.lora_B = nn.Linear(2, 8, bias=False)
+        self.cast = cast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base(x)
+        given = x.float() if self.cast else x
+        return result + self.lora_B(self.lora_A(given)).to(result.dtype)
+
+
+def test_float32_adapters_on_bfloat16_activations() -> None:
+    (finding,) = verified(nn.Sequential(Adapted(cast=False)), {"input": X}, "IST102")
+    assert finding.message == "float32 meets bfloat16 at an adapter"
+    assert (finding.module, finding.op, finding.phase) == ("0.lora_A", "aten.mm.default", "forward")
+    assert finding.cause == "0.lora_A.weight is float32"
+    assert finding.places == ("0.lora_A", "0.lora_B")
+    assert finding.notes == (
+        "1 more operator in 2 modules fails for the same cause",
+        "the device says: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float",
+    )
+    assert [(fix.description, fix.safety, fix.verified) for fix in finding.fixes] == [
+        ("let each Linear cast at its border and compute in bfloat16", "safe", True),
+        ("cast 0.lora_A.weight, 0.lora_B.weight to bfloat16", "unsafe", True),
+        ("run the step under autocast to bfloat16", "safe", True),
+    ]
+
+
+def test_inputs_that_are_cast_to_the_adapters_dtype() -> None:
+    assert found(RULE, traced(nn.Sequential(Adapted(cast=True)), {"input": X})) == []

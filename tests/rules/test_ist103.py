@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.reality import real_step
+from tests.rules.traces import BF16, FP32, found, traced, verified
+from tests.small import line
+
+RULE = "ist103_scatter"
+X = torch.ones(2, 4, dtype=BF16)
+
+
+class Scattered(nn.Module):
+    """Collects a layer's output in a buffer of `dtype`."""
+
+    def __init__(self, write: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4).to(BF16)
+        self.write, self.dtype = write, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, rows = self.proj(x), torch.tensor([2, 0])
+        into = torch.zeros(5, 4, dtype=self.dtype)
+        if self.write == "index_put":
+            into[rows] = made
+        elif self.write == "index_add":
+            into.index_add_(0, rows, made)
+        elif self.write == "masked_scatter":
+            mask = torch.tensor([True, False, True, False, False])[:, None]
+            into = into.masked_scatter(mask, made)
+        else:
+            into = into.scatter(0, rows[:, None].expand(2, 4), made)
+        return into
+
+
+WRITES = ["index_put", "index_add", "masked_scatter", "scatter"]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_into_another_dtype(write: str) -> None:
+    (finding,) = found(RULE, traced(Scattered(write, FP32), {"x": X}))
+    outcome = real_step(Scattered(write, FP32), {"x": X})
+    assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("forward", "")
+    assert f"the device says: {outcome.error}" in finding.notes
+    assert finding.op.startswith((f"aten.{write}", f"torch.{write}"))
+    assert line(finding.source).startswith("test_ist103.py:")
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_into_the_same_dtype(write: str) -> None:
+    assert found(RULE, traced(Scattered(write, BF16), {"x": X})) == []
+    assert real_step(Scattered(write, BF16), {"x": X}).error is None
+
+
+def test_the_text_and_the_fix() -> None:
+    (finding,) = verified(Scattered("index_add", FP32), {"x": X}, "IST103")
+    assert finding.message == "float32 meets bfloat16 where rows of one dtype are written"
+    assert finding.cause.startswith("zeros makes float32 at test_ist103.py:")
+    assert finding.fixes[0].verified
+    assert finding.fixes[0].description.startswith("write bfloat16 instead of float32 at test_ist103.py:")

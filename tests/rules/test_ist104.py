@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.reality import real_step
+from tests.rules.traces import BF16, FP32, found, traced, verified
+
+RULE = "ist104_attention"
+X = torch.ones(1, 1, 3, 8, dtype=BF16)
+
+
+class Attention(nn.Module):
+    """Attention over two projections, the query's result in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.to(BF16)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(self.q(x).to(self.dtype), self.k(x), x)
+
+
+def test_a_query_in_another_dtype() -> None:
+    (finding,) = verified(Attention(FP32), {"x": X}, "IST104")
+    assert finding.message == "float32 meets bfloat16 in attention"
+    assert (finding.module, finding.op) == ("", "torch.scaled_dot_product_attention")
+    assert finding.cause.startswith("a cast to float32 at test_ist104.py:")
+    assert f"the device says: {real_step(Attention(FP32), {'x': X}).error}" in finding.notes
+    descriptions = [fix.description for fix in finding.fixes if fix.verified]
+    assert any(
+        each.startswith("write bfloat16 instead of float32 at test_ist104.py:") for each in descriptions
+    )
+    assert "run the step under autocast to bfloat16" in descriptions
+
+
+def test_one_dtype() -> None:
+    assert found(RULE, traced(Attention(BF16), {"x": X})) == []

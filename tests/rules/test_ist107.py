@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.reality import real_step
+from tests.rules.traces import BF16, FP16, found, traced
+
+RULE = "ist107_recomputation"
+X = torch.ones(2, 8)
+
+
+class Recompute(torch.autograd.Function):
+    """A checkpoint of one's own, which forgets the autocast that its forward ran under."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            again = ctx.layer(given)
+        torch.autograd.backward(again, grads[0].to(again.dtype))
+        return None, given.grad
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8).to(FP16)
+        self.own = own
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.own:
+            return Recompute.apply(self.second, self.first(x))  # type: ignore[no-untyped-call]
+        return checkpoint(self.second, self.first(x), use_reentrant=False)
+
+
+def test_a_checkpoint_that_forgets_autocast() -> None:
+    (finding,) = found(RULE, traced(Checkpointed(own=True), {"x": X}, autocast=BF16))
+    outcome = real_step(Checkpointed(own=True), {"x": X}, autocast=BF16)
+    assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("backward", "second")
+    assert f"the device says: {outcome.error}" in finding.notes
+    assert finding.message == ("float16 meets bfloat16 while gradient checkpointing recomputes the forward")
+    assert finding.op == "aten.addmm.default"
+    assert finding.cause == "second.bias is float16"
+
+
+def test_torch_checkpoint_restores_autocast() -> None:
+    assert found(RULE, traced(Checkpointed(own=False), {"x": X}, autocast=BF16)) == []
+    assert real_step(Checkpointed(own=False), {"x": X}, autocast=BF16).error is None
+
+
+def test_what_broke_in_the_forward_is_not_told_again() -> None:
+    trace = traced(Checkpointed(own=False), {"x": X})
+    assert found(RULE, trace) == []
+    assert [finding.module for finding in found("ist101_operands", trace)] == ["second"]

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.reality import real_step
+from tests.rules.traces import BF16, FP32, found, traced, verified
+
+RULE = "ist406_scratch"
+SCRATCH = {BF16: torch.zeros(8, 8, dtype=BF16), FP32: torch.zeros(8, 8)}
+X = torch.ones(2, 8, dtype=BF16)
+
+
+class Shared(nn.Module):
+    """Adds to a layer's output a product with a table that the code keeps for itself."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8).to(BF16)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(self.proj(x), SCRATCH[self.dtype])
+
+
+def test_a_table_of_the_model_before() -> None:
+    (finding,) = verified(Shared(FP32), {"x": X}, "IST406")
+    outcome = real_step(Shared(FP32), {"x": X})
+    assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("forward", "")
+    assert finding.message == "a shared float32 tensor meets bfloat16"
+    assert finding.cause.startswith(
+        "a tensor that the code keeps outside of the model is float32 at test_ist406.py:"
+    )
+    assert finding.notes == (f"the device says: {outcome.error}",)
+    assert finding.fixes[-1].description == (
+        "allocate that tensor in the dtype of the model that uses it (bfloat16): keep one for each device, stream and "
+        "dtype"
+    )
+    assert not finding.fixes[-1].verified
+
+
+def test_a_table_in_the_models_dtype() -> None:
+    assert found(RULE, traced(Shared(BF16), {"x": X})) == []

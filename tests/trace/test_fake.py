@@ -1,0 +1,199 @@
+"""The twin: the same modules on fakes, and a model that is as before."""
+
+from __future__ import annotations
+
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.trace.fake import fake_inputs, fake_like, fake_mode, twin_of
+from tests.small import BF16, FP16, FP32, net
+
+
+class Holding(nn.Module):
+    """Holds whatever a module of the user's may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.plain = torch.ones(3)
+        self.listed = [torch.ones(2), {"inner": torch.zeros(1, dtype=BF16)}]
+        self.same = self.proj.weight
+        self.numbers = [1, 2]
+        self.lock = threading.Lock()
+        self.file = io.StringIO("text")
+        self.generator = torch.Generator()
+        self.act = torch.relu
+        self.nothing = None
+        self.register_parameter("absent", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.numbers.append(3)
+        return self.act(self.proj(x)) + self.table
+
+
+def test_names_classes_dtypes_shapes_and_flags() -> None:
+    model = net()
+    model.head.weight.requires_grad_(False)
+    model.layers[0].eval()
+    twin = twin_of(model, fake_mode())
+    real, fake = dict(model.named_parameters()), dict(twin.named_parameters())
+    assert list(real) == list(fake)
+    for name, parameter in real.items():
+        twin_parameter = fake[name]
+        assert isinstance(twin_parameter, FakeTensor)
+        assert isinstance(twin_parameter, nn.Parameter)
+        facts = [(p.dtype, p.shape, p.stride(), p.requires_grad) for p in (parameter, twin_parameter)]
+        assert facts[0] == facts[1]
+    for (name, module), (other_name, other) in zip(model.named_modules(), twin.named_modules(), strict=True):
+        assert (name, type(module), module.training) == (other_name, type(other), other.training)
+        assert module is not other
+
+
+def test_every_tensor_that_a_module_holds_is_faked_and_the_rest_copied() -> None:
+    model = Holding()
+    twin: Any = twin_of(model, fake_mode())
+    held = [twin.table, twin.scratch, twin.plain, twin.listed[0], twin.listed[1]["inner"]]
+    assert all(isinstance(each, FakeTensor) for each in held)
+    assert twin.listed[1]["inner"].dtype == BF16
+    assert twin.same is twin.proj.weight
+    assert twin.numbers == [1, 2]
+    assert twin.numbers is not model.numbers
+    assert twin.act is torch.relu
+    assert twin.absent is None
+
+
+def test_what_belongs_to_the_process_is_shared() -> None:
+    model = Holding()
+    twin: Any = twin_of(model, fake_mode())
+    assert twin.lock is model.lock
+    assert twin.generator is model.generator
+
+
+def test_state_that_a_forward_keeps_stays_in_the_twin() -> None:
+    model = Holding()
+    mode = fake_mode()
+    twin = twin_of(model, mode)
+    with mode:
+        twin(torch.ones(2, 4))
+    assert twin.numbers == [1, 2, 3]
+    assert model.numbers == [1, 2]
+
+
+def test_tied_weights_and_shared_modules_stay_tied() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False), "norm": nn.LayerNorm(4)}
+    )
+    model["head"].weight = model["embed"].weight
+    model["again"] = model["norm"]
+    twin = twin_of(model, fake_mode())
+    assert twin["head"].weight is twin["embed"].weight
+    assert twin["again"] is twin["norm"]
+    assert len(list(twin.parameters())) == 3
+
+
+def test_a_model_on_the_meta_device_becomes_one_on_a_cpu() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 20, dtype=BF16)
+    twin = twin_of(model, fake_mode())
+    assert (twin.weight.device.type, twin.weight.dtype) == ("cpu", BF16)
+    assert model.weight.is_meta
+
+
+def test_hooks_are_copied() -> None:
+    seen: list[type] = []
+    model = nn.Linear(2, 2)
+    handle = model.register_forward_hook(lambda module, args, output: seen.append(type(output)))
+    mode = fake_mode()
+    with mode:
+        twin_of(model, mode)(torch.ones(1, 2))
+    assert seen == [FakeTensor]
+    handle.remove()
+    assert len(twin_of(model, mode)._forward_hooks) == 0
+
+
+def test_bound_methods_are_the_twins_own() -> None:
+    """accelerate's hooks replace `forward` by a bound method in the module's dict."""
+    model = nn.Linear(2, 2)
+    model.forward = model.forward  # type: ignore[method-assign]
+    twin: Any = twin_of(model, fake_mode())
+    assert twin.__dict__["forward"].__self__ is twin
+    assert model.__dict__["forward"].__self__ is model
+
+
+def test_a_twin_of_a_twin() -> None:
+    mode = fake_mode()
+    first = twin_of(net(), mode)
+    second = twin_of(first, mode)
+    assert {id(p) for p in first.parameters()}.isdisjoint(id(m) for m in second.modules())
+    assert [p.dtype for p in second.parameters()] == [p.dtype for p in first.parameters()]
+
+
+def test_strides_and_dtypes_of_a_fake() -> None:
+    mode = fake_mode()
+    made = fake_like(torch.ones(4, 6, dtype=FP16).T, mode)
+    assert (made.shape, made.stride(), made.dtype) == ((6, 4), (1, 6), FP16)
+    assert fake_like(made, mode) is made
+    assert fake_like(torch.ones(2).to_sparse(), mode).layout == torch.strided
+
+
+def test_inputs_of_any_structure() -> None:
+    given = {"x": torch.ones(2, requires_grad=True), "ids": torch.zeros(2, dtype=torch.long), "n": 3}
+    nested = {**given, "more": [torch.ones(1), {"mask": torch.ones(1, dtype=torch.bool)}]}
+    faked = fake_inputs(nested, fake_mode())
+    assert all(isinstance(faked[name], FakeTensor) for name in ("x", "ids"))
+    assert faked["x"].requires_grad
+    assert faked["n"] == 3
+    assert isinstance(faked["more"][1]["mask"], FakeTensor)
+    assert type(given["x"]) is torch.Tensor
+
+
+# ------------------------------------------------------------------------------------------------ quantized layers
+
+
+@pytest.fixture(scope="module")
+def bnb() -> Any:
+    return pytest.importorskip("bitsandbytes")
+
+
+def test_a_4bit_layer_keeps_its_class_and_state(bnb: Any) -> None:
+    layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4", compute_dtype=BF16, compress_statistics=True)
+    model = nn.ModuleDict({"proj": layer.to(BF16).to("cpu").requires_grad_(False)})
+    bits, state = model["proj"].weight.data.clone(), model["proj"].weight.quant_state
+    mode = fake_mode()
+    twin = twin_of(model, mode)
+    weight: Any = twin["proj"].weight
+    assert isinstance(weight, bnb.nn.Params4bit)
+    assert type(weight).__name__ == "Params4bit"
+    assert isinstance(weight, FakeTensor)
+    assert (weight.quant_state.dtype, weight.quant_state.quant_type) == (BF16, "nf4")
+    assert isinstance(weight.quant_state.absmax, FakeTensor)
+    assert isinstance(weight.quant_state.state2.absmax, FakeTensor)
+    weight.quant_state.dtype = FP32
+    assert model["proj"].weight.quant_state is state
+    assert state.dtype == BF16
+    with mode:
+        assert twin["proj"](torch.ones(2, 64, dtype=BF16)).shape == (2, 64)
+    assert torch.equal(model["proj"].weight.data, bits)
+
+
+def test_an_int8_layer_keeps_its_class_and_scales(bnb: Any) -> None:
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to(FP16).to("cpu").requires_grad_(False)
+    model = nn.ModuleDict({"proj": layer})
+    scales = layer.weight.SCB
+    mode = fake_mode()
+    twin = twin_of(model, mode)
+    weight: Any = twin["proj"].weight
+    assert isinstance(weight, bnb.nn.Int8Params)
+    assert isinstance(weight.SCB, FakeTensor)
+    with mode:
+        assert twin["proj"](torch.ones(2, 64, dtype=FP16)).shape == (2, 64)
+    assert layer.weight.SCB is scales
+    assert layer.state.CB is None

@@ -1,0 +1,217 @@
+"""Autocast of a device that is not here, and refusals above the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as nnf
+
+from isotype.contracts.autocast import autocast_lists
+from isotype.contracts.contract import contracts_for
+from isotype.trace.fake import fake_inputs, fake_mode
+from isotype.trace.functions import Functions
+from isotype.trace.recorder import Recorder
+from tests.small import BF16, FP16, FP32
+
+
+def under(kind: str, act: Callable[..., Any], autocast: torch.dtype | None, **inputs: torch.Tensor) -> Any:
+    """The result of `act(**inputs)` on fakes of a device of `kind`."""
+    mode = fake_mode()
+    recorder = Recorder(contracts_for(kind), autocast or FP32, mode)
+    fakes = fake_inputs(inputs, mode)
+    enabled = autocast is not None
+    with (
+        mode,
+        recorder,
+        Functions(recorder, kind),
+        torch.autocast("cpu", dtype=autocast or BF16, enabled=enabled),
+    ):
+        return act(**fakes)
+
+
+def low(shape: tuple[int, ...] = (4, 4), dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def _attention(x: torch.Tensor) -> Any:
+    """Multi-head attention of one head with its weights: a function of Python's that calls many of torch's."""
+    width = x.shape[-1]
+    weight = x.new_ones(3 * width, width), x.new_ones(3 * width)
+    given = x[:, None]
+    return nnf.multi_head_attention_forward(
+        given, given, given, width, 1, *weight, None, None, False, 0.0, x.new_ones(width, width), None
+    )
+
+
+# function of x -> (what it is given, what CUDA's autocast to bfloat16 returns), as the lists have it
+CUDA: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype]] = {
+    "matmul": (lambda x: x @ x, FP32, BF16),
+    "linear": (lambda x: nnf.linear(x, x), FP32, BF16),
+    "mm": (lambda x: torch.mm(x, x), FP32, BF16),
+    "bmm": (lambda x: torch.bmm(x[None], x[None]), FP32, BF16),
+    "addmm": (lambda x: torch.addmm(x, x, x), FP32, BF16),
+    "conv2d": (lambda x: nnf.conv2d(x[:, :, None], x[:, :, None, None]), FP32, BF16),
+    "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), FP32, BF16),
+    "prelu": (lambda x: nnf.prelu(x, x[0, :1]), FP32, BF16),
+    "softmax": (lambda x: torch.softmax(x, -1), BF16, FP32),
+    "softmax method": (lambda x: x.softmax(-1), BF16, FP32),
+    "functional softmax": (lambda x: nnf.softmax(x, dim=-1), BF16, FP32),
+    "log_softmax": (lambda x: x.log_softmax(-1), BF16, FP32),
+    "softmax with a dtype": (lambda x: x.softmax(-1, dtype=BF16), BF16, BF16),
+    "layer_norm": (lambda x: nnf.layer_norm(x, (4,)), BF16, FP32),
+    "group_norm": (lambda x: nnf.group_norm(x[None], 2), BF16, FP32),
+    "sum": (lambda x: x.sum(), BF16, FP32),
+    "sum with a dtype": (lambda x: x.sum(dtype=BF16), BF16, BF16),
+    "cumsum": (lambda x: x.cumsum(0), BF16, FP32),
+    "prod": (lambda x: x.prod(), BF16, FP32),
+    "exp": (lambda x: x.exp(), BF16, FP32),
+    "log": (lambda x: x.log(), BF16, FP32),
+    "pow": (lambda x: x.pow(2), BF16, FP32),
+    "pow operator": (lambda x: x**2, BF16, FP32),
+    "rsqrt": (lambda x: x.rsqrt(), BF16, FP32),
+    "norm": (lambda x: x.norm(), BF16, FP32),
+    "mse_loss": (lambda x: nnf.mse_loss(x, x), BF16, FP32),
+    "cross_entropy": (lambda x: nnf.cross_entropy(x, torch.zeros(4, dtype=torch.long)), BF16, FP32),
+    "cosine_similarity": (lambda x: nnf.cosine_similarity(x, x), BF16, FP32),
+    "mean": (lambda x: x.mean(), BF16, BF16),
+    "add": (lambda x: x + x, BF16, BF16),
+    "gelu": (lambda x: nnf.gelu(x), BF16, BF16),
+    "silu": (lambda x: nnf.silu(x), BF16, BF16),
+    "sigmoid": (lambda x: x.sigmoid(), BF16, BF16),
+    "cat of two dtypes": (lambda x: torch.cat([x, x.float()]), BF16, FP32),
+    "stack of two dtypes": (lambda x: torch.stack([x, x.float()]), BF16, FP32),
+    "addcmul of two dtypes": (lambda x: torch.addcmul(x, x.float(), x), BF16, FP32),
+    "attention": (lambda x: _attention(x)[0], FP32, BF16),
+    "cat of one dtype": (lambda x: torch.cat([x, x]), BF16, BF16),
+}
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_dtypes_under_cuda_autocast(name: str) -> None:
+    act, given, expected = CUDA[name]
+    assert under("cuda", act, BF16, x=low(dtype=given)).dtype == expected
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_dtypes_without_autocast_are_torchs_own(name: str) -> None:
+    act, given, _ = CUDA[name]
+    assert under("cuda", act, None, x=low(dtype=given)).dtype == act(low(dtype=given)).dtype
+
+
+def test_the_table_above_and_the_measured_lists_agree() -> None:
+    lists = autocast_lists("cuda")
+    assert {"mm", "bmm", "addmm", "matmul", "linear", "conv2d", "prelu"} <= lists.lower
+    assert {
+        "layer_norm",
+        "group_norm",
+        "exp",
+        "log",
+        "pow",
+        "rsqrt",
+        "mse_loss",
+        "cosine_similarity",
+    } <= lists.float32
+    assert {"softmax", "log_softmax", "sum", "cumsum", "prod"} <= lists.float32_opt
+    assert {"addcmul", "dot", "grid_sampler", "scatter_add"} <= lists.promote
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_dtypes_under_the_cpus_own_autocast(name: str) -> None:
+    act, given, _ = CUDA[name]
+    with torch.autocast("cpu", dtype=BF16):
+        real = act(low(dtype=given)).dtype
+    assert under("cpu", act, BF16, x=low(dtype=given)).dtype == real
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_autocast_switched_off_inside(kind: str) -> None:
+    def act(x: torch.Tensor) -> list[torch.dtype]:
+        outer = (x @ x).dtype
+        with torch.autocast("cpu", enabled=False):
+            inner = (x @ x).dtype, x.bfloat16().softmax(-1).dtype
+        return [outer, *inner, (x @ x).dtype]
+
+    assert under(kind, act, BF16, x=low(dtype=FP32)) == [BF16, FP32, BF16, BF16]
+
+
+@pytest.mark.xfail(
+    reason="torch.autocast('cuda') switches itself off on a CPU build, whatever it is asked for"
+)
+def test_autocast_of_the_other_device_switched_off_inside() -> None:
+    """A model written for a GPU: `torch.autocast("cuda", enabled=False)` around what has to stay in float32."""
+
+    def act(x: torch.Tensor) -> list[torch.dtype]:
+        with torch.autocast("cuda", enabled=False):
+            inner = (x @ x).dtype
+        return [inner, (x @ x).dtype]
+
+    assert under("cuda", act, BF16, x=low(dtype=FP32)) == [FP32, BF16]
+
+
+def test_autocast_by_the_device_type_of_a_tensor() -> None:
+    """What transformers does around rotary embeddings: the device type comes from a tensor."""
+
+    def act(x: torch.Tensor) -> torch.dtype:
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return (x @ x).dtype
+
+    assert under("cuda", act, BF16, x=low(dtype=FP32)) == FP32
+
+
+def test_a_function_that_autocast_refuses_is_a_breach() -> None:
+    mode = fake_mode()
+    recorder = Recorder(contracts_for("cuda"), BF16, mode)
+    fakes = fake_inputs({"p": torch.full((4,), 0.5)}, mode)
+    with mode, recorder, Functions(recorder, "cuda"), torch.autocast("cpu", dtype=BF16):
+        nnf.binary_cross_entropy(fakes["p"], fakes["p"])
+    (broken,) = [call.breach for call in recorder.calls if call.breach is not None]
+    assert "unsafe to autocast" in broken.message
+
+
+def test_float64_is_left_alone() -> None:
+    assert under("cuda", lambda x: x @ x, BF16, x=low(dtype=torch.float64)).dtype == torch.float64
+
+
+def test_gradients_go_through_the_casts() -> None:
+    """Autocast is above autograd: the gradient of a float32 weight is float32."""
+    weight = nn.Parameter(torch.ones(4, 4))
+
+    def act(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
+        loss = nnf.softmax(x @ w, dim=-1).sum()
+        (gradient,) = torch.autograd.grad(loss, w)
+        return loss.dtype, gradient.dtype
+
+    assert under("cuda", act, BF16, x=low(dtype=FP32), w=weight) == (FP32, FP32)
+
+
+@pytest.mark.parametrize(("autocast", "given"), [(BF16, FP16), (FP16, BF16)])
+def test_sixteen_bits_of_the_other_kind(autocast: torch.dtype, given: torch.dtype) -> None:
+    assert under("cuda", lambda x: x @ x, autocast, x=low(dtype=given)).dtype == autocast
+
+
+def test_arrays_of_tensors_without_values() -> None:
+    made = under("cpu", lambda x: (x @ x).numpy(), None, x=torch.ones(2, 2))
+    assert made.shape == (2, 2)
+    assert str(made.dtype) == "float32"
+
+
+def test_the_name_of_the_function_is_told_and_taken_back() -> None:
+    mode = fake_mode()
+    recorder = Recorder(contracts_for("cpu"), FP32, mode)
+    names: list[str] = []
+
+    class Listening(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = torch.relu(x)
+            names.append(recorder.function)
+            return made
+
+    fakes = fake_inputs({"x": low()}, mode)
+    with mode, recorder, Functions(recorder, "cpu"):
+        Listening()(fakes["x"])
+    assert names == [""]
+    assert [call.op for call in recorder.calls] == ["aten.relu.default"]

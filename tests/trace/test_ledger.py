@@ -1,0 +1,248 @@
+"""The ledger: live bytes of a step, the same book for fakes and for real tensors, folded layers counted in full."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isotype.precision.hardware import device_profile
+from isotype.trace.fold import STANDS_FOR
+from isotype.trace.ledger import Ledger
+from isotype.trace.record import Memory, Setup
+from isotype.trace.step import trace_step
+from tests.small import BF16, FP32, WIDTH, Block, ids, net
+
+PHASES: Any = ("forward", "backward", "optimizer")
+
+
+def traced_memory(model: nn.Module, inputs: Any, optimizer: str = "adamw") -> Memory:
+    setup = Setup(device_profile("cpu"), None, False, optimizer, BF16, phases=PHASES)
+    return trace_step(model, inputs, setup).memory
+
+
+# ------------------------------------------------------------------------------------------------------- the book
+
+
+def test_a_storage_counts_once_and_until_its_last_tensor_is_gone() -> None:
+    book = Ledger()
+    book.begin("forward")
+    made = torch.zeros(10)
+    book.seen(made)
+    view = made[2:]
+    book.seen(view)
+    assert book.total == 40
+    del made
+    gc.collect()
+    assert book.total == 40
+    del view
+    assert book.total == 0
+
+
+def test_peaks_by_phase_and_kind() -> None:
+    book = Ledger()
+    weight = torch.zeros(4)
+    book.seen(weight, "weights")
+    book.begin("forward")
+    first = torch.zeros(6)
+    book.seen(first)
+    second = torch.zeros(2)
+    book.seen(second)
+    del first
+    book.begin("backward")
+    book.seen(torch.zeros(1), "gradients")
+    memory = book.record()
+    assert memory.phases["forward"] == {"weights": 16, "activations": 32}
+    assert memory.phases["backward"] == {"weights": 16, "activations": 8, "gradients": 4}
+    assert (memory.peak_phase, memory.peak) == ("forward", 48)
+
+
+def test_a_storage_is_of_the_last_kind_it_was_said_to_be() -> None:
+    book = Ledger()
+    book.begin("backward")
+    gradient = torch.zeros(4)
+    book.seen(gradient)
+    book.seen(gradient, "gradients")
+    book.begin("optimizer")
+    assert {kind: size for kind, size in book.record().phases["optimizer"].items() if size} == {
+        "gradients": 16
+    }
+
+
+def test_repeats() -> None:
+    book = Ledger()
+    weight = torch.zeros(4)
+    book.seen(weight, "weights", repeats=5)
+    assert book.total == 80
+    del weight
+    assert book.total == 0
+
+
+def test_the_surplus_of_a_folded_module_goes_when_the_backward_has_left_it() -> None:
+    book = Ledger()
+    book.begin("forward")
+    entered = book.total
+    kept = torch.zeros(10)
+    book.seen(kept)
+    book.multiply("layers.1", entered, 4)
+    assert book.total == 160
+    book.begin("backward")
+    book.backward_in("head")
+    book.backward_in("layers.1.proj")
+    assert book.total == 160
+    book.backward_in("layers.1.norm")
+    assert book.total == 160
+    book.backward_in("layers.0.norm")
+    assert book.total == 40
+
+
+# -------------------------------------------------------------------------------------------- fakes and real tensors
+
+
+class _Real(TorchDispatchMode):
+    """Enters every tensor that a real step makes into a ledger."""
+
+    def __init__(self, book: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.book = book
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.book.seen(leaf)
+        return result
+
+
+def real_memory(model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: Any) -> Memory:
+    """The same step on real tensors, in the same book."""
+    book = Ledger()
+    for parameter in model.parameters():
+        book.seen(parameter, "weights")
+    for buffer in model.buffers():
+        book.seen(buffer, "buffers")
+    for value in inputs.values():
+        book.seen(value, "inputs")
+
+    def count(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        book.seen(parameter.grad, "gradients")
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(count)
+    with _Real(book):
+        book.begin("forward")
+        loss = model(**inputs).float().mean()
+        book.begin("backward")
+        loss.backward()
+        del loss
+        book.begin("optimizer")
+        book.kind = "optimizer"
+        optimizer([each for each in model.parameters() if each.requires_grad]).step()
+    return book.record()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(self.q(x) @ x.transpose(-1, -2), -1)
+        return x + scores @ self.v(x)
+
+
+MODELS: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
+    "net": (lambda: net(3), ids(4, 64)),
+    "linear layers": (
+        lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)),
+        {"input": torch.ones(256, 64)},
+    ),
+    "attention": (lambda: nn.Sequential(Attention(), Attention()), {"input": torch.ones(2, 64, 16)}),
+    "normed": (
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 8)),
+        {"input": torch.ones(128, 64)},
+    ),
+    "frozen": (
+        lambda: nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.ReLU(), nn.Linear(64, 8)),
+        {"input": torch.ones(128, 64)},
+    ),
+}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_estimate_on_fakes_is_the_book_of_the_real_step(name: str, optimizer: str) -> None:
+    make, inputs = MODELS[name]
+    real = real_memory(make(), inputs, OPTIMIZERS[optimizer])
+    fake = traced_memory(make(), inputs, optimizer)
+    assert set(PHASES) <= set(fake.phases)
+    for phase in PHASES:
+        for kind in ("weights", "buffers", "inputs", "gradients"):
+            assert fake.phases[phase].get(kind, 0) == pytest.approx(real.phases[phase].get(kind, 0), abs=64)
+        assert sum(fake.phases[phase].values()) == pytest.approx(sum(real.phases[phase].values()), rel=0.02)
+
+
+def test_the_optimizers_state() -> None:
+    """AdamW: two moments of each trainable parameter, in its dtype."""
+    model = nn.Linear(64, 64, bias=False)
+    memory = traced_memory(model, {"input": torch.ones(2, 64)})
+    assert memory.phases["optimizer"]["optimizer"] >= 2 * 64 * 64 * 4
+    assert (
+        traced_memory(model, {"input": torch.ones(2, 64)}, "sgd").phases["optimizer"].get("optimizer", 0)
+        < 64 * 64 * 4 + 64
+    )
+
+
+# -------------------------------------------------------------------------------------------------- folded layers
+
+
+class Stack(nn.Module):
+    """Equal blocks; `stands` gives how many of them each kept one stands for."""
+
+    def __init__(self, stands: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in stands)
+        self.head = nn.Linear(WIDTH, 16)
+        for layer, count in zip(self.layers, stands, strict=True):
+            setattr(layer, STANDS_FOR, count)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("trainable", ["all", "norms"])
+def test_folded_layers_count_as_the_whole_model(dtype: torch.dtype, trainable: str) -> None:
+    def trace(stands: tuple[int, ...]) -> Any:
+        model = Stack(stands).to(dtype)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable == "all" or "norm" in name)
+        setup = Setup(device_profile("cpu"), None, False, "adamw", dtype, phases=PHASES)
+        return trace_step(model, ids(8, 32), setup)
+
+    whole, folded = trace((1,) * 12), trace((1, 11))
+    assert folded.flops == whole.flops
+    for phase in PHASES:
+        expected, found = whole.memory.phases[phase], folded.memory.phases[phase]
+        for kind in ("weights", "gradients", "inputs"):
+            assert found.get(kind, 0) == pytest.approx(expected.get(kind, 0), rel=0.02, abs=8), (phase, kind)
+        assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.05), phase
+    count = [
+        sum(call.repeats for call in each.calls if call.op == "aten.addmm.default")
+        for each in (whole, folded)
+    ]
+    assert count[0] == count[1] == 13
+    size = [sum(weight.bytes * weight.repeats for weight in each.weights) for each in (whole, folded)]
+    assert size[0] == size[1]

@@ -1,0 +1,92 @@
+"""Optimizers by name, on the twin's parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.precision.hardware import device_profile
+from isotype.trace.optimizers import OPTIMIZERS, make_optimizer, unknown_optimizer
+from isotype.trace.record import Setup
+from isotype.trace.step import trace_step
+from tests.small import BF16, FP16, FP32
+
+
+def parameters(dtype: torch.dtype = FP32) -> list[torch.Tensor]:
+    made = [nn.Parameter(torch.ones(3, 2, dtype=dtype)), nn.Parameter(torch.ones(2, dtype=dtype))]
+    for each in made:
+        each.grad = torch.full_like(each, 0.5)
+    return made
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_name_makes_an_optimizer_that_steps(name: str) -> None:
+    trained = parameters()
+    made = make_optimizer(name, trained, 0.25)
+    assert isinstance(made, torch.optim.Optimizer)
+    assert made.param_groups[0]["lr"] == 0.25
+    before = [each.detach().clone() for each in trained]
+    made.step()
+    assert not any(torch.equal(old, new) for old, new in zip(before, trained, strict=True))
+
+
+def test_fused_and_foreach_kernels() -> None:
+    assert make_optimizer("adamw_fused", parameters(), None).defaults["fused"]
+    assert make_optimizer("adamw_torch_fused", parameters(), None).defaults["fused"]
+    assert make_optimizer("adamw_foreach", parameters(), None).defaults["foreach"]
+
+
+def test_no_learning_rate_leaves_the_optimizers_own() -> None:
+    assert make_optimizer("adamw", parameters(), None).param_groups[0]["lr"] == 1e-3
+
+
+def test_an_optimizer_gives_its_class_and_defaults() -> None:
+    asked = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5, weight_decay=0.125, betas=(0.5, 0.75))
+    trained = parameters()
+    made = make_optimizer(asked, trained, 0.25)
+    assert type(made) is torch.optim.AdamW
+    assert made.param_groups[0]["params"] == trained
+    assert (made.defaults["weight_decay"], made.defaults["betas"], made.defaults["lr"]) == (
+        0.125,
+        (0.5, 0.75),
+        0.5,
+    )
+    assert asked.state == {}
+
+
+def test_a_callable_and_a_class() -> None:
+    made = make_optimizer(lambda given: torch.optim.SGD(given, lr=3.0), parameters(), None)
+    assert made.param_groups[0]["lr"] == 3.0
+    assert isinstance(make_optimizer(torch.optim.Adagrad, parameters(), None), torch.optim.Adagrad)
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw_bnb_8bit", "paged_adamw_32bit", "lion_8bit", "galore_adamw", "schedule_free_radam"]
+)
+def test_optimizers_with_kernels_of_their_own_are_said_to_be_left_out(name: str) -> None:
+    note = make_optimizer(name, parameters(), None)
+    assert note == f"the step of optimizer {name} is not followed: it runs in kernels of its own"
+
+
+def test_an_unknown_name() -> None:
+    (problem,) = unknown_optimizer("adamw_troch")
+    assert str(problem) == (
+        "optimizer 'adamw_troch'\n"
+        f"    expected  one of {', '.join(OPTIMIZERS)}\n"
+        "    fix       give one of these, or a callable"
+    )
+    assert not list(unknown_optimizer("paged_adamw_8bit"))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_steps_on_fakes_as_on_real_tensors(name: str, dtype: torch.dtype) -> None:
+    """What the real optimizer does in this dtype, the step on fakes does too."""
+    model = nn.Linear(2, 3).to(dtype)
+    setup = Setup(device_profile("cpu"), None, False, name, dtype)
+    trace = trace_step(model, {"input": torch.ones(1, 2, dtype=dtype)}, setup)
+    assert trace.failure is None
+    assert not list(trace.breaches())
+    make_optimizer(name, parameters(dtype), None).step()
+    assert any(call.phase == "optimizer" for call in trace.calls)

@@ -1,0 +1,282 @@
+"""One step on fakes: phases, losses, set-ups, and what is said to be left out."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from isotype.precision.hardware import device_profile
+from isotype.trace.record import Setup, Trace
+from isotype.trace.step import LossOf, loss_of, trace_step
+from tests.reality import real_step
+from tests.small import BF16, FP16, FP32, WIDTH, ids, net
+
+SETUP = Setup(device_profile("cpu"), None, False, "adamw", FP32)
+X = {"input": torch.ones(2, WIDTH)}
+
+
+def phases_seen(trace: Trace) -> list[str]:
+    return list(dict.fromkeys(call.phase for call in trace.calls))
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+Pair = namedtuple("Pair", "logits hidden")
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: x,
+        lambda x: (x, None),
+        lambda x: {"ids": torch.zeros(2, dtype=torch.long), "logits": x},
+        lambda x: [None, {"deep": [x]}],
+        lambda x: Pair(x, x),
+        lambda x: {"loss": x.float().mean(), "logits": x},
+        lambda x: SimpleNamespace(loss=x.float().mean()),
+    ],
+    ids=["tensor", "tuple", "dict", "nested", "named tuple", "loss in a dict", "loss as an attribute"],
+)
+def test_what_a_model_may_return(output: Callable[[torch.Tensor], Any]) -> None:
+    made = loss_of(output(torch.full((2, 2), 3.0, dtype=BF16)))
+    assert (made.dtype, made.shape, made.item()) == (FP32, (), 3.0)
+
+
+def test_a_model_that_returns_nothing_to_train_on() -> None:
+    class Silent(nn.Module):
+        def forward(self, **_: Any) -> Any:
+            return {"ids": torch.zeros(2, dtype=torch.long)}
+
+    failure = trace_step(Silent(), X, SETUP).failure
+    assert failure is not None
+    assert failure.error == "TypeError: the model returned dict without a float tensor to train on"
+
+
+def test_inputs_as_a_dict_a_closure_and_a_loss_over_inputs_give_the_same_step() -> None:
+    def mean(model: nn.Module, inputs: Any) -> torch.Tensor:
+        return model(**inputs).float().mean()
+
+    given: list[Any] = [X, lambda model: mean(model, X), LossOf(mean, X)]
+    traces = [trace_step(nn.Linear(WIDTH, 2), each, SETUP) for each in given]
+    steps = [[(call.op, call.phase, call.module) for call in trace.calls] for trace in traces]
+    assert steps[0] == steps[1] == steps[2]
+    assert all(trace.failure is None for trace in traces)
+
+
+def test_the_loss_of_the_closure_is_the_one_that_is_followed() -> None:
+    def squared(model: nn.Module) -> torch.Tensor:
+        return model(torch.ones(2, WIDTH)).square().sum()
+
+    ops = [call.op for call in trace_step(nn.Linear(WIDTH, 2), squared, SETUP).calls]
+    assert ops.index("aten.pow.Tensor_Scalar") < ops.index("aten.sum.default")
+
+
+# -------------------------------------------------------------------------------------------------------- phases
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("forward",),
+        ("forward", "backward"),
+        ("forward", "backward", "optimizer"),
+        ("forward", "backward", "unscale", "optimizer", "generate"),
+        ("generate",),
+    ],
+)
+def test_the_phases_that_were_asked_for(asked: tuple[Any, ...]) -> None:
+    setup = replace(SETUP, phases=asked, scaler="unscale" in asked)
+    assert phases_seen(trace_step(nn.Linear(WIDTH, 2), X, setup)) == list(asked)
+
+
+def test_generation_runs_without_gradients_labels_and_autocast() -> None:
+    seen: list[Any] = []
+
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(WIDTH, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append((labels is None, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+            return self.proj(x)
+
+    inputs = {"x": torch.ones(2, WIDTH), "labels": torch.zeros(2, dtype=torch.long)}
+    setup = replace(SETUP, phases=("forward", "generate"), autocast=BF16)
+    trace_step(Looking(), inputs, setup)
+    trace_step(Looking(), inputs, replace(setup, autocast_eval=True))
+    assert seen == [(False, True, True), (True, False, False), (False, True, True), (True, False, True)]
+
+
+def test_generation_of_ones_own() -> None:
+    asked: list[type] = []
+    setup = replace(SETUP, phases=("generate",))
+    trace_step(nn.Linear(2, 2), X, setup, generate=lambda model: asked.append(type(model)))
+    assert asked == [nn.Linear]
+
+
+def test_nothing_trainable_is_a_note() -> None:
+    trace = trace_step(nn.Linear(WIDTH, 2).requires_grad_(False), X, SETUP)
+    assert trace.notes == ("no backward: nothing that the loss depends on is trainable",)
+    assert trace.failure is None
+    assert phases_seen(trace) == ["forward"]
+
+
+def test_an_optimizer_that_is_not_followed_is_a_note() -> None:
+    trace = trace_step(nn.Linear(WIDTH, 2), X, replace(SETUP, optimizer="adamw_bnb_8bit"))
+    assert trace.notes == (
+        "the step of optimizer adamw_bnb_8bit is not followed: it runs in kernels of its own",
+    )
+
+
+def test_what_comes_after_a_failure_is_not_run() -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise ValueError("three channels, not four")
+
+    trace = trace_step(nn.Sequential(Failing(WIDTH, 2)), X, SETUP)
+    assert trace.failure is not None
+    assert (trace.failure.phase, trace.failure.module) == ("forward", "0")
+    assert trace.failure.error == "ValueError: three channels, not four"
+    assert phases_seen(trace) == ["forward"]
+
+
+def test_dropout_and_batch_norm_are_those_of_training() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
+    trace = trace_step(model, X, SETUP)
+    ops = [call.op for call in trace.calls]
+    assert any("bernoulli" in op for op in ops)
+    assert "aten.native_batch_norm_backward.default" in ops
+    assert not model.training
+
+
+# ------------------------------------------------------------------------------------------------------- unscale
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_unscale_refuses_float16_gradients_as_the_real_scaler_does(dtype: torch.dtype) -> None:
+    model, inputs = nn.Linear(WIDTH, 2).to(dtype), {"input": torch.ones(2, WIDTH, dtype=dtype)}
+    setup = replace(SETUP, scaler=True, compute=dtype)
+    found = [call for call in trace_step(model, inputs, setup).breaches() if call.phase == "unscale"]
+    outcome = real_step(model, inputs, scaler=True)
+    assert bool(found) == (outcome.phase == "unscale") == (dtype == FP16)
+    if found:
+        assert [call.breach.message for call in found if call.breach] == [str(outcome.error)]
+        assert [operand.origin.name for operand in found[0].operands] == ["weight", "bias"]
+        assert [operand.origin.cause.kind for operand in found[0].operands] == ["parameter", "parameter"]
+
+
+def test_unscale_of_several_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4))
+    setup = replace(SETUP, scaler=True)
+    trace = trace_step(model, X, setup)
+    assert [call.op for call in trace.calls if call.phase == "unscale" and "unscale" in call.op] == [
+        "aten._amp_foreach_non_finite_check_and_unscale_.default"
+    ]
+    assert not list(trace.breaches())
+
+
+# ---------------------------------------------------------------------------------------------------- checkpointing
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.again = False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        self.again = True
+        self.options = gradient_checkpointing_kwargs or {"use_reentrant": False}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return self.proj(x).sigmoid().sigmoid()
+
+        return checkpoint(run, x, **self.options) if self.again else run(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_is_switched_on_in_the_twin_alone(reentrant: bool) -> None:
+    model = Checkpointed()
+    inputs = {"x": torch.ones(2, WIDTH, requires_grad=True)}
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    trace = trace_step(model, inputs, replace(SETUP, gradient_checkpointing=kwargs))
+    assert not model.again
+    assert trace.failure is None
+    again = [call for call in trace.calls if call.recomputed]
+    assert "aten.addmm.default" in [call.op for call in again]
+    assert {call.module for call in again if call.flops} == {"proj"}
+    assert not any(call.recomputed for call in trace_step(model, inputs, SETUP).calls)
+
+
+# ------------------------------------------------------------------------------------------------------- changes
+
+
+def _cast(twin: nn.Module) -> None:
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(BF16)
+
+
+def test_a_change_is_made_to_the_twin_alone() -> None:
+    model = nn.Linear(WIDTH, 2)
+    trace = trace_step(model, X, SETUP, change=_cast)
+    assert {weight.dtype for weight in trace.weights} == {BF16}
+    assert {parameter.dtype for parameter in model.parameters()} == {FP32}
+
+
+def test_magnitudes_come_from_the_real_weights() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(3.0)
+    (weight,) = trace_step(model, {"input": torch.ones(1, 1)}, SETUP).weights
+    assert (weight.largest, weight.typical, weight.holds) == (3.0, 3.0, BF16)
+
+
+def test_a_line_that_casts_to_another_dtype() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(WIDTH, 2).to(BF16)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of the batch's tensor
+            return self.proj(input.float())
+
+    setup, inputs = replace(SETUP, compute=BF16), {"input": torch.ones(2, WIDTH, dtype=BF16)}
+    first, *_ = trace_step(Casting(), inputs, setup).breaches()
+    line = first.operands[1].origin.source
+    edited = trace_step(Casting(), inputs, setup, lines={line: BF16})
+    assert not list(edited.breaches())
+
+
+def test_a_part_that_the_forward_casts() -> None:
+    class Upcasting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(57, 3).to(BF16)  # a shape that no test before has made a fake of
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head.float()(x)
+
+    model = Upcasting()
+    trace = trace_step(model, {"x": torch.ones(2, 57)}, SETUP)
+    assert trace.failure is None
+    assert not list(trace.breaches())
+    assert model.head.weight.dtype == BF16
+
+
+def test_the_record() -> None:
+    trace = trace_step(net(1), ids(), replace(SETUP, compute=BF16))
+    assert trace.model == "Net"
+    assert trace.modules["layers.0.norm"] == "ScaledNorm"
+    assert trace.setup.compute == BF16
+    assert trace.flops == {BF16: 2 * 3 * 2 * 3 * (WIDTH * WIDTH + WIDTH * 16)}
+    assert list(trace.memory.phases) == ["load", "forward", "backward", "unscale", "optimizer"]

@@ -1,0 +1,214 @@
+"""check(trainer): the trainer's own loss on its own first batch, and the trainer as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from torch import nn
+
+import isotype
+from isotype.errors import UsageError
+from isotype.train.preflight import before_first_step, checkpointing
+from tests.models import quiet
+from tests.train.tiny import rows, save_chat_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"), "bfloat16")
+
+
+def packed(path: Path) -> Any:
+    """A bfloat16 checkpoint in nf4."""
+    with quiet():
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.bfloat16,
+            quantization_config=transformers.BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+            ),
+        )
+
+
+def arguments(cls: Any, out: Path, **more: Any) -> Any:
+    given = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        "gradient_checkpointing": False,
+    }
+    return cls(output_dir=str(out), **{**given, **more})
+
+
+def make(method: str, path: Path, out: Path, **more: Any) -> Any:
+    """The trainer of a script with TRL."""
+    cls, config = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig)}[method]
+    return cls(
+        model=packed(path),
+        args=arguments(config, out, **more),
+        train_dataset=datasets.Dataset.from_list(rows(method)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+        peft_config=peft.LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"),
+    )
+
+
+def process() -> tuple[Any, ...]:
+    return (random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist())
+
+
+def losses(trainer: Any) -> list[float]:
+    trainer.train()
+    return [trainer.state.log_history[-1]["train_loss"]]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_trainer_and_its_training_are_as_without_a_check(method: str, path: Path, tmp_path: Path) -> None:
+    def run(checked: bool) -> list[float]:
+        transformers.set_seed(0)
+        trainer = make(method, path, tmp_path / str(checked), bf16=True)
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        if checked:
+            before, state = process(), dict(vars(trainer.state))
+            report = isotype.check(trainer, verify=False)
+            assert process() == before
+            assert vars(trainer.state) == state
+            assert report.ok
+            assert report.complete
+            assert report.trace.setup.autocast == torch.bfloat16
+            assert report.trace.setup.learning_rate == 1e-2
+            assert {call.phase for call in report.trace.calls} == {"forward", "backward", "optimizer"}
+            assert trainer.optimizer is None
+            for name, parameter in trainer.model.named_parameters():
+                assert torch.equal(parameter, weights[name])
+                assert parameter.grad is None
+            assert not any(getattr(trainer, "_metrics", {"train": {}})["train"].values())
+        return losses(trainer)
+
+    assert run(checked=True) == run(checked=False)
+
+
+def test_float16_training_of_a_bfloat16_checkpoint(path: Path, tmp_path: Path) -> None:
+    """`fp16=True` over nf4: TRL leaves bfloat16 adapters, whose gradients no GradScaler takes on a GPU."""
+    trainer = make("sft", path, tmp_path, bf16=False, use_cpu=True)
+    trainer.args.fp16 = True  # as on the GPU: on a CPU transformers refuses it
+    report = isotype.check(trainer, verify=False)
+    assert report.trace.setup.autocast == torch.float16
+    assert report.trace.setup.scaler
+    adapters = {weight.dtype for weight in report.trace.weights if weight.trainable}
+    assert adapters == {torch.bfloat16}
+    assert "IST302" in {finding.code for finding in report.findings}
+
+
+# ------------------------------------------------------------------------------------------------- plain transformers
+
+
+class Regression(nn.Module):
+    """A model with one layer in another dtype, as the Trainer takes it."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 1)
+        if wide:
+            self.second.double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        made = self.second(self.first(x)).squeeze(-1)
+        return {
+            "loss": (made - labels.to(made.dtype)).square().mean() if labels is not None else None,
+            "logits": made,
+        }
+
+
+def plain(out: Path, wide: bool = False, count: int = 8, **more: Any) -> transformers.Trainer:
+    data = [{"x": [float(number)] * 4, "labels": float(number)} for number in range(count)]
+    return transformers.Trainer(
+        model=Regression(wide),
+        args=arguments(transformers.TrainingArguments, out, **more),
+        train_dataset=data,
+        data_collator=lambda features: {
+            name: torch.tensor([feature[name] for feature in features]) for name in ("x", "labels")
+        },
+    )
+
+
+def test_a_mismatch_is_found_with_the_trainers_loss(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, wide=True)
+    (finding, *_) = isotype.check(trainer, verify=False).errors
+    assert (finding.code, finding.module) == ("IST101", "second")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        trainer.train()
+
+
+def test_the_order_of_the_data_is_kept(tmp_path: Path) -> None:
+    def order(checked: bool) -> list[Any]:
+        transformers.set_seed(1)
+        trainer = plain(tmp_path)
+        if checked:
+            isotype.check(trainer, verify=False)
+        return [batch["labels"].tolist() for batch in trainer.get_train_dataloader()]
+
+    assert order(True) == order(False)
+
+
+class Nothing(torch.utils.data.IterableDataset[Any]):
+    """A stream without a row."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize("data", [[], Nothing()], ids=["list", "stream"])
+def test_a_trainer_without_data(data: Any, tmp_path: Path) -> None:
+    trainer = plain(tmp_path)
+    trainer.train_dataset = data
+    with pytest.raises(UsageError) as caught:
+        isotype.check(trainer)
+    assert str(caught.value) == (
+        "nothing to check\n"
+        "  - an empty train_dataset\n"
+        "    expected  at least one batch\n"
+        "    fix       give the trainer data"
+    )
+
+
+def test_the_arguments_of_checkpointing() -> None:
+    def given(on: bool, kwargs: Any = None) -> Any:
+        return checkpointing(SimpleNamespace(gradient_checkpointing=on, gradient_checkpointing_kwargs=kwargs))
+
+    assert given(False) is None
+    assert given(True) == {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert given(True, {"use_reentrant": True}) == {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+def test_the_first_batch_of_a_running_trainer_is_checked_once(tmp_path: Path) -> None:
+    trainer = plain(tmp_path)
+    reports: list[Any] = []
+
+    class Watching(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            before_first_step(kwargs["model"], args, kwargs["optimizer"], reports.append)
+
+    trainer.add_callback(Watching())
+    trainer.train()
+    (report,) = reports
+    assert report.ok
+    assert report.complete
+    assert not trainer.model._forward_pre_hooks
+    assert {call.phase for call in report.trace.calls} == {"forward", "backward", "optimizer"}
