@@ -25,6 +25,11 @@ types: $(VENV)/.installed
 bench: $(VENV)/.installed  ## print the figures that README and docs quote
 	$(BIN)/python benchmarks/parity.py
 	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/corpus.py
+	$(BIN)/python benchmarks/agreement.py --jobs 2
+	$(BIN)/python benchmarks/check_cost.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/run_overhead.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -112,9 +112,11 @@ def _first_that_works(
     report: Report, finding: Finding, chosen: Sequence[Fix], present: Sequence[Finding], unsafe: bool
 ) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
-    for fix in sorted(finding.fixes, key=lambda fix: fix.safety == "unsafe"):
+    for fix in sorted(finding.fixes, key=lambda fix: (fix.safety == "unsafe", _needs_the_caller(fix))):
         if not _may_be_applied(fix, unsafe) or fix in chosen:
             continue
+        if finding.severity != "error" and _needs_the_caller(fix):
+            continue  # a model that runs must not depend on arguments that the caller may forget to change
         actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
         try:
             after = report.again(actions)
@@ -123,6 +125,10 @@ def _first_that_works(
         if _is_progress(finding, present, after):
             return replace(fix, verified=True), after
     return None, present
+
+
+def _needs_the_caller(fix: Fix) -> bool:
+    return any(action.kind in ("setting", "line") for action in fix.actions)
 
 
 def _may_be_applied(fix: Fix, unsafe: bool) -> bool:

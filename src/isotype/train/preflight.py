@@ -116,12 +116,16 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
     return shadow
 
 
+# What accelerate says of a stream without a batch, and torch of a data set without a row.
+_NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
+
+
 def _first_batch(trainer: Any) -> Any:
     with _order_kept():
         try:
             batch = next(iter(trainer.get_train_dataloader()), None)
         except ValueError as error:
-            if "does not contain any data" not in str(error):  # accelerate's word on a loader without a batch
+            if not any(said in str(error) for said in _NO_DATA):
                 raise
             batch = None
     if batch is None:
