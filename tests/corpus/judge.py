@@ -14,7 +14,21 @@ from isotype.rules.finding import Finding
 from tests.corpus.scenario import Broken, Scenario
 from tests.reality import real_step
 
-NOT_PREDICTED: dict[str, str] = {}
+NOT_PREDICTED: dict[str, str] = {
+    "te-3358": "the fault sits in `parameter.grad_dtype`: the fused optimizer's contract was not measured with it",
+    "pytorch-110758": "as te-3358",
+    "torchtune-1101": "what a merge rounds away is not seen in a step: `isotype merge` reports it",
+    "torchtitan-2389": "a router in 16 bits chooses other experts: a question of values, not of dtypes alone",
+    "automodel-3650": "as torchtitan-2389",
+    "pytorch-188955": "CUDA's autocast of rms_norm to float32 changes no matmul, and no rule prices it",
+    "pytorch-71124": "found with its cause; a recomputation in another dtype is mended in the checkpoint's own code",
+    "unsloth-212": "found with its cause; the cure is an edit of the Function's backward, which no trace can try",
+    "unsloth-827": "the model's own check raises: found as IST199, its cause only where the tensors are local variables",
+    "axolotl-336": "as unsloth-827",
+    "qwen3-406": "as unsloth-827",
+    "peft-1172": "found; the cure is advice (PEFT's input cast switched off), for which no set-up is built yet",
+    "unsloth-1186": "found as a note: trained float32 embeddings are what a policy asks for",
+}
 """Scenarios that fail or cost for real and are not found, or not with a proven fix: case -> why."""
 
 

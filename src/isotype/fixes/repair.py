@@ -82,7 +82,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     return Repairs(tuple(chosen), settings, code, tuple(left), undos)
 
 
-_MOST_ROUNDS = 16  # each fixes one cause; more causes than this in one step were never seen
+_MOST_ROUNDS = 8  # each fixes one cause; more causes than this in one step were never seen
 
 
 def plan(report: Report, unsafe: bool = False) -> tuple[list[Fix], list[tuple[Finding, str]]]:
