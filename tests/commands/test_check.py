@@ -90,7 +90,7 @@ def report_json(capsys, *argv: object) -> dict:
 def test_a_config_alone_is_enough(capsys, config, quantization):
     status, out, err = run(capsys, config / "config.json", "--device", "h100", "--length", 16, *quantization)
     assert (status, err) == (0, "")
-    assert "input_ids [1, 16]" in out
+    assert "input_ids [1, 16]" in " ".join(out.split())  # lines wrap anywhere
     assert "runs clean on NVIDIA H100" in out
 
 
