@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from isotype.rules.finding import Finding
-from isotype.rules.ist199_not_followed import says_dtypes
+from isotype.rules.ist199_not_followed import is_about_dtypes
 from isotype.trace.record import Failure
 from tests.rules.traces import batch, found, llama, traced
 
@@ -63,4 +63,4 @@ def test_a_step_that_was_followed() -> None:
     ],
 )
 def test_which_errors_are_about_dtypes(error: str, expected: bool) -> None:
-    assert says_dtypes(Failure("forward", "", "", error)) is expected
+    assert is_about_dtypes(Failure("forward", "", "", error)) is expected

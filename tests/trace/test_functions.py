@@ -13,15 +13,15 @@ from torch.nn import functional as nnf
 from isotype.contracts.autocast import autocast_lists
 from isotype.contracts.contract import contracts_for
 from isotype.trace.fake import fake_inputs, fake_mode
+from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
-from isotype.trace.recorder import Recorder
 from tests.small import BF16, FP16, FP32
 
 
 def under(kind: str, act: Callable[..., Any], autocast: torch.dtype | None, **inputs: torch.Tensor) -> Any:
     """The result of `act(**inputs)` on fakes of a device of `kind`."""
     mode = fake_mode()
-    recorder = Recorder(contracts_for(kind), autocast or FP32, mode)
+    recorder = FakeRecorder(contracts_for(kind), autocast or FP32, mode)
     fakes = fake_inputs(inputs, mode)
     enabled = autocast is not None
     with (
@@ -164,7 +164,7 @@ def test_autocast_by_the_device_type_of_a_tensor() -> None:
 
 def test_a_function_that_autocast_refuses_is_a_breach() -> None:
     mode = fake_mode()
-    recorder = Recorder(contracts_for("cuda"), BF16, mode)
+    recorder = FakeRecorder(contracts_for("cuda"), BF16, mode)
     fakes = fake_inputs({"p": torch.full((4,), 0.5)}, mode)
     with mode, recorder, Functions(recorder, "cuda"), torch.autocast("cpu", dtype=BF16):
         nnf.binary_cross_entropy(fakes["p"], fakes["p"])
@@ -201,7 +201,7 @@ def test_arrays_of_tensors_without_values() -> None:
 
 def test_the_name_of_the_function_is_told_and_taken_back() -> None:
     mode = fake_mode()
-    recorder = Recorder(contracts_for("cpu"), FP32, mode)
+    recorder = FakeRecorder(contracts_for("cpu"), FP32, mode)
     names: list[str] = []
 
     class Listening(nn.Module):

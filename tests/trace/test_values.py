@@ -13,8 +13,8 @@ from torch import nn
 
 from isotype.contracts.contract import contracts_for
 from isotype.trace.fake import fake_inputs, fake_mode
+from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
-from isotype.trace.recorder import Recorder
 from isotype.trace.values import LIMIT
 
 Program = Callable[..., Any]
@@ -23,7 +23,7 @@ Program = Callable[..., Any]
 def followed(program: Program, inputs: dict[str, torch.Tensor], known: bool = True) -> Any:
     """`program(**inputs)` on fakes; `known`: whether the values of the inputs are."""
     mode = fake_mode()
-    recorder = Recorder(contracts_for("cpu"), torch.float32, mode)
+    recorder = FakeRecorder(contracts_for("cpu"), torch.float32, mode)
     fakes = fake_inputs(inputs, mode)
     if known:
         for name, value in inputs.items():

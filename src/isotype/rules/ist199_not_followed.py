@@ -48,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     failure = trace.failure
     if failure is None or failure.recomputed:
         return  # a recomputation that fails is IST107
-    error = says_dtypes(failure)
+    error = is_about_dtypes(failure)
     blamed = operands.of_failure(trace, failure) if error else None
     if blamed is not None:
         yield blamed
@@ -76,7 +76,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     )
 
 
-def says_dtypes(failure: Failure) -> bool:
+def is_about_dtypes(failure: Failure) -> bool:
     """Whether the error's own words are about dtypes."""
     name, _, message = failure.error.partition(":")
     return name in ("RuntimeError", "TypeError", "NotImplementedError", "ValueError") and bool(

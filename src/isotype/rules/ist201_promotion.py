@@ -31,7 +31,7 @@ Casting a weight down is safe where the narrow dtype holds every value of it, el
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,8 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.operands import FLOATS, Group, candidates, cause_text, evidence, starred
-from isotype.trace.record import Call, Operand, Origin, Trace, Weight
+from isotype.rules.operands import Group, candidates, cause_text, evidence, starred
+from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 
@@ -63,14 +63,14 @@ def find(trace: Trace) -> Iterator[Finding]:
     compute = trace.setup.compute
     if trace.failure is not None or compute not in prices.HALVES:
         return
-    owners = prices.owners_of(trace)
+    owners = trace.owners
     for group in _groups(trace, owners):
         price = _price(trace, [wide.call for wide in group])
         if price.flops_share >= _LEAST_SHARE or (price.slowdown or 1.0) >= _LEAST_SLOWDOWN:
             yield _finding(trace, group, price, owners)
 
 
-def _groups(trace: Trace, owners: dict[str, Weight]) -> list[list[_Wide]]:
+def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
     """Wide matmuls by cause; those of a backward join the group of the module they belong to."""
     found: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -110,7 +110,7 @@ def _wide(call: Call, compute: torch.dtype, exempt: frozenset[str]) -> _Wide | N
     return _Wide(call, wide[flowing], (roots[flowing], *roots))
 
 
-def _key(wide: _Wide, owners: dict[str, Weight]) -> tuple[str, ...]:
+def _key(wide: _Wide, owners: Mapping[str, Weight]) -> tuple[str, ...]:
     cause = wide.roots[0]
     if cause.kind in ("parameter", "buffer"):
         owner = owners.get(cause.name)
@@ -128,7 +128,7 @@ def _price(trace: Trace, calls: list[Call]) -> Price:
     )
 
 
-def _finding(trace: Trace, group: list[_Wide], price: Price, owners: dict[str, Weight]) -> Finding:
+def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str, Weight]) -> Finding:
     first = group[0]
     cause = first.roots[0]
     wide, narrow = dtype_name(first.odd.dtype), dtype_name(trace.setup.compute)
@@ -161,7 +161,7 @@ def _finding(trace: Trace, group: list[_Wide], price: Price, owners: dict[str, W
     )
 
 
-def _fixes(trace: Trace, group: Group, owners: dict[str, Weight]) -> Iterator[Fix]:
+def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
     """Weights and inputs together first: one alone would meet the other in another dtype."""
     expected = dtype_name(trace.setup.compute)
     weights = [owners[cause.name] for cause in group.causes if cause.name in owners]

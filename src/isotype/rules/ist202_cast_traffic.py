@@ -31,7 +31,7 @@ count only where the weights are merged or saved: safe where the 16-bit dtype ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
@@ -49,7 +49,7 @@ _NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Casts of frozen weights, and casts up that autocast takes back."""
-    owners = prices.owners_of(trace)
+    owners = trace.owners
     weights = [cast for cast in prices.casts(trace) if _of_frozen_weight(cast, trace, owners)]
     if _notable(weights, trace):
         yield _weights_finding(trace, weights, owners)
@@ -62,7 +62,7 @@ def _notable(casts: Sequence[prices.Cast], trace: Trace) -> bool:
     return sum(cast.bytes for cast in casts) > _LEAST_SHARE * prices.all_bytes(trace)
 
 
-def _of_frozen_weight(cast: prices.Cast, trace: Trace, owners: dict[str, Weight]) -> bool:
+def _of_frozen_weight(cast: prices.Cast, trace: Trace, owners: Mapping[str, Weight]) -> bool:
     """A frozen weight that autocast, or the layer itself, casts down to the compute dtype."""
     origin = cast.operand.origin
     weight = owners.get(origin.name) if origin.kind == "parameter" else None
@@ -78,7 +78,7 @@ def _is_frozen(weight: Weight) -> bool:
     )
 
 
-def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: dict[str, Weight]) -> Finding:
+def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping[str, Weight]) -> Finding:
     first = casts[0]
     before, after = dtype_name(first.before), dtype_name(first.after)
     # All of them together: embeddings left in float32 would promote what the others get.
@@ -127,7 +127,7 @@ def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: dict[st
     )
 
 
-def _undone(trace: Trace, owners: dict[str, Weight]) -> Iterator[tuple[prices.Cast, Weight]]:
+def _undone(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[tuple[prices.Cast, Weight]]:
     """Casts down, in an adapter's module, of what the layer around it cast up from the same dtype."""
     adapters = {weight.module: weight for weight in owners.values() if weight.adapter}
     for cast in prices.casts(trace):

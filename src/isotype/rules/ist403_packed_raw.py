@@ -23,7 +23,7 @@ codes that a cast has changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -42,7 +42,7 @@ _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Cast or dense tensors where codes belong; products with codes; failures that only codes explain."""
-    owners = {name: weight for weight in trace.weights for name in (weight.name, *weight.tied)}
+    owners = trace.owners
     cast = [weight for weight in trace.weights if _was_cast(weight)]
     if cast:
         kept = cast[0].quantization
@@ -119,7 +119,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
     )
 
 
-def _failed(trace: Trace, owners: dict[str, Weight]) -> Iterator[Finding]:
+def _failed(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[Finding]:
     failure = trace.failure
     assert failure is not None
     found = _COLUMN.search(failure.error)

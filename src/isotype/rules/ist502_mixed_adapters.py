@@ -33,8 +33,8 @@ from collections.abc import Iterator
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.operands import FLOATS, starred
-from isotype.trace.record import Trace
+from isotype.rules.operands import starred
+from isotype.trace.record import FLOATS, Trace
 
 TITLE = "Trained adapters of different dtypes"
 

@@ -81,7 +81,7 @@ def _absent(trace: Trace) -> Finding:
 def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> Finding:
     first = calls[0]
     query = first.operands[0]
-    owners = prices.owners_of(trace)
+    owners = trace.owners
     blamed = prices.root(query.origin)
     takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
     group = Group("IST604", tuple(calls), query, (blamed,), trace.setup.compute)

@@ -6,7 +6,7 @@ A group knows the operand to blame, how its dtype came about, where it surfaces,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -15,18 +15,8 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, ActionKind, Finding, Fix
-from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Trace, Weight
+from isotype.trace.record import FLOATS, Breach, Call, Failure, Operand, Origin, Trace, Weight
 
-FLOATS = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    }
-)
 _SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
 _ATTENTION = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
@@ -59,7 +49,7 @@ class Group:
 @lru_cache(maxsize=4)
 def groups(trace: Trace) -> tuple[Group, ...]:
     """The broken contracts of a trace by cause, in the order in which they surface."""
-    owners = {name: weight for weight in trace.weights for name in (weight.name, *weight.tied)}
+    owners = trace.owners
     found: dict[tuple[str, ...], list[tuple[str, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
     for call in trace.breaches():
@@ -115,14 +105,14 @@ def odd_operand(call: Call, compute: torch.dtype) -> Operand:
     return (telling or foreign or floats)[0]
 
 
-def code_of(call: Call, owners: dict[str, Weight]) -> str | None:
+def code_of(call: Call, owners: Mapping[str, Weight]) -> str | None:
     """The rule that a broken contract belongs to; None where a rule of its own judges it (IST3xx, IST4xx)."""
     floats = {operand.dtype for operand in call.operands if operand.dtype in FLOATS}
     if call.phase in ("unscale", "optimizer"):
         return None
     if call.breach is not None and "without overflow" in call.breach.message:
         return "IST802"
-    if any(dtype.itemsize == 1 for dtype in floats) and call.phase not in ("unscale", "optimizer"):
+    if any(dtype.itemsize == 1 for dtype in floats):
         return "IST109"  # float8 is for storage: no operator promotes it
     if len(floats) < 2 and not _refused_by_autocast(call):
         packed = any(operand.dtype in (torch.uint8, torch.int8) for operand in call.operands)
@@ -134,7 +124,7 @@ def code_of(call: Call, owners: dict[str, Weight]) -> str | None:
     return "IST108" if call.phase == "generate" else _by_operator(call, owners)
 
 
-def _by_operator(call: Call, owners: dict[str, Weight]) -> str:
+def _by_operator(call: Call, owners: Mapping[str, Weight]) -> str:
     families = (("IST103", _SCATTERS), ("IST104", _ATTENTION), ("IST106", ("conv",)), ("IST110", _NORMS))
     for code, names in families:
         if any(name in call.op for name in names):
@@ -156,7 +146,7 @@ _ADAPTER_NAMES = re.compile(
 )
 
 
-def _is_adapter(name: str, owners: dict[str, Weight]) -> bool:
+def _is_adapter(name: str, owners: Mapping[str, Weight]) -> bool:
     weight = owners.get(name)
     return bool(_ADAPTER_NAMES.search(name)) or (weight is not None and weight.adapter)
 
@@ -166,7 +156,7 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _key(cause: Origin, owners: dict[str, Weight]) -> tuple[str, ...]:
+def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:
     if cause.kind == "state":
         return (cause.kind, dtype_name(cause.dtype))
     if cause.kind in ("parameter", "buffer"):
@@ -186,7 +176,7 @@ def short(source: str) -> str:
     return source.rpartition("/")[2]
 
 
-def cause_text(cause: Origin, owners: dict[str, Weight] | None = None) -> str:
+def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
     """What introduced the dtype, in one line."""
     dtype, where = dtype_name(cause.dtype), f" at {short(cause.source)}" if cause.source else ""
     inside = f" in {cause.module}" if cause.module else ""
@@ -223,7 +213,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
     """The findings of one code; `headline` may use {odd} and {expected}, names of dtypes, and {op}."""
-    owners = {name: weight for weight in trace.weights for name in (weight.name, *weight.tied)}
+    owners = trace.owners
     for group in groups(trace):
         if group.code == code:
             yield _finding(trace, group, headline, owners)
@@ -235,7 +225,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     odd = [o for o in failure.operands if o.dtype != compute and o.origin.cause.kind != "constant"]
     if not odd:
         return None
-    owners = {name: weight for weight in trace.weights for name in (weight.name, *weight.tied)}
+    owners = trace.owners
     call = Call(
         "",
         failure.phase,
@@ -249,7 +239,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     return _finding(trace, group, "the model's own code refuses {odd}", owners)
 
 
-def _finding(trace: Trace, group: Group, headline: str, owners: dict[str, Weight]) -> Finding:
+def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Weight]) -> Finding:
     first = group.calls[0]
     assert first.breach is not None
     others = [dtype_name(o.dtype) for o in first.operands if o.dtype in FLOATS and o.dtype != group.odd.dtype]
@@ -291,7 +281,7 @@ def _notes(group: Group, places: Sequence[str]) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------------- fixes
 
 
-def candidates(trace: Trace, group: Group, owners: dict[str, Weight]) -> Iterator[Fix]:
+def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
     """What may mend a group, in order of preference; a second trace decides."""
     expected = dtype_name(group.expected if group.code == "IST109" else trace.setup.compute)
     names = tuple(dict.fromkeys(starred(cause.name) for cause in group.causes))

@@ -17,8 +17,7 @@ import torch
 
 from isotype.precision.hardware import DeviceProfile
 from isotype.rules.finding import Price
-from isotype.rules.operands import FLOATS
-from isotype.trace.record import Call, Operand, Origin, Trace, Weight
+from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
@@ -120,11 +119,6 @@ def root(origin: Origin) -> Origin:
             return blamed
         blamed = down.before.cause
     return blamed
-
-
-def owners_of(trace: Trace) -> dict[str, Weight]:
-    """Every weight by each of its names."""
-    return {name: weight for weight in trace.weights for name in (weight.name, *weight.tied)}
 
 
 @lru_cache(maxsize=4)

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from isotype.trace.recorder import Recorder
+from isotype.trace.fake_recorder import FakeRecorder
 
 _HALVES = (torch.bfloat16, torch.float16)
 # Python's own functions that end in a listed one.
@@ -36,7 +36,7 @@ class Functions(TorchFunctionMode):
         kind: kind of the simulated device (`cpu`, `cuda`, …).
     """
 
-    def __init__(self, recorder: Recorder, kind: str) -> None:
+    def __init__(self, recorder: FakeRecorder, kind: str) -> None:
         super().__init__()
         self._recorder = recorder
         self._foreign = kind != "cpu"

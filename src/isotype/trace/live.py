@@ -19,18 +19,11 @@ from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from isotype.contracts.contract import contracts_for
+from isotype.contracts.contract import KINDS, contracts_for
 from isotype.trace.modes import put_under, take_out
-from isotype.trace.record import Breach, Call, Memory, Operand, Origin, Phase, Weight
-from isotype.trace.recorder import (
-    _FLOATS,
-    _ORIGIN,
-    Recorder,
-    _first_line,
-    _leaves,
-    _shown,
-    _tensors,
-)
+from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
+from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
+from isotype.trace.source import first_line
 from isotype.trace.step import _state_tensors, _tensors_of
 from isotype.trace.weights import weights_of
 
@@ -39,7 +32,6 @@ aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 # Their names would hide the function that made a cast in what they run.
 _BACKWARDS = frozenset({"backward", "grad"})
-KINDS = ("cpu", "cuda", "rocm", "xpu", "mps")
 
 
 class LiveRecorder(Recorder):
@@ -49,6 +41,8 @@ class LiveRecorder(Recorder):
         device: type of the device the step runs on.
 
     Attributes:
+        contracts: what the device is known to accept, for the diagnosis.
+        autocast_device: device type whose autocast the step is under.
         fault: why the bookkeeping has stopped, "" while it works.
         failure_text: text of the last exception that an operator or a function raised.
         weights: parameters and buffers of every model it has weighed.
@@ -57,8 +51,9 @@ class LiveRecorder(Recorder):
     supports_higher_order_operators = True
 
     def __init__(self, device: str) -> None:
+        super().__init__()
         kind = "rocm" if device == "cuda" and torch.version.hip else device
-        super().__init__(contracts_for(kind if kind in KINDS else "cpu"), torch.float32, None)
+        self.contracts = contracts_for(kind if kind in KINDS else "cpu")
         self.autocast_device = device
         self.fault = ""
         self.failure_text = ""
@@ -83,17 +78,17 @@ class LiveRecorder(Recorder):
         try:
             note(*given)
         except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script's step is not
-            self.fault = f"{type(error).__name__}: {_first_line(error)}"
+            self.fault = f"{type(error).__name__}: {first_line(error)}"
 
     def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._turn(func)
-        self._write(func, args, kwargs, _tensors(func, args, kwargs), result, self._place(), None)
+        self._write(func, args, kwargs, tensors_in(func, args, kwargs), result, self._place(), None)
 
     def _raised(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         self._turn(func)
         self.failure_text = str(error)
-        breach = Breach(_first_line(error), False, None)
-        self._write(func, (), {}, _tensors(func, args, kwargs), None, self._place(), breach)
+        breach = Breach(first_line(error), False, None)
+        self._write(func, (), {}, tensors_in(func, args, kwargs), None, self._place(), breach)
 
     def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         """A function refused its operands before any operator ran: keep the call for the diagnosis."""
@@ -102,22 +97,11 @@ class LiveRecorder(Recorder):
         self._book(self._refused, func, args, kwargs, error)
 
     def _refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        tensors = [
-            (f"[{i}]", leaf)
-            for i, leaf in enumerate(_leaves((args, tuple(kwargs.values()))))
-            if isinstance(leaf, torch.Tensor)
-        ]
-        if len({tensor.dtype for _, tensor in tensors if tensor.dtype in _FLOATS}) < 2:
+        tensors = given_tensors(args, kwargs)
+        if len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) < 2:
             return
         self.failure_text = str(error)
-        place = self._place()
-        operands = tuple(
-            Operand(role, tensor.dtype, tuple(tensor.shape), self.origin(tensor)) for role, tensor in tensors
-        )
-        name, breach = f"torch.{getattr(func, '__name__', func)}", Breach(_first_line(error), False, None)
-        self.calls.append(
-            Call(name, self.phase, place.module, _shown(place.source), operands, (), breach=breach)
-        )
+        self.note(f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, None))
 
     # -------------------------------------------------------------------------------------------------- phases
 
@@ -149,7 +133,7 @@ class LiveRecorder(Recorder):
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """From now until `forget` the dtype of `tensor` is `origin`'s."""
-        if not hasattr(tensor, _ORIGIN):
+        if not hasattr(tensor, ORIGIN):
             self._marked.append(TensorWeakRef(tensor))  # type: ignore[no-untyped-call]
         super().mark(tensor, origin)
 
@@ -157,8 +141,8 @@ class LiveRecorder(Recorder):
         """Take every mark off the script's tensors and let go of them: a saved tensor takes its attributes along."""
         for reference in self._marked:
             tensor = reference()
-            if tensor is not None and hasattr(tensor, _ORIGIN):
-                delattr(tensor, _ORIGIN)
+            if tensor is not None and hasattr(tensor, ORIGIN):
+                delattr(tensor, ORIGIN)
         self._marked.clear()
         self.names.clear()
         self._alive.clear()
@@ -191,7 +175,7 @@ class LiveRecorder(Recorder):
     def given(self, inputs: Mapping[str, Any]) -> None:
         """Enter the tensors that a model is called with, by name; what made them in the step, if it did, stays."""
         for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and not hasattr(value, _ORIGIN):
+            if isinstance(value, torch.Tensor) and not hasattr(value, ORIGIN):
                 self.mark(value, Origin("input", value.dtype, name))
                 self.ledger.seen(value, "inputs")
 

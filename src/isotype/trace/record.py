@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,18 @@ from isotype.precision.hardware import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 
 Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
+FLOATS = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    }
+)
+"""The float dtypes that a step may meet."""
+
 PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "unscale", "optimizer", "generate")
 
 OriginKind = Literal[
@@ -331,6 +344,11 @@ class Trace:
             if call.flops and call.results:
                 total[call.results[0][0]] += call.flops * call.repeats
         return dict(total)
+
+    @cached_property
+    def owners(self) -> Mapping[str, Weight]:
+        """Every weight by each of its names."""
+        return {name: weight for weight in self.weights for name in (weight.name, *weight.tied)}
 
     def breaches(self) -> Iterator[Call]:
         """The calls that broke a contract."""

@@ -17,10 +17,10 @@ from torch.autograd.graph import _engine_run_backward
 
 from isotype.contracts.contract import contracts_for
 from isotype.trace.fake import fake_inputs, fake_mode, twin_of
+from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
 from isotype.trace.optimizers import make_optimizer
 from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
-from isotype.trace.recorder import Recorder
 from isotype.trace.values import LIMIT
 from isotype.trace.weights import weights_of
 
@@ -72,7 +72,7 @@ def trace_step(
             twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
         if change is not None:
             change(twin)
-    recorder = Recorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
+    recorder = FakeRecorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
     step = _Step(twin, inputs, setup, recorder, mode, optimizer, generate)
     with _untouched_globals():
         failure = step.run()
@@ -149,7 +149,7 @@ class _Step:
         twin: nn.Module,
         inputs: Any,
         setup: Setup,
-        recorder: Recorder,
+        recorder: FakeRecorder,
         mode: FakeTensorMode,
         optimizer: Any,
         generate: Callable[[nn.Module], Any] | None,

@@ -1,0 +1,51 @@
+"""Lines of code: which one asked for an operator, and which one raised."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = Path(__file__).parents[1]
+# What asks for operators on behalf of the model's and the script's code.
+_OURS = tuple(str(_PACKAGE / part) for part in ("trace", "commands", "fixes", "model", "preflight.py"))
+
+
+@cache
+def _is_library(filename: str) -> bool:
+    return filename.startswith((_TORCH, *_OURS, "<frozen"))
+
+
+def asking_line() -> Any:
+    """(file, line) of the innermost frame outside of torch and this package: what asked for the operator."""
+    frame = sys._getframe(2)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def raising_frame(error: Exception) -> Any:
+    """The innermost frame of an error's traceback outside of torch and this package."""
+    found, step = None, error.__traceback__
+    while step is not None:
+        if not _is_library(step.tb_frame.f_code.co_filename):
+            found = step.tb_frame
+        step = step.tb_next
+    return found
+
+
+@cache
+def shown(source: Any) -> str:
+    """`file:line`, "" where there is none."""
+    if source is None:
+        return ""
+    return f"{source[0]}:{source[1]}"
+
+
+def first_line(error: Exception) -> str:
+    """An error's message in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
