@@ -22,8 +22,9 @@ from isotype.report.check import Report
 from isotype.rules import clears, judge
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.optimizers import unknown_optimizer
-from isotype.trace.record import PHASES, Phase, Setup, Trace
+from isotype.trace.record import PHASES, Phase, Setup, Trace, Weight
 from isotype.trace.step import LossOf, trace_step
+from isotype.trace.weights import weights_of
 
 DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
 
@@ -89,7 +90,9 @@ def check(
         attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
         batch=_shapes(inputs),
     )
-    step = _Step(model, inputs, setup, None if isinstance(optimizer, str) else optimizer, generate)
+    step = _Step(
+        model, inputs, setup, None if isinstance(optimizer, str) else optimizer, generate, weights_of(model)
+    )
     trace = step.trace()
     findings = judge(trace)
     if verify:
@@ -181,6 +184,7 @@ class _Step:
     setup: Setup
     optimizer: Any
     generate: Callable[[nn.Module], Any] | None
+    weights: Sequence[Weight]
 
     def trace(self, actions: Sequence[Action] = ()) -> Trace:
         setup = with_settings(self.setup, actions)
@@ -196,6 +200,7 @@ class _Step:
             lines={each.target: parse_dtype(each.value) for each in actions if each.kind == "line"},
             optimizer=self.optimizer,
             generate=self.generate,
+            weights=self.weights,
         )
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
@@ -254,13 +259,14 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
     changes: dict[str, Any] = {}
     for action in actions:
         if action.kind == "setting":
-            changes[action.target] = _setting(action.value)
+            changes[action.target] = setting_value(action.value)
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
     return replace(setup, **changes)
 
 
-def _setting(value: str) -> Any:
+def setting_value(value: str) -> Any:
+    """What the value of a `setting` action stands for."""
     words = {"True": True, "False": False, "None": None}
     if value in words:
         return words[value]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 import isotype
+from isotype.preflight import setting_value
 from isotype.report.check import Report
 from isotype.rules.finding import Finding
 from tests.corpus.scenario import Broken, Scenario
@@ -18,8 +18,6 @@ NOT_PREDICTED: dict[str, str] = {
     "te-3358": "the fault sits in `parameter.grad_dtype`: the fused optimizer's contract was not measured with it",
     "pytorch-110758": "as te-3358",
     "torchtune-1101": "what a merge rounds away is not seen in a step: `isotype merge` reports it",
-    "torchtitan-2389": "a router in 16 bits chooses other experts: a question of values, not of dtypes alone",
-    "automodel-3650": "as torchtitan-2389",
     "pytorch-188955": "CUDA's autocast of rms_norm to float32 changes no matmul, and no rule prices it",
     "pytorch-71124": "found with its cause; a recomputation in another dtype is mended in the checkpoint's own code",
     "unsloth-212": "found with its cause; the cure is an edit of the Function's backward, which no trace can try",
@@ -171,20 +169,7 @@ def _advised(scenario: Scenario, finding: Finding, problems: list[str]) -> str:
 
 def _with_settings(broken: Broken, settings: dict[str, str]) -> Broken:
     """The set-up with the arguments that a repair asks the caller to change."""
-    changes: dict[str, Any] = {}
-    for name, value in settings.items():
-        words = {"True": True, "False": False, "None": None}
-        dtype = getattr(torch, value, None)
-        changes[name] = (
-            words[value] if value in words else dtype if isinstance(dtype, torch.dtype) else _number(value)
-        )
+    changes = {name: setting_value(value) for name, value in settings.items()}
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = broken.scaler or changes["autocast"] == torch.float16
     return replace(broken, **changes)
-
-
-def _number(value: str) -> Any:
-    try:
-        return float(value)
-    except ValueError:
-        return value

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from isotype.train.methods import METHODS
-from isotype.train.recipes import _graceful_stop, resume_command
 from isotype.train.settings import IsotypeArguments, Settings
+from isotype.train.stop import graceful_stop, resume_command
 from tests.train.tiny import save_chat_model
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def test_handlers_are_put_back_and_other_threads_and_processes_are_left_alone(
 ):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     trainer = Trainer()
-    with _graceful_stop(trainer, Console()) as stopped:
+    with graceful_stop(trainer, Console()) as stopped:
         handler = signal.getsignal(signal.SIGINT)
         assert callable(handler)
         owner = os.getpid()
@@ -116,7 +116,7 @@ def test_handlers_are_put_back_and_other_threads_and_processes_are_left_alone(
     yielded: list[object] = []
 
     def elsewhere() -> None:
-        with _graceful_stop(trainer, Console()) as stopped:
+        with graceful_stop(trainer, Console()) as stopped:
             yielded.append(stopped)
 
     thread = threading.Thread(target=elsewhere)
@@ -128,7 +128,7 @@ def test_handlers_are_put_back_and_other_threads_and_processes_are_left_alone(
 
 def test_a_signal_during_an_evaluation_or_a_save_needs_no_further_step():
     trainer = Trainer()
-    with _graceful_stop(trainer, Console(quiet=True)) as stopped:
+    with graceful_stop(trainer, Console(quiet=True)) as stopped:
         (callback,) = trainer.callbacks
         for event, saves in (("on_step_end", True), ("on_evaluate", True), ("on_save", False)):
             control = SimpleNamespace(should_save=False, should_training_stop=False)

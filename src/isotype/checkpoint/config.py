@@ -14,7 +14,7 @@ from torch import nn
 from isotype.errors import CheckpointError, Problem
 
 # How building a model class from a config that does not fit it fails.
-_BUILD_ERRORS = (
+BUILD_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -107,7 +107,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
         with torch.device("meta"):
             # A copy: building a model writes its choices (attention implementation, dtype) into the config.
             model: nn.Module = cls(copy.deepcopy(config))
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         raise CheckpointError(
             "the config does not fit its model class",
             [

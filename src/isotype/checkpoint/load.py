@@ -53,18 +53,18 @@ def load(
     _check_saved_format(facts, policy)
     if "quantization_config" not in kwargs:
         saved = facts.quantization.format if facts.quantization else None
-        kwargs["quantization_config"] = _quantization_config(policy, saved)
+        kwargs["quantization_config"] = wanted_quantization(policy, saved)
     if kwargs["quantization_config"] is None:
         del kwargs["quantization_config"]
     cls = concrete_class(config, model_class)
     with without_bars():
-        model = _pinning(cls).from_pretrained(
+        model = pinning(cls).from_pretrained(
             source, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **kwargs
         )
     model.__class__ = cls
     if policy.trainable == "lora":
         model.requires_grad_(False)
-    _note_quantization(model, policy)
+    note_quantization(model, policy)
     if str(source) != str(path) and not Path(path).is_dir():
         # An adapter names its base by this; a folder in a cache would not outlive the cache.
         model.name_or_path = model.config._name_or_path = str(path)
@@ -110,7 +110,7 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
     )
 
 
-def _pinning(cls: Any) -> Any:
+def pinning(cls: Any) -> Any:
     """A subclass that keeps every pinned parameter in float32 while it is being loaded.
 
     transformers casts the patterns of `_keep_in_fp32_modules` to bfloat16 when bfloat16 is asked for; rounding
@@ -133,7 +133,8 @@ def _pinning(cls: Any) -> Any:
     return subclass
 
 
-def _quantization_config(policy: PrecisionPolicy, saved: str | None) -> Any:
+def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
+    """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
     if saved == "mxfp4":
         from transformers import Mxfp4Config
 
@@ -159,7 +160,7 @@ def _default_device_map(policy: PrecisionPolicy) -> Any:
     return None
 
 
-def _note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
+def note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
     """The config that is saved with the model says the compute dtype that is really in force."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None and hasattr(config, "bnb_4bit_compute_dtype"):

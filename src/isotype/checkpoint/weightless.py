@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.config import _BUILD_ERRORS, read_config
+from isotype.checkpoint.config import BUILD_ERRORS, read_config
 from isotype.checkpoint.headers import contents, find_weights
 from isotype.checkpoint.hub import hub_config
-from isotype.checkpoint.load import _note_quantization, _pinning, _quantization_config, concrete_class
+from isotype.checkpoint.load import concrete_class, note_quantization, pinning, wanted_quantization
 from isotype.checkpoint.locate import resolve_source
 from isotype.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
@@ -96,13 +96,13 @@ def skeleton(
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
     config.dtype = policy.plain
-    pinned = _pinning(cls)
+    pinned = pinning(cls)
     try:
         with ExitStack() as stack:
             for context in pinned.get_init_context(policy.plain, policy.quantized, False, None):
                 stack.enter_context(context)
             model = pinned(config)
-    except _BUILD_ERRORS as error:
+    except BUILD_ERRORS as error:
         given = f"{cls.__name__} fails with {type(error).__name__}: {error}"
         fix = "take config.json and transformers as the checkpoint was published with"
         raise CheckpointError(
@@ -123,11 +123,11 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
         _quantize(model, policy, saved)
     elif saved is not None:
         del model.config.quantization_config  # mxfp4, which is dequantized while it is loaded
-    model.__class__ = type(model).__mro__[1]  # `_pinning` made the subclass
+    model.__class__ = type(model).__mro__[1]  # `pinning` made the subclass
     if policy.trainable == "lora":
         model.requires_grad_(False)
     model.eval()
-    _note_quantization(model, policy)
+    note_quantization(model, policy)
     enforce_model(model, policy)
     return model
 
@@ -143,7 +143,7 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
     from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.quantization_config import BitsAndBytesConfig
 
-    wanted = saved or _quantization_config(policy, None)
+    wanted = saved or wanted_quantization(policy, None)
     if isinstance(wanted, dict):
         wanted = BitsAndBytesConfig.from_dict(wanted)
     quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=saved is not None)

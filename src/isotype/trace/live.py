@@ -24,8 +24,7 @@ from isotype.trace.modes import put_under, take_out
 from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
 from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
 from isotype.trace.source import first_line
-from isotype.trace.step import _state_tensors, _tensors_of
-from isotype.trace.weights import weights_of
+from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
 aten = torch.ops.aten
 
@@ -154,18 +153,17 @@ class LiveRecorder(Recorder):
         Returns the handles of the hooks that tell gradients from activations.
         """
         handles = []
-        for tensor, weight in zip(_tensors_of(model), weights_of(model), strict=True):
+        for tensor, weight in zip(tensors_of(model), weights_of(model), strict=True):
             if id(tensor) in self.names:
                 continue
             if prefix:
                 weight = replace(
                     weight, name=f"{prefix}{weight.name}", module=f"{prefix}{weight.module}".rstrip(".")
                 )
-            kind = "buffers" if weight.buffer else "adapters" if weight.adapter else "weights"
             self.weights.append(weight)
             self._own(tensor, Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name))
-            self.ledger.seen(tensor, kind)  # type: ignore[arg-type]
-            for state in _state_tensors(tensor):
+            self.ledger.seen(tensor, memory_kind(weight))
+            for state in state_tensors(tensor):
                 self.ledger.seen(state, "weights")
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if tensor.requires_grad and tensor.is_leaf:

@@ -22,7 +22,7 @@ from isotype.trace.functions import Functions
 from isotype.trace.optimizers import make_optimizer
 from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.values import LIMIT
-from isotype.trace.weights import weights_of
+from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
 Change = Callable[[nn.Module], None]
 
@@ -49,6 +49,7 @@ def trace_step(
     lines: Mapping[str, torch.dtype] | None = None,
     optimizer: Any = None,
     generate: Callable[[nn.Module], Any] | None = None,
+    weights: Sequence[Weight] | None = None,
 ) -> Trace:
     """Follow one step of `model` on a weightless twin.
 
@@ -60,6 +61,7 @@ def trace_step(
         lines: `file:line` -> the dtype that casts and new tensors asked for there get instead: likewise.
         optimizer: an optimizer, its class or a callable (parameters -> optimizer); by default `setup.optimizer`.
         generate: what the phase `generate` runs; by default one forward without labels and without gradients.
+        weights: `weights_of(model)`, where it is known: to look at every value takes a while.
     """
     mode = fake_mode()
     twin = twin_of(model, mode)
@@ -79,7 +81,7 @@ def trace_step(
     return Trace(
         setup=setup,
         calls=tuple(recorder.calls),
-        weights=_with_magnitudes(weights_of(twin), weights_of(model)),
+        weights=_with_magnitudes(weights_of(twin), weights_of(model) if weights is None else weights),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         memory=recorder.ledger.record(),
         failure=failure,
@@ -165,7 +167,7 @@ class _Step:
         self.loss: torch.Tensor | None = None
         self.repeats = {
             id(parameter): weight.repeats
-            for parameter, weight in zip(_tensors_of(twin), weights_of(twin), strict=True)
+            for parameter, weight in zip(tensors_of(twin), weights_of(twin), strict=True)
         }
 
     def run(self) -> Failure | None:
@@ -193,10 +195,9 @@ class _Step:
     def _weigh(self) -> None:
         """Enter what is there before the step: weights, adapters, buffers, quantization states, inputs."""
         ledger = self.recorder.ledger
-        for tensor, weight in zip(_tensors_of(self.twin), weights_of(self.twin), strict=True):
-            kind = "buffers" if weight.buffer else "adapters" if weight.adapter else "weights"
-            ledger.seen(tensor, kind, weight.repeats)  # type: ignore[arg-type]
-            for state in _state_tensors(tensor):
+        for tensor, weight in zip(tensors_of(self.twin), weights_of(self.twin), strict=True):
+            ledger.seen(tensor, memory_kind(weight), weight.repeats)
+            for state in state_tensors(tensor):
                 ledger.seen(state, "weights", weight.repeats)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if weight.trainable:
@@ -353,23 +354,3 @@ def _floats(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from _floats(value)
-
-
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers in the order of `weights_of`."""
-    seen: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            seen.setdefault(id(tensor), tensor)
-    return list(seen.values())
-
-
-def _state_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a bitsandbytes quantization state."""
-    for holder in (getattr(tensor, "quant_state", None), getattr(tensor, "__dict__", {}).get("state")):
-        nested = getattr(holder, "state2", None)
-        for each in (holder, nested):
-            for name in ("absmax", "code", "offset", "CB", "SCB"):
-                value = getattr(each, name, None)
-                if isinstance(value, torch.Tensor):
-                    yield value

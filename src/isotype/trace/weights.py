@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import Place, is_pinned, places
 from isotype.trace.fold import STANDS_FOR
-from isotype.trace.record import Quantization, Weight
+from isotype.trace.record import MemoryKind, Quantization, Weight
 
 # Values of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
 _LOOKED_AT = 1 << 24
@@ -55,6 +56,31 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
                 holds=_holds(tensor, buffer),
             )
     return tuple(rows.values())
+
+
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers in the order of `weights_of`."""
+    seen: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            seen.setdefault(id(tensor), tensor)
+    return list(seen.values())
+
+
+def state_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a bitsandbytes quantization state."""
+    for holder in (getattr(tensor, "quant_state", None), getattr(tensor, "__dict__", {}).get("state")):
+        nested = getattr(holder, "state2", None)
+        for each in (holder, nested):
+            for name in ("absmax", "code", "offset", "CB", "SCB"):
+                value = getattr(each, name, None)
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+
+def memory_kind(weight: Weight) -> MemoryKind:
+    """What its bytes are booked as."""
+    return "buffers" if weight.buffer else "adapters" if weight.adapter else "weights"
 
 
 def _tied(weight: Weight, name: str) -> Weight:

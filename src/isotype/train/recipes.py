@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +10,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -45,6 +40,7 @@ from isotype.train.saved import (
     whole_checkpoints,
 )
 from isotype.train.settings import Settings
+from isotype.train.stop import graceful_stop
 
 
 @dataclass(frozen=True)
@@ -397,7 +393,7 @@ def _diverged(steps: Sequence[StepRecord], policy: PrecisionPolicy, root: Path) 
 
 def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> bool:
     """Train to the end and save the model into `root`; returns False where somebody stopped it."""
-    with _graceful_stop(trainer, console) as stopped:
+    with graceful_stop(trainer, console) as stopped:
         try:
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             if stopped and trainer.state.global_step < trainer.state.max_steps:
@@ -449,61 +445,3 @@ def _report_failure(record: RunRecord, root: Path, console: Console) -> None:
 def _write_report(record: RunRecord, root: Path) -> Path:
     html, _ = write_run_report(record, root)
     return html
-
-
-@contextmanager
-def _graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM lets the step end and saves a checkpoint; the second stops at once.
-
-    Yields the signals so far. Outside the main thread, where Python takes no signals, it changes nothing.
-    """
-    from transformers import TrainerCallback
-
-    stopped: list[int] = []
-    owner = os.getpid()
-
-    class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if stopped:
-                control.should_save = control.should_training_stop = True
-
-        on_evaluate = on_step_end  # a signal during an evaluation need not wait for one more step
-
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if stopped:
-                control.should_training_stop = True
-
-    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:
-            return  # a data loader's worker: the terminal sends Ctrl-C to it as well, and it ends with its parent
-        if stopped:
-            raise KeyboardInterrupt
-        stopped.append(signum)
-        console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-    trainer.add_callback(Stop)
-    before = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def resume_command(settings: Settings, checkpoint: Path) -> str:
-    """The command that goes on from `checkpoint`."""
-    argv: list[str] = []
-    flag = re.compile(r"--resume[_-]from[_-]checkpoint(=.*)?")
-    tokens = iter(settings.argv)
-    for token in tokens:
-        found = flag.fullmatch(token)
-        if found is None:
-            argv.append(token)
-        elif found[1] is None:
-            next(tokens, None)
-    if "output_dir" not in settings.explicit:
-        argv += ["--output_dir", settings.training.output_dir]
-    return describe.command_line([settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)])

@@ -281,15 +281,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "torchtitan-2389",
         rounded_router(Router),
-        ("IST805", "IST804"),
-        r"router\.gate|gate",
+        ("IST806",),
+        r"router\.gate",
         cost=rounded_scores,
     ),
     Scenario(
         "automodel-3650",
         rounded_router(SigmoidRouter),
-        ("IST805", "IST804"),
-        r"router|e_score_correction_bias",
+        ("IST806",),
+        r"router\.gate",
         cost=rounded_scores,
     ),
     Scenario(

@@ -1,0 +1,117 @@
+"""
+**What it means.** A mixture-of-experts router multiplies in 16 bit, and the experts with the largest scores are chosen from
+what is left: products with 8 (bfloat16) or 11 (float16) significant bits. A softmax in float32 behind it comes too late.
+
+**Why it is bad.** Scores that differ by less than a rounding step become equal or change places, so a token goes to other
+experts than in the float32 reference, and to other ones again when the batch is padded or the kernel changes. The balance
+loss and the routing weights are made of the same rounded numbers.
+
+**An example that costs**
+
+    scores = F.linear(hidden, self.gate.weight)                          # bfloat16
+    weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(2)
+
+**Repaired**
+
+    scores = F.linear(hidden.float(), self.gate.weight.float())
+    weights, chosen = scores.softmax(-1).topk(2)
+
+**How safe is the fix?** Only digits are added: the product is small (tokens by experts). A model that was pretrained with
+a rounded router, as some were, chooses a few other experts than in its training: compare with its reference code.
+
+**Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.operands import evidence, starred
+from isotype.rules.weight_sets import HALVES, advice
+from isotype.trace.record import Call, Operand, Trace, Weight
+
+TITLE = "Experts chosen from 16-bit scores"
+
+_CHOICES = (
+    "aten.topk.default",
+    "aten.sort.default",
+    "aten.sort.stable",
+    "aten.max.dim",
+    "aten.argmax.default",
+)
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten.matmul.default")
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Products with a weight of one row an expert, in 16 bit, from which the largest are taken."""
+    found: dict[str, tuple[Call, Operand]] = {}
+    products: list[tuple[Call, Operand]] = []
+    for call in trace.calls:
+        if call.phase != "forward" or call.recomputed or not call.operands or not call.results:
+            continue
+        if call.op in _PRODUCTS:
+            products += [(call, each) for each in call.operands if _is_weight(trace.owners, each)]
+        elif call.op in _CHOICES and call.operands[0].dtype.is_floating_point:
+            made = _scores_of(call, products)
+            if made is not None and {made[0].results[0][0], call.operands[0].dtype} & set(HALVES):
+                found.setdefault(starred(made[1].origin.name), made)
+    for product, weight in found.values():
+        yield _finding(trace, trace.owners[weight.origin.name], product, weight)
+
+
+def _is_weight(owners: Mapping[str, Weight], operand: Operand) -> bool:
+    owner = owners.get(operand.origin.name)
+    return (
+        owner is not None and len(operand.shape) == 2 and math.prod(owner.shape) == math.prod(operand.shape)
+    )
+
+
+def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
+    """The last product of the same router whose results have the choice's shape: one number a token and expert."""
+    wanted = choice.operands[0].shape
+    outer = choice.module.rpartition(".")[0]
+    for product, weight in reversed(products):
+        near = product.module == choice.module or product.module.startswith(
+            (f"{choice.module}.", f"{outer}.")
+        )
+        shape = product.results[0][1]
+        if near and wanted and shape[-1:] == wanted[-1:] and math.prod(shape) == math.prod(wanted):
+            return product, weight
+    return None
+
+
+def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Finding:
+    dtype = product.results[0][0] if product.results[0][0] in HALVES else trace.setup.compute
+    router = starred(owner.module)
+    own = {starred(each.name) for each in trace.weights if starred(each.module) == router and not each.buffer}
+    wide = (
+        *(Action("parameter", name, "float32") for name in sorted(own)),
+        Action("input", router, "float32"),
+    )
+    back = Action("output", router, dtype_name(dtype))
+    return Finding(
+        "IST806",
+        "note",
+        f"experts are chosen from {dtype_name(dtype)} scores",
+        module=product.module,
+        op=product.op,
+        source=product.source,
+        cause=f"{owner.name} and what it is multiplied with are {dtype_name(dtype)}",
+        evidence=evidence(weight.origin),
+        operands=product.operands,
+        fixes=(
+            Fix("let the router take and return float32", "safe", actions=wide),
+            Fix(
+                f"let the router choose in float32 and return {dtype_name(dtype)}",
+                "safe",
+                actions=(*wide, back),
+            ),
+            advice(
+                product.source or product.module,
+                "cast the router's input and weight to float32 before they are multiplied, outside of autocast",
+            ),
+        ),
+    )

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import torch
+
+from isotype.rules.ist806_router import find
+from isotype.trace.record import Call, Trace
+from tests.rules.samples import BF16, FP32, call, operand, trace, weight
+
+GATE = "model.layers.0.mlp.gate"
+BIAS = weight(f"{GATE}.bias", shape=(8,))
+
+
+def routed(
+    scores: torch.dtype, chosen: torch.dtype, experts: int = 8, choice: str = "model.layers.0.mlp"
+) -> Trace:
+    """Tokens `[32, 64]` times a gate `[8, 64]`; the largest of `experts` scores are taken in the module `choice`."""
+    product = Call(
+        "aten.mm.default",
+        "forward",
+        GATE,
+        "moe.py:7",
+        (operand(scores), operand(scores, "parameter", f"{GATE}.weight", (64, 8))),
+        ((scores, (32, 8)),),
+    )
+    taken = call("aten.topk.default", operand(chosen, "cast", "to", (32, experts)), module=choice)
+    return trace([weight(f"{GATE}.weight", scores, shape=(8, 64)), BIAS], [product, taken])
+
+
+def test_a_float32_softmax_behind_a_rounded_product_comes_too_late() -> None:
+    (finding,) = find(routed(BF16, FP32))
+    assert finding.severity == "note"
+    assert finding.message == "experts are chosen from bfloat16 scores"
+    assert finding.module == GATE
+    assert finding.cause == f"{GATE}.weight and what it is multiplied with are bfloat16"
+    wide, narrow, by_hand = finding.fixes
+    assert [(each.kind, each.target, each.value) for each in wide.actions] == [
+        ("parameter", "model.layers.*.mlp.gate.bias", "float32"),
+        ("parameter", "model.layers.*.mlp.gate.weight", "float32"),
+        ("input", "model.layers.*.mlp.gate", "float32"),
+    ]
+    assert narrow.actions[-1].kind == "output"
+    assert by_hand.actions[0].target == "moe.py:7"
+
+
+def test_float32_scores_that_are_rounded_before_the_choice() -> None:
+    assert [finding.code for finding in find(routed(FP32, BF16))] == ["IST806"]
+
+
+def test_a_float32_router_is_silent() -> None:
+    assert not list(find(routed(FP32, FP32)))
+
+
+def test_the_largest_of_other_scores_is_silent() -> None:
+    assert not list(find(routed(BF16, BF16, experts=16)))
+    assert not list(find(routed(BF16, BF16, choice="model.layers.1.self_attn.indexer")))
