@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isotype.contracts.contract import TABLES, fills
+from isotype.contracts.contract import TABLES, is_exempt
 from isotype.contracts.example import Json, NotAnExampleError, encode, is_float, tensors_in, trimmed
 from isotype.contracts.measure import EXAMPLES, write_json
 from isotype.contracts.pattern import layout_of
@@ -54,7 +54,7 @@ class Sampler(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = str(func)
         if func.namespace not in SKIPPED_NAMESPACES:
             self.met.add(op)
-            if len(self.examples.get(op, ())) < MOST and not fills(op, args):
+            if len(self.examples.get(op, ())) < MOST and not is_exempt(op, args):
                 self._keep(op, args, kwargs)
         return func(*args, **kwargs)
 

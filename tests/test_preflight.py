@@ -296,7 +296,7 @@ def test_two_causes_are_two_findings_of_one_run() -> None:
     report = check(model, ids(), device="cpu", verify=False)
     assert [(finding.code, finding.cause) for finding in report.errors] == [
         ("IST101", "layers.0.norm.weight is float32"),
-        ("IST101", "head.bias is float64"),
+        ("IST101", "head.weight is float64"),
     ]
     assert report.complete
 

@@ -210,7 +210,8 @@ class _Step:
     def verified(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """The findings with fixes that were tried and work, and with what only the user can do."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
-        return tuple(replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings)
+        mended = [replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings]
+        return _roots(mended, tried)
 
     def _working(
         self,
@@ -219,6 +220,7 @@ class _Step:
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
     ) -> tuple[Fix, ...]:
         good: list[Fix] = []
+        dear: list[Fix] = []
         advice = [fix for fix in finding.fixes if _only_advice(fix)]
         for fix in finding.fixes:
             if fix in advice or len(good) == _FIXES_SHOWN:
@@ -228,13 +230,62 @@ class _Step:
             after = tried[fix.actions]
             if after is not None and clears(finding, findings, after):
                 good.append(replace(fix, verified=True, outcome=_outcome(after)))
-        return (*good, *advice)
+            elif after is not None and finding.severity == "error" and clears(finding, findings, after, True):
+                dear.append(replace(fix, verified=True, outcome=_priced(findings, after)))
+        return (*(good or dear[:1]), *advice)
 
     def _with(self, actions: Sequence[Action]) -> tuple[Finding, ...] | None:
         try:
             return self.judged(actions)
         except UsageError:
             return None  # it names what this model has not
+
+
+def _roots(
+    findings: Sequence[Finding], tried: Mapping[tuple[Action, ...], Sequence[Finding] | None]
+) -> tuple[Finding, ...]:
+    """The findings without the errors that come of another one.
+
+    An error comes of another where that one's fix clears both, and none of its own fixes clears the other. A change of
+    the step's arguments or of a line says nothing here: it may mend several causes at once.
+    """
+    errors = [finding for finding in findings if finding.severity == "error"]
+    gone = {finding.key: _cleared(finding, errors, tried) for finding in errors}
+    come: dict[tuple[str, str, str], list[Finding]] = {}
+    left = list(errors)
+    for root in sorted(errors, key=lambda finding: -len(gone[finding.key])):
+        for other in [each for each in left if each.key in gone[root.key] and root.key not in gone[each.key]]:
+            if root in left and other is not root:
+                left.remove(other)
+                come.setdefault(root.key, []).append(other)
+    return tuple(
+        replace(finding, notes=(*finding.notes, _come_of_it(come[finding.key])))
+        if finding.key in come
+        else finding
+        for finding in findings
+        if finding.severity != "error" or finding in left
+    )
+
+
+def _cleared(
+    finding: Finding,
+    errors: Sequence[Finding],
+    tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
+) -> set[tuple[str, str, str]]:
+    found: set[tuple[str, str, str]] = set()
+    for fix in finding.fixes:
+        after = tried.get(fix.actions) if fix.verified else None
+        if after is not None and not any(action.kind in ("setting", "line") for action in fix.actions):
+            present = {(each.code, each.cause) for each in after}
+            found |= {each.key for each in errors if (each.code, each.cause) not in present}
+    return found
+
+
+def _come_of_it(errors: Sequence[Finding]) -> str:
+    places = [f"{each.code} at {each.source.rpartition('/')[2] or each.module}" for each in errors]
+    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    plural = "s come" if len(places) > 1 else " comes"
+    return f"{len(places)} more error{plural} of it: {', '.join(places[:3])}{more}"
 
 
 _FIXES_SHOWN = 3  # tried in order of preference; a fourth way to mend the same thing helps nobody
@@ -245,6 +296,12 @@ def _outcome(after: Sequence[Finding]) -> str:
     if not left:
         return "the step then runs clean"
     return f"it is gone; {left} other finding{'s' if left > 1 else ''} left"
+
+
+def _priced(before: Sequence[Finding], after: Sequence[Finding]) -> str:
+    known = {each.code for each in before}
+    new = sorted({each.code for each in after if each.severity == "warning" and each.code not in known})
+    return f"it is gone, at the price of {', '.join(new)}"
 
 
 def _only_advice(fix: Fix) -> bool:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.contracts.contract import KINDS, Contracts, Table, Verdict, contracts_for, fills
+from isotype.contracts.contract import KINDS, Contracts, Table, Verdict, contracts_for, is_exempt
 
 F, B, H, D, I = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64  # noqa: E741
 CPU = contracts_for("cpu")
@@ -150,7 +150,15 @@ def test_index_put_through_a_mask_with_one_value_is_a_fill() -> None:
     assert x.tolist() == [1, 0, 1]
     with pytest.raises(RuntimeError, match="Index put requires"):
         x.index_put_((rows,), one)
-    assert fills(op, (x, [mask], one))
-    assert not fills(op, (x, [rows], one))
-    assert not fills(op, (x, [mask], two))
-    assert not fills("aten.mm.default", (x, x))
+    assert is_exempt(op, (x, [mask], one))
+    assert not is_exempt(op, (x, [rows], one))
+    assert not is_exempt(op, (x, [mask], two))
+    assert not is_exempt("aten.mm.default", (x, x))
+
+
+def test_a_lerp_whose_weight_has_no_dimensions() -> None:
+    x, weight = torch.ones(3, dtype=torch.bfloat16), torch.tensor(0.5)
+    assert is_exempt("aten.lerp_.Tensor", (x, x, weight))
+    assert x.lerp_(x, weight).dtype == torch.bfloat16
+    assert not is_exempt("aten.lerp_.Tensor", (x, x, weight.expand(3)))
+    assert not is_exempt("aten.lerp_.Tensor", (x, x.float(), weight))

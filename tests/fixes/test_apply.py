@@ -255,3 +255,23 @@ def test_a_boundary_that_was_there_comes_back() -> None:
     assert state(model) == before
     assert isinstance(model.layers[0].norm, Boundary)
     assert not isinstance(model.layers[1].norm, Boundary)
+
+
+def test_a_border_is_for_modules_with_weights() -> None:
+    """`*` stands for any number: what lies between two layers is named by it, too."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    undos = apply_actions(model, [Action("boundary", "0.*", "compute:bfloat16")])
+    assert [isinstance(module, Boundary) for module in model[0]] == [True, False, True]
+    assert model(torch.ones(2, 4)).dtype == BF16
+    take_back(undos)
+    assert not any(isinstance(module, Boundary) for module in model.modules())
+
+
+def test_a_plain_tensor_of_a_module_is_cast_as_a_buffer_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].table = kept = torch.ones(4)
+    undos = apply_actions(model, [Action("buffer", "0.table", "bfloat16")])
+    assert model[0].table.dtype == BF16
+    assert "table" not in model[0]._buffers
+    take_back(undos)
+    assert model[0].table is kept

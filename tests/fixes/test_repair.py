@@ -89,6 +89,7 @@ def test_nothing_to_repair() -> None:
 A = Fix("mend a", "safe", verified=True, actions=(Action("output", "a", "bfloat16"),))
 B = Fix("mend b", "safe", verified=True, actions=(Action("output", "b", "bfloat16"),))
 BOTH = Fix("mend both", "safe", verified=True, actions=(Action("setting", "autocast", "bfloat16"),))
+ROOT = Fix("mend the root", "safe", verified=True, actions=(Action("input", "", "bfloat16"),))
 ROUGH = Fix(
     "round the weight", "unsafe", verified=True, actions=(Action("parameter", "a.weight", "bfloat16"),)
 )
@@ -132,6 +133,17 @@ def test_fixes_that_do_not_work_together_are_not_applied_together() -> None:
 def test_the_next_fix_is_taken_where_the_first_does_not_fit_the_others() -> None:
     report = report_of(broken("a", A), broken("b", B, BOTH), clears={A: {"a"}, BOTH: {"a", "b"}})
     assert plan(report) == ([A, BOTH], [])
+
+
+def test_a_fix_that_a_later_one_makes_superfluous_is_left_out() -> None:
+    """What is found first may follow from what is found next: its cause is mended, and nothing else."""
+    report = report_of(broken("a", A), broken("b", ROOT), clears={A: {"a"}, ROOT: {"a", "b"}})
+    assert plan(report) == ([ROOT], [])
+
+
+def test_a_fix_that_is_needed_beside_a_later_one_stays() -> None:
+    report = report_of(broken("a", A), broken("b", B), clears={A: {"a"}, B: {"b"}})
+    assert plan(report) == ([A, B], [])
 
 
 def test_safe_before_unsafe() -> None:
@@ -179,8 +191,8 @@ def test_settings_and_lines_are_handed_to_the_caller() -> None:
     assert done.settings == {"autocast": "bfloat16"}
     assert done.lines == {"model.py:3": "bfloat16"}
     assert str(done).splitlines() == [
-        "done      mend both",
-        "done      write bfloat16",
+        "to do     mend both",
+        "to do     write bfloat16",
         "set       autocast=bfloat16",
         "edit      model.py:3: bfloat16",
         "left      IST101: c is wrong: no fix is known",
@@ -198,7 +210,7 @@ def test_a_real_step_with_two_causes_is_repaired_jointly() -> None:
     report = check(model, ids(), device="cpu")
     assert [finding.cause for finding in report.errors] == [
         "layers.0.norm.weight is float32",
-        "head.bias is float32",
+        "head.weight is float32",
     ]
     stored = model.head.weight.detach().clone()
     assert len(repair(model, report)) >= 2

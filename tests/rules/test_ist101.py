@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from tests.reality import real_step
 from tests.rules.traces import found, traced, verified
-from tests.small import ids, line, net, wide_norms
+from tests.small import BF16, ids, line, net, wide_norms
 
 RULE = "ist101_operands"
 
@@ -45,3 +46,32 @@ def test_one_dtype_throughout() -> None:
 
 def test_autocast_hides_it() -> None:
     assert found(RULE, traced(wide_norms(), ids(), autocast=torch.bfloat16)) == []
+
+
+def test_a_layers_weight_and_bias_are_cast_together() -> None:
+    """The bias is what `addmm` is given first; cast alone it would leave the weight as odd as before."""
+    model = nn.Sequential(
+        nn.Linear(4, 32).to(BF16), nn.Sequential(nn.Linear(32, 4), nn.ReLU(), nn.Linear(4, 2))
+    )
+    (finding,) = verified(model, {"input": torch.ones(2, 4, dtype=BF16)}, "IST101")
+    assert finding.cause == "1.0.weight is float32"
+    assert [(fix.description, fix.verified) for fix in finding.fixes[:2]] == [
+        ("let each Linear of 1.* cast at its border and compute in bfloat16", True),
+        ("cast 1.*.weight, 1.*.bias to bfloat16", True),
+    ]
+
+
+def test_a_plain_tensor_that_the_model_holds() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj, self.classes = nn.Linear(4, 4), torch.ones(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.proj(x) @ self.classes
+
+    (finding,) = verified(Holding().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}, "IST101")
+    assert finding.cause == "classes, a plain tensor that no .to() of the model reaches, is float32"
+    assert finding.fixes[0].description == "cast the plain tensor classes to bfloat16"
+    assert finding.fixes[0].verified
+    assert verified(Holding(), {"x": torch.ones(2, 4)}, "IST101") == []

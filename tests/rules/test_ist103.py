@@ -60,3 +60,26 @@ def test_the_text_and_the_fix() -> None:
     assert finding.cause.startswith("zeros makes float32 at test_ist103.py:")
     assert finding.fixes[0].verified
     assert finding.fixes[0].description.startswith("write bfloat16 instead of float32 at test_ist103.py:")
+
+
+class Accumulated(nn.Module):
+    """Sums rows up in float32, and does not cast what it adds."""
+
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.proj, self.sums, self.cast = nn.Linear(4, 4).to(BF16), torch.zeros(5, 4), cast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.proj(x)
+        sums = self.sums.clone()
+        sums.lerp_(made.new_ones(5, 4).float(), 0.5)
+        sums.index_add_(0, torch.tensor([2, 0]), made.float() if self.cast else made)
+        return sums
+
+
+def test_a_cast_at_the_line_is_to_the_dtype_that_is_written_into() -> None:
+    (finding,) = verified(Accumulated(cast=False), {"x": X}, "IST103")
+    described = [fix.description for fix in finding.fixes if fix.verified]
+    assert f"cast what is written to float32 at {line(finding.source)}" in described
+    assert not any(each.startswith("cast the operands to bfloat16") for each in described)
+    assert verified(Accumulated(cast=True), {"x": X}, "IST103") == []

@@ -52,7 +52,7 @@ def test_a_checkpoint_that_forgets_autocast() -> None:
     assert f"the device says: {outcome.error}" in finding.notes
     assert finding.message == ("float16 meets bfloat16 while gradient checkpointing recomputes the forward")
     assert finding.op == "aten.addmm.default"
-    assert finding.cause == "second.bias is float16"
+    assert finding.cause == "second.weight is float16"
 
 
 def test_torch_checkpoint_restores_autocast() -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import torch
+from torch import nn
+
+import isotype
 from tests.reality import real_step
 from tests.rules.traces import BF16, found, traced, verified
 from tests.small import ids, net, wide_norms
@@ -27,3 +31,13 @@ def test_autocast_in_evaluation_too() -> None:
 
 def test_a_model_of_one_dtype() -> None:
     assert found(RULE, traced(net(), ids(), autocast=BF16, phases=PHASES)) == []
+
+
+def test_generation_under_an_autocast_of_its_own() -> None:
+    def generate(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            cache = torch.zeros(4, 8)
+            return cache.index_copy_(0, torch.arange(2), model(**ids())[0, :2, :8])
+
+    report = isotype.check(net(), ids(), device="cpu", autocast=BF16, phases=PHASES, generate=generate)
+    assert [finding.code for finding in report.errors] == ["IST103"]

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+import isotype
 from isotype.rules.finding import Finding
 from isotype.rules.ist199_not_followed import is_about_dtypes
 from isotype.trace.record import Failure
+from tests.rules import samples
 from tests.rules.traces import batch, found, llama, traced
+from tests.small import BF16
 
 RULE = "ist199_not_followed"
 
@@ -64,3 +67,79 @@ def test_a_step_that_was_followed() -> None:
 )
 def test_which_errors_are_about_dtypes(error: str, expected: bool) -> None:
     assert is_about_dtypes(Failure("forward", "", "", error)) is expected
+
+
+def test_what_another_rule_explains_is_silent() -> None:
+    column = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x64 and 1x2048)"
+    codes = Failure("forward", samples.LAYER, "model.py:1", column)
+    assert found(RULE, samples.trace([samples.packed()], failure=codes)) == []
+    lost = Failure("forward", samples.LAYER, "model.py:1", "AttributeError: no attribute 'quant_state'")
+    assert found(RULE, samples.trace([samples.packed(state=None)], failure=lost)) == []
+    assert len(found(RULE, samples.trace([samples.packed()], failure=lost))) == 1
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 16).to(BF16)
+        self.rnn, self.out = nn.GRU(16, 2, batch_first=True).to(dtype), nn.Linear(2, 1).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rnn(self.body(x))[0])
+
+
+def test_a_fix_must_not_bring_to_light_another_error() -> None:
+    inputs = {"x": torch.ones(2, 3, 4, dtype=BF16)}
+    (finding,) = isotype.check(Recurrent(torch.float32), inputs, device="cpu").errors
+    assert (finding.code, finding.cause) == ("IST199", "rnn.weight_ih_l0 is float32")
+    # A border at the GRU alone would only move the error to the head behind it.
+    assert [(fix.description, fix.verified) for fix in finding.fixes] == [
+        ("run the step under autocast to bfloat16", True)
+    ]
+    assert isotype.check(Recurrent(BF16), inputs, device="cpu").ok
+
+
+class Checked(nn.Module):
+    def __init__(self, cast: bool, say: str | None) -> None:
+        super().__init__()
+        self.proj, self.cast, self.say = nn.Linear(4, 4), cast, say
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, weight = self.proj(x), self.proj.weight
+        made = made if self.cast else made.float()
+        if self.say is None:
+            assert made.dtype == weight.dtype
+        elif made.dtype != weight.dtype:
+            raise RuntimeError(self.say)
+        return made
+
+
+def test_a_check_whose_words_do_not_name_dtypes() -> None:
+    inputs = {"x": torch.ones(2, 4, dtype=BF16)}
+    for say in (None, "weight type must equal to input type"):
+        (finding,) = isotype.check(Checked(False, say).to(BF16), inputs, device="cpu").errors
+        assert finding.message == "the model's own code refuses float32"
+        assert finding.cause.startswith("a cast to float32 at ")
+        assert isotype.check(Checked(True, say).to(BF16), inputs, device="cpu").ok
+
+
+class Quantile(nn.Module):
+    """TRL's clipping by a quantile of the rewards, which torch takes in float32 and float64 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(4, dtype=torch.float32)
+        made = self.proj(x)
+        bound = torch.quantile(made.flatten(), 0.9)
+        return (made * bound).float() * scale
+
+
+def test_the_dtypes_that_an_error_names_decide_which_tensor_is_odd() -> None:
+    model, inputs = Quantile().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}
+    (finding,) = isotype.check(model, inputs, device="cpu", verify=False).errors
+    assert finding.code == "IST199"
+    assert "bfloat16" in finding.message
+    assert "float32" not in finding.message

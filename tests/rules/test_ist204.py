@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import isotype
 from tests.rules.traces import BF16, FP32, batch, found, llama, traced
 
 RULE = "ist204_output_copies"
@@ -54,3 +55,23 @@ def test_the_copy_of_the_loss_itself() -> None:
     # A cache that is filled in training is a note: autocast's `cat` makes it float32.
     noted = found(RULE, traced(llama(FP32), batch(), autocast=BF16))
     assert {finding.severity for finding in noted} <= {"note"}
+
+
+class Normed(nn.Module):
+    """CUDA's autocast runs group norm in float32: it casts what the norm then reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x))
+
+
+def test_a_cast_that_autocast_makes_is_read_by_what_it_was_made_for() -> None:
+    report = isotype.check(
+        Normed(), {"x": torch.ones(2, 3, 8, 8)}, device="a100", autocast=BF16, verify=False
+    )
+    assert [finding.code for finding in report.findings if finding.code == "IST204"] == []
+    casts = [call for call in report.trace.calls if call.module == "norm" and "_to_copy" in call.op]
+    assert casts

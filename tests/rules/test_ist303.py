@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from isotype.rules.finding import Action
 from isotype.rules.ist303_no_scaler import find
-from tests.rules.samples import BF16, FP16, FP32, adapter, call, operand, trace
+from tests.rules.samples import BF16, FP16, FP32, LAYER, adapter, call, operand, packed, trace
 
 
 def test_float16_backward_without_scaler() -> None:
@@ -25,3 +25,15 @@ def test_scaled_and_bfloat16_runs_are_silent() -> None:
     wide = call("aten.mm.default", operand(BF16), result=BF16, phase="backward", flops=100)
     assert not list(find(trace([adapter(FP32)], [half], autocast=FP16, scaler=True)))
     assert not list(find(trace([adapter(FP32)], [wide], autocast=BF16)))
+
+
+def test_4bit_layers_that_alone_compute_in_float16_are_ist404s() -> None:
+    half = call("aten.mm.default", operand(FP16), result=FP16, phase="backward", flops=100)
+    layers = [adapter(FP32), packed(compute=FP16)]
+    assert half.module == LAYER
+    assert not list(find(trace(layers, [half], autocast=BF16)))
+    elsewhere = call(
+        "aten.mm.default", operand(FP16), result=FP16, phase="backward", flops=100, module="head"
+    )
+    (finding,) = find(trace(layers, [half, elsewhere], autocast=BF16))
+    assert finding.cause == "float16 compute without a GradScaler"

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isotype.rules.finding import Action
 from isotype.rules.ist305_optimizer import find
+from isotype.trace.record import Origin
 from tests.rules.samples import BF16, FP32, adapter, norm, operand, refused, trace, weight
 
 
@@ -18,6 +21,32 @@ def test_a_fused_step_over_two_dtypes() -> None:
     assert finding.message == "aten._fused_adamw_.default is given bfloat16 and float32"
     assert finding.cause == "the gradient of w is bfloat16"
     assert finding.fixes[0].actions == (Action("setting", "optimizer", "adamw"),)
+
+
+def test_an_optimizer_of_ones_own_that_mixes_dtypes() -> None:
+    step = refused(
+        "aten.lerp_.Scalar",
+        "optimizer",
+        operand(FP32, "operator", "zeros_like"),
+        operand(BF16, "gradient", "aten._to_copy.default"),
+    )
+    of = Origin("gradient", BF16, "aten._to_copy.default", before=Origin("parameter", BF16, "embed.weight"))
+    step = replace(step, operands=(step.operands[0], replace(step.operands[1], origin=of)))
+    (finding,) = find(trace([adapter(FP32)], [step], optimizer="Mine"))
+    assert finding.cause == "the gradient of embed.weight is bfloat16"
+    assert finding.fixes[0].actions == (Action("line", "model.py:1", "float32"),)
+
+
+def test_a_constant_of_another_dtype() -> None:
+    step = refused(
+        "aten.lerp_.Tensor",
+        "optimizer",
+        operand(BF16, "parameter", "w"),
+        operand(BF16, "gradient", "w"),
+        operand(FP32, "constant", "tensor"),
+    )
+    (finding,) = find(trace([adapter(FP32)], [step], optimizer="Mine"))
+    assert finding.cause == "tensor makes float32"
 
 
 def test_masters_beside_bfloat16_parameters() -> None:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isotype.rules.ist403_packed_raw import find
-from isotype.trace.record import Failure
-from tests.rules.samples import BF16, FP16, call, operand, packed, trace, weight
+from isotype.rules.ist403_packed_raw import explains, find
+from isotype.trace.record import Call, Failure, Operand, Origin
+from tests.rules.samples import BF16, FP16, FP32, LAYER, call, operand, packed, trace, weight
+
+COLUMN = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x64 and 1x2048)"
+ATTENTION = "model.layers.0.self_attn"
 
 
 def test_a_dense_tensor_where_codes_belong() -> None:
@@ -57,3 +60,51 @@ def test_other_failures_are_silent(error: str) -> None:
 
 def test_a_quantized_layer_is_silent() -> None:
     assert not list(find(trace([packed(), packed(packed=BF16, storage=BF16)])))
+
+
+def test_packed_codes_in_a_module_of_ones_own() -> None:
+    held = weight("blocks.0.W", torch.uint8, shape=(2048, 1), kind="other", module_class="Fused")
+    failure = Failure("forward", "blocks.0", "fused.py:7", COLUMN)
+    (finding,) = find(trace([held], failure=failure))
+    assert finding.severity == "error"
+    assert finding.cause == "blocks.0.W holds packed codes, [2048, 1]"
+    assert "dequantize_4bit" in finding.fixes[0].description
+    assert explains(trace([held], failure=failure), failure)
+
+
+def test_a_layer_whose_owner_reads_its_weight() -> None:
+    (finding,) = find(trace([packed()], failure=Failure("forward", ATTENTION, "activation.py:1", COLUMN)))
+    assert finding.fixes[0].description.startswith(f"leave {LAYER} out of the quantization")
+
+
+def test_a_column_that_is_no_code() -> None:
+    failure = Failure("forward", "scale", "model.py:1", COLUMN)
+    column = weight("scale.table", torch.uint8, shape=(2048, 1), kind="other", buffer=True)
+    assert not list(find(trace([column], failure=failure)))
+    assert not explains(trace([column], failure=failure), failure)
+
+
+def casts(codes: torch.dtype, *before: str, module: str = ATTENTION) -> list[Call]:
+    """Activations cast to `codes` and back, after operators named `before`."""
+    there = call("aten._to_copy.default", operand(FP32), result=codes, module=module)
+    kept = Operand("self", codes, (32, 64), Origin("cast", codes, "to", module, there.source))
+    return [
+        *(call(name, operand(FP32), module=module) for name in before),
+        there,
+        call("aten._to_copy.default", kept, result=BF16, module=LAYER),
+    ]
+
+
+def test_activations_cast_to_the_dtype_of_codes() -> None:
+    (finding,) = find(trace([packed()], casts(torch.uint8)))
+    assert finding.severity == "error"
+    assert finding.message == "float32 activations are cast to uint8, the dtype of packed codes"
+    assert finding.cause == f"a cast to uint8 at model.py:1, as {LAYER}.weight lies"
+
+
+def test_casts_to_whole_numbers_that_are_meant() -> None:
+    assert not list(find(trace([packed()], casts(torch.uint8, "aten.round.default"))))  # quantizes on purpose
+    assert not list(find(trace([packed()], casts(torch.uint8)[:1])))  # a mask: never float again
+    assert not list(find(trace([packed()], casts(torch.int8))))  # not the codes' dtype
+    assert not list(find(trace([packed()], casts(torch.uint8, module="model.visual"))))  # no codes there
+    assert not list(find(trace([weight()], casts(torch.uint8))))

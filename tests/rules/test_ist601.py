@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+from isotype.rules.finding import Action
 from isotype.trace.record import Trace
+from tests.rules.samples import call, operand, trace
 from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
 
 RULE = "ist601_bfloat16"
@@ -57,3 +61,37 @@ def test_devices_with_bfloat16(autocast: Trace, device: str) -> None:
 def test_other_dtypes_on_a_t4() -> None:
     assert found(RULE, on(traced(llama(FP16), batch(), autocast=FP16), "t4")) == []
     assert found(RULE, on(traced(llama(FP32), batch()), "t4")) == []
+
+
+def wide_result(dtype: torch.dtype) -> Trace:
+    """A step with one product of `dtype` operands that is asked for in float32."""
+    asked = call("aten.mm.dtype", operand(dtype), operand(dtype), result=FP32)
+    return trace(calls=[asked, asked], compute=FP32)
+
+
+def test_a_float32_result_of_bfloat16_operands_on_a_t4() -> None:
+    (finding,) = found(RULE, on(wide_result(BF16), "t4"))
+    assert finding.severity == "error"
+    assert finding.message == "NVIDIA T4 refuses bfloat16 matmuls with a float32 result"
+    assert finding.cause == "a product of bfloat16 operands is asked for in float32 at model.py:1"
+    assert [fix.description for fix in finding.fixes] == [
+        "run the step in float16 with a GradScaler",
+        "run the step in float32",
+    ]
+
+
+@pytest.mark.parametrize("device", ["a100", "h100"])
+def test_a_float32_result_where_bfloat16_is_native(device: str) -> None:
+    assert found(RULE, on(wide_result(BF16), device)) == []
+    assert found(RULE, on(wide_result(FP16), "t4")) == []
+
+
+def test_inputs_follow_the_weights() -> None:
+    model, given = nn.Sequential(nn.Linear(8, 8, dtype=BF16)), {"input": torch.ones(2, 8, dtype=BF16)}
+    (finding,) = found(RULE, on(traced(model, given), "mps"))
+    assert all(
+        Action("input", "", action) in fix.actions
+        for fix, action in zip(finding.fixes, ("float16", "float32"), strict=True)
+    )
+    (finding,) = found(RULE, on(traced(llama(), batch()), "mps"))
+    assert not any(action.kind == "input" for fix in finding.fixes for action in fix.actions)

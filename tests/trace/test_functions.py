@@ -215,3 +215,26 @@ def test_the_name_of_the_function_is_told_and_taken_back() -> None:
         Listening()(fakes["x"])
     assert names == [""]
     assert [call.op for call in recorder.calls] == ["aten.relu.default"]
+
+
+def test_a_number_in_a_text_is_its_number() -> None:
+    """Names of experts are put together so: `f"expert_{index}"`."""
+    assert under("cpu", lambda: [f"expert_{index}" for index in torch.arange(2)], None) == [
+        "expert_0",
+        "expert_1",
+    ]
+    assert under("cpu", lambda x: f"{x.sum():.1f}", None, x=low()) == "1.0"  # weights decide: the stand-in
+
+
+def test_the_experts_that_were_hit_are_known_by_number() -> None:
+    """All of them are taken to be: the loop over them names each once."""
+    assert under("cpu", lambda x: [f"{row[0]}" for row in (x.sum(1) > 0).nonzero()], None, x=low()) == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+
+
+def test_a_tensor_in_a_text_is_not() -> None:
+    assert "FakeTensor" in under("cpu", lambda x: f"{x}", None, x=low())

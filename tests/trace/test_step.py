@@ -283,3 +283,32 @@ def test_the_record() -> None:
     assert trace.setup.compute == BF16
     assert trace.flops == {BF16: 2 * 3 * 2 * 3 * (WIDTH * WIDTH + WIDTH * 16)}
     assert list(trace.memory.phases) == ["load", "forward", "backward", "unscale", "optimizer"]
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_casts_that_autocast_keeps_end_with_the_forward(outer: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    setup = replace(SETUP, autocast=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+        trace = trace_step(model, {"input": torch.ones(1, 64)}, setup)
+        assert torch.is_autocast_enabled("cpu") is outer
+    assert trace.memory.phases["optimizer"]["activations"] == 0
+
+
+@pytest.mark.parametrize("implementation", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_the_state_that_an_optimizer_keeps_stays_in_its_dtype(implementation: dict[str, bool]) -> None:
+    model = nn.Linear(WIDTH, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), **implementation)
+    model(**X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not list(trace_step(model, X, SETUP, optimizer=optimizer).breaches())
+    model.to(torch.bfloat16)
+    given = {name: value.to(torch.bfloat16) for name, value in X.items()}
+    (first, *_) = trace_step(model, given, SETUP, optimizer=optimizer).breaches()
+    assert first.phase == "optimizer"
+    names = {operand.origin.name for operand in first.operands}
+    assert "the optimizer's exp_avg of weight" in names
+    model(**given).sum().backward()
+    with pytest.raises(RuntimeError, match=r"[Ff]loat"):
+        optimizer.step()

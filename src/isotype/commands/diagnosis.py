@@ -28,7 +28,7 @@ from isotype.report.check_text import fix_standing, plural, render, repairable, 
 from isotype.report.run_html import format_bytes
 from isotype.rules import judge
 from isotype.rules.finding import Finding
-from isotype.rules.operands import evidence
+from isotype.rules.words import evidence
 from isotype.trace.live import device_of
 from isotype.trace.modes import no_modes
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup

@@ -29,11 +29,18 @@ _INDEX_PUT = frozenset(
 )
 
 
-def fills(op: str, args: Sequence[Any]) -> bool:
-    """Whether a call is an `index_put` that torch runs as `masked_fill`: bool masks and a value of one element.
+_LERP = frozenset({"aten.lerp.Tensor", "aten.lerp_.Tensor"})
 
-    It takes a value of any dtype, so the contract of `index_put` does not apply to it.
+
+def is_exempt(op: str, args: Sequence[Any]) -> bool:
+    """Whether the shapes of a call free it from its operator's contract: one operand may then be of any dtype.
+
+    An `index_put` that torch runs as `masked_fill`: bool masks and a value of one element. A `lerp` whose weight has no
+    dimensions. Of all operators that refuse a second dtype these alone take it so (measured on a CPU, torch 2.13).
     """
+    if op in _LERP:
+        start, end, weight = args
+        return bool(weight.dim() == 0 and start.dtype == end.dtype)
     if op not in _INDEX_PUT:
         return False
     _, indices, values, *_ = args

@@ -68,14 +68,23 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
     pattern = re.compile(re.escape(action.target).replace(r"\*", r"\d+"))
     for name, module in model.named_modules():
         if action.kind not in _TENSORS:
-            if pattern.fullmatch(name):
+            # Between numbered layers stand others without weights, which have no border to cast at.
+            if pattern.fullmatch(name) and (action.kind != "boundary" or any(_parameters(module))):
                 yield module
             continue
-        own = module._parameters if action.kind == "parameter" else module._buffers
-        for tensor_name, tensor in own.items():
-            full = f"{name}.{tensor_name}" if name else tensor_name
-            if tensor is not None and pattern.fullmatch(full):
+        for tensor_name in _parameters(module) if action.kind == "parameter" else _buffers(module):
+            if pattern.fullmatch(f"{name}.{tensor_name}" if name else tensor_name):
                 yield module, tensor_name
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return [name for name, tensor in module._parameters.items() if tensor is not None]
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    """Names of a module's buffers, and of the tensors that it holds as plain attributes."""
+    own = [name for name, tensor in module._buffers.items() if tensor is not None]
+    return own + [name for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
 
 
 def _cast_parameter(target: Any, value: str) -> list[Undo]:
@@ -99,7 +108,7 @@ def _cast_parameter(target: Any, value: str) -> list[Undo]:
 
 def _cast_buffer(target: Any, value: str) -> list[Undo]:
     module, name = target
-    before = module._buffers[name]
+    before = getattr(module, name)
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
         raise UsageError(
@@ -114,10 +123,10 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
         )
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)
-    module._buffers[name] = source.to(parse_dtype(value))
+    setattr(module, name, source.to(parse_dtype(value)))
 
     def undo() -> None:
-        module._buffers[name] = before
+        setattr(module, name, before)
 
     return [undo]
 

@@ -42,7 +42,7 @@ class Repairs:
         return len(self.fixes)
 
     def __str__(self) -> str:
-        lines = [f"done      {fix.description}" for fix in self.fixes]
+        lines = [f"{_state(fix)}{fix.description}" for fix in self.fixes]
         lines += [f"set       {name}={value}" for name, value in self.settings.items()]
         lines += [f"edit      {source}: {value}" for source, value in self.lines.items()]
         lines += [f"left      {finding.code}: {finding.message}: {reason}" for finding, reason in self.left]
@@ -105,7 +105,25 @@ def plan(report: Report, unsafe: bool = False) -> tuple[list[Fix], list[tuple[Fi
         else:
             chosen.append(fix)
             present = after
-    return chosen, list(left.values())
+    return _needed(report, chosen, present), list(left.values())
+
+
+def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
+    """Without the fixes that a later one makes superfluous: with its cause gone, what it led to needs no mending."""
+    assert report.again is not None
+    present = {(each.code, each.cause) for each in after if each.severity != "note"}
+    kept = list(chosen)
+    for position, fix in enumerate(chosen):
+        if all(_needs_the_caller(later) for later in chosen[position + 1 :]):
+            break  # what the caller has yet to do replaces nothing
+        rest = [each for each in kept if each is not fix]
+        try:
+            found = report.again([action for each in rest for action in each.actions])
+        except UsageError:
+            continue  # a later fix rests on it
+        if all((each.code, each.cause) in present for each in found if each.severity != "note"):
+            kept = rest
+    return kept
 
 
 def _first_that_works(
@@ -127,8 +145,16 @@ def _first_that_works(
     return None, present
 
 
+def _state(fix: Fix) -> str:
+    """Whether `repair` did all of a fix, or its words are an order to the caller."""
+    return "to do     " if all(action.kind in _CALLERS for action in fix.actions) else "done      "
+
+
+_CALLERS = ("setting", "line")  # what no change of a model does
+
+
 def _needs_the_caller(fix: Fix) -> bool:
-    return any(action.kind in ("setting", "line") for action in fix.actions)
+    return any(action.kind in _CALLERS for action in fix.actions)
 
 
 def _may_be_applied(fix: Fix, unsafe: bool) -> bool:
@@ -140,8 +166,13 @@ def _may_be_applied(fix: Fix, unsafe: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Whether the finding is gone; an error of another cause may have come to light, but there are not more."""
+    """Whether the finding is gone; an error of another cause may have come to light, but there are not more.
+
+    A step that is no longer followed to its end shows nothing: what was found behind that place is only hidden.
+    """
     if any((each.code, each.cause) == (finding.code, finding.cause) for each in after):
+        return False
+    if any(each.code == "IST199" for each in after) and not any(each.code == "IST199" for each in before):
         return False
     errors = sum(each.severity == "error" for each in before)
     new_errors = sum(each.severity == "error" for each in after)

@@ -47,14 +47,22 @@ def judge(trace: Trace) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
 
 
-def clears(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Whether `finding` is gone and nothing new appeared: no error of another cause, no warning of another code."""
+def clears(
+    finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costs: bool = False
+) -> bool:
+    """Whether `finding` is gone and nothing new appeared: no error of another cause, no warning of another code.
+
+    Where the step ended early, what comes after was not seen before: a step that now goes on may show its price. With
+    `costs` any price is let pass: a step that runs and costs is better than one that crashes; one that is no longer
+    followed to its end is no such step.
+    """
     errors = {(each.code, each.cause) for each in before if each.severity == "error"}
     codes = {each.code for each in before}
+    let_pass = finding.code == "IST199" or costs
     return not any(
         (each.code, each.cause) == (finding.code, finding.cause)
         or (each.severity == "error" and (each.code, each.cause) not in errors)
-        or each.code not in codes
+        or (each.code not in codes and (not let_pass or each.code == "IST199"))
         for each in after
         if each.severity != "note"
     )

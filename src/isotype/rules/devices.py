@@ -9,7 +9,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.operands import starred
+from isotype.rules.words import starred
 from isotype.trace.record import Call, Trace, Weight
 
 _LEAST_SHARE = 0.01
@@ -25,7 +25,7 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
     # A step that was not followed to a matmul is judged by what it was meant to run in.
     if support == "native" or (share < _LEAST_SHARE and (calls or trace.setup.compute != dtype)):
         return
-    targets = [target for target in (other, torch.float32) if profile.supports(target) == "native"]
+    targets = _targets(trace, other)
     # Without a rate of its own an emulated dtype runs at float32's at best: that is what it is converted to.
     slower = prices.slowdown(trace, calls, (targets or [torch.float32])[0], stand_in=torch.float32)
     price = Price(flops_share=share, slowdown=slower)
@@ -44,11 +44,21 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
         source=first.source if first else "",
         cause=_cause(trace, dtype),
         notes=(profile.reason(dtype), *_estimate(price, trace)),
-        fixes=tuple(_fix(trace, dtype, target) for target in targets),
+        fixes=fixes(trace, dtype, other),
         operands=first.operands if first else (),
         price=price,
         places=tuple(dict.fromkeys(call.module for call in calls)),
     )
+
+
+def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
+    """The whole step in `other` or in float32, whichever the device runs natively."""
+    return tuple(_fix(trace, dtype, target) for target in _targets(trace, other))
+
+
+def _targets(trace: Trace, other: torch.dtype) -> list[torch.dtype]:
+    profile = trace.setup.profile
+    return [target for target in (other, torch.float32) if profile.supports(target) == "native"]
 
 
 def _estimate(price: Price, trace: Trace) -> Iterable[str]:
@@ -82,7 +92,8 @@ def _fix(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         Action("setting", "scaler", str(target == torch.float16)),
         Action("setting", "compute", name),
     )
-    actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name))
+    given = (Action("input", "", name),) if _is_given(trace, dtype) else ()
+    actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name), *given)
     lossless = target == torch.float32 or not any(not weight.trainable for weight in plain)
     scaler = " with a GradScaler" if target == torch.float16 else ""
     weights = " and cast the weights" if plain else ""
@@ -90,6 +101,15 @@ def _fix(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         f"run the step in {name}{scaler}{weights}",
         "safe" if lossless else "unsafe",
         actions=tuple(dict.fromkeys(actions)),
+    )
+
+
+def _is_given(trace: Trace, dtype: torch.dtype) -> bool:
+    """Whether an input of the model is in `dtype`: the casts of the weights leave it as it is."""
+    return any(
+        operand.dtype == dtype and operand.origin.kind == "input"
+        for call in trace.calls
+        for operand in call.operands
     )
 
 

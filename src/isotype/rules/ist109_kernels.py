@@ -25,6 +25,7 @@ from dataclasses import replace
 from isotype.dtypes import dtype_name
 from isotype.rules import operands
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.words import short
 from isotype.trace.record import Trace
 
 TITLE = "No kernel for this dtype"
@@ -33,7 +34,7 @@ TITLE = "No kernel for this dtype"
 def find(trace: Trace) -> Iterator[Finding]:
     """Operators that the device has no kernel for in the dtype they are given."""
     for finding in operands.find(trace, "IST109", "{op} has no kernel for {odd} on this device"):
-        where = operands.short(finding.source)
+        where = short(finding.source)
         advice = Fix(
             f"call it in float32 at {where} and cast the result back",
             "safe",

@@ -26,12 +26,13 @@ the finding is an error, else a warning.
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections.abc import Iterator
 
-from isotype.rules import operands
+from isotype.rules import ist403_packed_raw, operands
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.operands import short
+from isotype.rules.words import short
 from isotype.trace.record import Failure, Trace
 
 TITLE = "The step could not be followed to its end"
@@ -48,6 +49,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     failure = trace.failure
     if failure is None or failure.recomputed:
         return  # a recomputation that fails is IST107
+    if ist403_packed_raw.explains(trace, failure) or _without_state(trace, failure):
+        return
     error = is_about_dtypes(failure)
     blamed = operands.of_failure(trace, failure) if error else None
     if blamed is not None:
@@ -76,12 +79,33 @@ def find(trace: Trace) -> Iterator[Finding]:
     )
 
 
+def _without_state(trace: Trace, failure: Failure) -> bool:
+    """Whether the step ended in a layer that has lost its quantization state: IST402 says so."""
+    return any(
+        weight.module == failure.module
+        and weight.quantization is not None
+        and not weight.quantization.present
+        for weight in trace.weights
+    )
+
+
 def is_about_dtypes(failure: Failure) -> bool:
-    """Whether the error's own words are about dtypes."""
+    """Whether the error's own words are about dtypes, or the check that raised it where it has none of them."""
     name, _, message = failure.error.partition(":")
+    if failure.dtype_related and _checks_dtypes(failure.source):
+        return True
     return name in ("RuntimeError", "TypeError", "NotImplementedError", "ValueError") and bool(
         _DTYPES.search(message)
     )
+
+
+def _checks_dtypes(source: str) -> bool:
+    """Whether the statement at `file:line`, or the condition above it, asks for a dtype: an `assert`, `if … raise`."""
+    path, _, number = source.rpartition(":")
+    line = int(number) if number.isdigit() else 0
+    above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()
+    asked = raising if raising.startswith(("assert", "if")) else above if raising.startswith("raise") else ""
+    return "dtype" in asked
 
 
 def _place(failure: Failure) -> str:

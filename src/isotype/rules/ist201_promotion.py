@@ -39,7 +39,9 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.operands import Group, candidates, cause_text, evidence, starred
+from isotype.rules.groups import Group
+from isotype.rules.operands import candidates
+from isotype.rules.words import cause_text, evidence, starred
 from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
@@ -79,7 +81,7 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
     for call in trace.calls:
         if call.module in broken:
             continue  # judged there; what its backward runs in follows from how it was converted
-        wide = _wide(call, trace.setup.compute, exempt)
+        wide = _wide(call, trace.setup.compute, exempt, owners)
         if wide is None:
             continue
         here = (call.module, call.source)
@@ -95,11 +97,21 @@ def _quantized_modules(trace: Trace) -> frozenset[str]:
     return frozenset(weight.module for weight in trace.weights if weight.quantization is not None)
 
 
-def _wide(call: Call, compute: torch.dtype, exempt: frozenset[str]) -> _Wide | None:
+def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
+    """Whether it is an adapter's weight itself, as it lies or transposed."""
+    weight = owners.get(operand.origin.name) if operand.origin.kind == "parameter" else None
+    return weight is not None and weight.adapter and sorted(weight.shape) == sorted(operand.shape)
+
+
+def _wide(
+    call: Call, compute: torch.dtype, exempt: frozenset[str], owners: Mapping[str, Weight]
+) -> _Wide | None:
     dtype = prices.run_dtype(call)
     if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in exempt:
         return None
     wide = [operand for operand in call.operands if operand.dtype == dtype]
+    if wide and all(_is_adapter_weight(operand, owners) for operand in wide):
+        return None  # the product that a merge adds: adapters are kept wide on purpose
     if not wide or any(prices.by_autocast(operand.origin.cause) for operand in wide):
         return None
     roots = tuple(prices.root(operand.origin) for operand in wide)

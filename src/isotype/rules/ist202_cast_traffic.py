@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.operands import cause_text, short, starred
+from isotype.rules.words import cause_text, short, starred
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Weights or adapter inputs that are cast anew at every step"

@@ -38,7 +38,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.operands import starred
+from isotype.rules.words import starred
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"

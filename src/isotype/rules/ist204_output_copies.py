@@ -37,7 +37,7 @@ from functools import lru_cache
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.operands import short
+from isotype.rules.words import short
 from isotype.trace.record import Call, Origin, Trace
 
 TITLE = "Whole outputs copied to float32"
@@ -80,7 +80,7 @@ def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
             continue
         for operand in call.operands:
             for step in operand.origin.way():
-                if step.kind == "cast" and step.before is not None:
+                if step.kind in ("cast", "autocast") and step.before is not None:
                     found.setdefault((id(step.before), step.source, step.module), []).append(call)
     return found
 

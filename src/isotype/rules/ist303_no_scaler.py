@@ -29,6 +29,7 @@ from dataclasses import replace
 
 import torch
 
+from isotype.rules import ist404_compute_dtype
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
 from isotype.trace.record import Trace
@@ -43,12 +44,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if setup.scaler or "backward" not in setup.phases or not weights:
         return
     half = trained(trace, torch.float16)
-    computed = sum(
-        call.flops * call.repeats
-        for call in trace.calls
-        if call.phase == "backward" and call.results and call.results[0][0] == torch.float16
-    )
-    if not half and not computed:
+    if not half and not _computed(trace):
         return
     scale = Action("setting", "scaler", "True")
     if half:
@@ -67,8 +63,21 @@ def find(trace: Trace) -> Iterator[Finding]:
         "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero",
         weights,
         cause="autocast to float16 without a GradScaler"
-        if setup.autocast
+        if setup.autocast == torch.float16
         else "float16 compute without a GradScaler",
         phase="backward",
         fixes=(Fix("scale the loss with a GradScaler", "safe", actions=(scale,)),),
+    )
+
+
+def _computed(trace: Trace) -> int:
+    """FLOPs of the backward in float16, without those of 4-bit layers that alone compute in it: they are IST404's."""
+    other = ist404_compute_dtype.layers_in(trace, torch.float16)
+    return sum(
+        call.flops * call.repeats
+        for call in trace.calls
+        if call.phase == "backward"
+        and call.results
+        and call.results[0][0] == torch.float16
+        and call.module not in other
     )

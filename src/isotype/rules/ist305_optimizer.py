@@ -28,9 +28,9 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.operands import short
 from isotype.rules.weight_sets import HALVES, count, finding_of, float32_masters, trained
-from isotype.trace.record import Call, Trace
+from isotype.rules.words import cause_text, short
+from isotype.trace.record import FLOATS, Call, Trace
 
 TITLE = "Mixed dtypes in the optimizer's step"
 
@@ -64,8 +64,6 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
     dtypes = sorted(
         {dtype_name(operand.dtype) for operand in first.operands if operand.dtype.is_floating_point}
     )
-    odd = next((o for o in first.operands if o.origin.kind == "gradient"), first.operands[0])
-    plain = Action("setting", "optimizer", "adamw")
     fused = "fused" in trace.setup.optimizer
     return Finding(
         "IST305",
@@ -74,9 +72,34 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         op=first.op,
         phase="optimizer",
         source=first.source,
-        cause=f"the gradient of {odd.origin.name} is {dtype_name(odd.dtype)}",
+        cause=_cause(first, trace),
         notes=(f"the device says: {first.breach.message}",),
         operands=first.operands,
-        fixes=(Fix("use an optimizer that is not fused", "safe", actions=(plain,)),) if fused else (),
+        fixes=(_PLAIN,) if fused else (_own_code(first),),
         evidence=(f"{short(first.source)} {first.op}",) if first.source else (),
     )
+
+
+_PLAIN = Fix("use an optimizer that is not fused", "safe", actions=(Action("setting", "optimizer", "adamw"),))
+
+
+def _own_code(call: Call) -> Fix:
+    """What to do in an optimizer's own Python code."""
+    written = dtype_name(call.operands[0].dtype)
+    return Fix(
+        f"cast the operands to {written}, the dtype of what is updated, at {short(call.source)}",
+        "safe",
+        actions=(Action("line", call.source, written),),
+    )
+
+
+def _cause(call: Call, trace: Trace) -> str:
+    """Who made the first operand that has another dtype than what is updated; else the gradient."""
+    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    other = [operand for operand in floats if operand.dtype != floats[0].dtype]
+    gradients = [operand for operand in floats if operand.origin.kind == "gradient"]
+    odd = (other or gradients or list(call.operands))[0]
+    if odd.origin.kind != "gradient":
+        return cause_text(odd.origin.cause, trace.owners)
+    of = (step.name for step in odd.origin.way() if step.kind == "parameter" or step.name in trace.owners)
+    return f"the gradient of {next(of, odd.origin.name)} is {dtype_name(odd.dtype)}"

@@ -1,10 +1,10 @@
 """
 **What it means.** Packed codes (4-bit weights as bytes in one column, int8 weights, GPTQ's int32) are taken for a weight:
-multiplied directly, cast, assigned a dense tensor, or asked for their dtype.
+multiplied directly, cast, assigned a dense tensor, or asked for their dtype, to which activations are then cast.
 
 **Why it is bad.** It fails with messages that do not name the cause: `mat1 and mat2 shapes cannot be multiplied (6x5120 and
 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`; or it runs on
-codes that a cast has changed.
+codes that a cast has changed, or on activations rounded to the whole numbers from 0 to 255.
 
 **An example that fails**
 
@@ -14,10 +14,12 @@ codes that a cast has changed.
 **Repaired**
 
     layer(hidden)                               # the layer unpacks; or dequantize_4bit(weight, weight.quant_state)
+    BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose owner reads its weight
 
 **How safe is the fix?** It is a change of code (or of the option that chose that code); only its author can make it.
 
-**Seen in** bitsandbytes-foundation/bitsandbytes #433, #610; unslothai/unsloth #2212; huggingface/peft #929, #1999.
+**Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212; unslothai/unsloth-zoo #1132;
+huggingface/peft #929, #1999; MNoorFawi/curlora #5; TransformerLensOrg/TransformerLens #1276.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from isotype.dtypes import dtype_name
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Finding, Fix
 from isotype.rules.weight_sets import advice, count, finding_of
-from isotype.trace.record import Call, Operand, Trace, Weight
+from isotype.rules.words import short
+from isotype.trace.record import Call, Failure, Operand, Trace, Weight
 
 TITLE = "Packed codes taken for a weight"
 
@@ -38,11 +41,11 @@ _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
 # What torch says of a product with one packed column, real and fake: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
 _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
+_ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Cast or dense tensors where codes belong; products with codes; failures that only codes explain."""
-    owners = trace.owners
     cast = [weight for weight in trace.weights if _was_cast(weight)]
     if cast:
         kept = cast[0].quantization
@@ -55,6 +58,9 @@ def find(trace: Trace) -> Iterator[Finding]:
             cause=f"{cast[0].name} was assigned or cast to {dtype_name(kept.packed)}",
             fixes=(advice(cast[0].module, "load the model again and leave packed weights as they are"),),
         )
+    rounded = _activations_as_codes(trace)
+    if rounded:
+        yield _rounded(trace, rounded)
     products = [(call, operand) for call in trace.calls for operand in _codes_in(call)]
     if products:
         yield _product(*products[0], len(products))
@@ -76,7 +82,13 @@ def find(trace: Trace) -> Iterator[Finding]:
             ),
         )
     elif trace.failure is not None:
-        yield from _failed(trace, owners)
+        yield from _failed(trace, trace.failure)
+
+
+def explains(trace: Trace, failure: Failure) -> bool:
+    """Whether it was packed codes that ended the step."""
+    layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
+    return layer is not None or _cause(failure, trace.owners) is not None
 
 
 def _was_cast(weight: Weight) -> bool:
@@ -119,36 +131,117 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
     )
 
 
-def _failed(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[Finding]:
-    failure = trace.failure
-    assert failure is not None
-    found = _COLUMN.search(failure.error)
-    inside = f"{failure.module}." if failure.module else ""
-    cause = ""
-    if found is not None:
-        columns = int(found[1] or found[2])
-        packed = [w for w in owners.values() if w.quantization is not None and w.shape[-1:] == (1,)]
-        near = [w for w in packed if w.name.startswith(inside) and w.shape[0] % columns == 0]
-        cause = f"{near[0].name} holds packed codes, {list(near[0].shape)}" if near else ""
-    elif "only accepts floating point or complex dtypes" in failure.error:
-        dtype = failure.error.rpartition("torch.")[2]
-        holder = next((w for w in owners.values() if dtype_name(w.dtype) == dtype), None)
-        cause = f"a module is cast to {dtype}, the dtype of packed codes" + (
-            f" ({holder.name})" if holder else ""
-        )
-    if cause:
-        yield Finding(
-            "IST403",
-            "error",
-            "packed codes are taken for a weight",
-            module=failure.module,
-            phase=failure.phase,
-            source=failure.source,
-            cause=cause,
-            notes=(f"the step ends with {failure.error}",),
-            fixes=(
-                advice(
-                    cause.split(" ", 1)[0], "call the quantized layer, or ask its compute dtype, at that line"
-                ),
+def _activations_as_codes(trace: Trace) -> list[Call]:
+    """Casts of float activations to the dtype of the packed codes around them, and back to a float dtype.
+
+    What rounds before it casts quantizes on purpose.
+    """
+    codes = {(w.module, w.dtype) for w in trace.weights if w.quantization is not None and w.dtype in _CODES}
+    found: dict[str, list[Call]] = {}
+    back: set[str] = set()
+    before = ""
+    for call in trace.calls if codes else ():
+        if call.op == "aten._to_copy.default" and call.phase in ("forward", "generate"):
+            given, made = call.operands[0], call.results[0][0]
+            if made in _CODES and given.dtype.is_floating_point and not any(r in before for r in _ROUNDING):
+                if call.module and any(
+                    dtype == made and module.startswith(f"{call.module}.") for module, dtype in codes
+                ):
+                    found.setdefault(call.source, []).append(call)
+            elif made.is_floating_point and given.dtype in _CODES:
+                back.add(given.origin.cause.source)
+        before = call.op
+    return [call for source, calls in found.items() if source in back for call in calls]
+
+
+def _rounded(trace: Trace, casts: list[Call]) -> Finding:
+    first = casts[0]
+    codes = dtype_name(first.results[0][0])
+    layer = next(
+        w for w in trace.weights if w.quantization is not None and w.module.startswith(f"{first.module}.")
+    )
+    more = sum(call.repeats for call in casts) - 1
+    return Finding(
+        "IST403",
+        "error",
+        f"{dtype_name(first.operands[0].dtype)} activations are cast to {codes}, the dtype of packed codes",
+        module=first.module,
+        op=first.op,
+        phase=first.phase,
+        source=first.source,
+        cause=f"a cast to {codes} at {short(first.source)}, as {layer.name} lies",
+        notes=(
+            *((f"{more} more such cast{'s' if more > 1 else ''}",) if more else ()),
+            "nothing fails: fractions and signs are lost, and no gradient passes",
+        ),
+        operands=first.operands,
+        fixes=(
+            advice(
+                layer.module,
+                "cast to the compute dtype of the layers there, or only to a dtype that is_floating_point",
             ),
+        ),
+        places=tuple(dict.fromkeys(call.module for call in casts)),
+    )
+
+
+def _failed(trace: Trace, failure: Failure) -> Iterator[Finding]:
+    found = _cause(failure, trace.owners)
+    if found is None:
+        return
+    cause, fix = found
+    yield Finding(
+        "IST403",
+        "error",
+        "packed codes are taken for a weight",
+        module=failure.module,
+        phase=failure.phase,
+        source=failure.source,
+        cause=cause,
+        notes=(f"the step ends with {failure.error}", "nothing after it was judged"),
+        fixes=(fix,),
+    )
+
+
+def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | None:
+    """What codes had to do with the end of a step, and what to do; None where they had nothing to do with it."""
+    column = _COLUMN.search(failure.error)
+    if column is not None:
+        columns = int(column[1] or column[2])
+        inside = f"{failure.module}." if failure.module else ""
+        packed = [w for w in owners.values() if _is_column(w) and w.shape[0] % columns == 0]
+        near = next((w for w in packed if w.name.startswith(inside)), None)
+        return (
+            None
+            if near is None
+            else (f"{near.name} holds packed codes, {list(near.shape)}", _unpack(near, failure))
         )
+    if "only accepts floating point or complex dtypes" not in failure.error:
+        return None
+    dtype = failure.error.rpartition("torch.")[2]
+    holder = next((w for w in owners.values() if dtype_name(w.dtype) == dtype), None)
+    cause = f"a module is cast to {dtype}, the dtype of packed codes"
+    return cause + (f" ({holder.name})" if holder else ""), advice(
+        failure.module, "ask a quantized layer for its compute dtype, at that line"
+    )
+
+
+def _is_column(weight: Weight) -> bool:
+    """Whether it is, or looks like, a 4-bit weight as bitsandbytes packs it, whichever module holds it."""
+    codes = weight.quantization is not None or (not weight.buffer and weight.dtype in _CODES)
+    return codes and weight.shape[-1:] == (1,)
+
+
+def _unpack(weight: Weight, failure: Failure) -> Fix:
+    if weight.kind == "linear4bit" and weight.module != failure.module:
+        owner = failure.module or "the model"
+        return advice(
+            weight.module,
+            f"leave {weight.module} out of the quantization (llm_int8_skip_modules): {owner} reads its weight itself; or "
+            "call the layer at that line",
+        )
+    return advice(
+        weight.module,
+        "unpack it at that line: bitsandbytes.functional.dequantize_4bit(weight, quant_state), or "
+        "bitsandbytes.matmul_4bit; where the state is lost, load the model again",
+    )

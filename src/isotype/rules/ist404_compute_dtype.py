@@ -16,7 +16,7 @@ down: several times slower on GPUs, for digits that the 4-bit codes do not have.
 
 **How safe is the fix?** The products are rounded as the other layers' are. Codes and scales stay as they are.
 
-**Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682.
+**Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682; bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.
 """
 
 from __future__ import annotations
@@ -37,13 +37,8 @@ TITLE = "4-bit layers that compute in another dtype than the model"
 def find(trace: Trace) -> Iterator[Finding]:
     """4-bit layers whose compute dtype is not that of the 16-bit activations, or is unset among float32 ones."""
     wanted = _activations(trace)
-    if wanted not in HALVES:
-        return
-    quantized = [w for w in trace.weights if w.quantization is not None and w.quantization.format != "int8"]
-    # An unset compute dtype becomes that of the first input: right, unless the plain weights are float32.
-    unset = _plain(trace) == torch.float32
-    wide = [w for w in quantized if _compute(w) not in (None, wanted) or (_compute(w) is None and unset)]
-    if not wide:
+    wide = _wide(trace, wanted)
+    if wanted is None or not wide:
         return
     places = {weight.module for weight in wide}
     total = sum(trace.flops.values())
@@ -61,6 +56,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         wide,
         cause=f"{wide[0].module}: the compute dtype is "
         + (theirs_in if is_set else "unset, its first input is float32"),
+        notes=(_NARROW,) if is_set == torch.float16 and not trace.setup.scaler else (),
         price=Price(flops_share=theirs / total if total else 0.0),
         fixes=(
             Fix(
@@ -76,6 +72,23 @@ def find(trace: Trace) -> Iterator[Finding]:
             ),
         ),
     )
+
+
+_NARROW = "without loss scaling, gradients below 6e-8 become zero in float16"
+
+
+def layers_in(trace: Trace, dtype: torch.dtype) -> frozenset[str]:
+    """The 4-bit layers that compute in `dtype` while the model runs in another one."""
+    return frozenset(w.module for w in _wide(trace, _activations(trace)) if _compute(w) == dtype)
+
+
+def _wide(trace: Trace, wanted: torch.dtype | None) -> list[Weight]:
+    if wanted not in HALVES:
+        return []
+    quantized = [w for w in trace.weights if w.quantization is not None and w.quantization.format != "int8"]
+    # An unset compute dtype becomes that of the first input: right, unless the plain weights are float32.
+    unset = _plain(trace) == torch.float32
+    return [w for w in quantized if _compute(w) not in (None, wanted) or (_compute(w) is None and unset)]
 
 
 def _compute(weight: Weight) -> torch.dtype | None:

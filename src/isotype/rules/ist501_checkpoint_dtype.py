@@ -37,7 +37,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price, Severity
-from isotype.rules.operands import starred
+from isotype.rules.words import starred
 from isotype.trace.record import FLOATS, Trace, Weight
 
 TITLE = "A checkpoint's dtype that did not survive loading"

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.operands import starred
+from isotype.rules.words import starred
 from isotype.trace.record import FLOATS, Trace
 
 TITLE = "Trained adapters of different dtypes"

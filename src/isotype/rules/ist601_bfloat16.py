@@ -22,7 +22,8 @@ fix; a lower bound, since software conversion comes on top.
 **How safe is the fix?** To float32: safe. Weights from bfloat16 to float16: unsafe, since float16 ends at 65,504 and
 models trained in bfloat16 (Gemma, T5) may pass it; watch the loss.
 
-**Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; reports of T4 and V100 users of every trainer.
+**Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory #2090;
+Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.
 """
 
 from __future__ import annotations
@@ -33,11 +34,47 @@ import torch
 
 from isotype.rules import devices
 from isotype.rules.finding import Finding
-from isotype.trace.record import Trace
+from isotype.rules.words import short
+from isotype.trace.record import Call, Trace
 
 TITLE = "bfloat16 on a device without it"
 
 
+# Overloads that take the dtype of the result.
+_WIDE_RESULTS = ("aten.mm.dtype", "aten.bmm.dtype", "aten.addmm.dtype", "aten.baddbmm.dtype")
+
+
 def find(trace: Trace) -> Iterator[Finding]:
     """Matmuls in bfloat16 that the device emulates or refuses."""
-    return devices.find(trace, "IST601", torch.bfloat16, torch.float16)
+    profile = trace.setup.profile
+    if profile.kind == "cuda" and profile.supports(torch.bfloat16) == "emulated":
+        yield from _wide_results(trace)
+    yield from devices.find(trace, "IST601", torch.bfloat16, torch.float16)
+
+
+def _wide_results(trace: Trace) -> Iterator[Finding]:
+    """Products of bfloat16 operands in float32, which GPUs without bfloat16 refuse, by the line that asks for them."""
+    found: dict[str, list[Call]] = {}
+    for call in trace.calls:
+        operands = [operand.dtype for operand in call.operands]
+        if call.op.startswith(_WIDE_RESULTS) and torch.bfloat16 in operands and call.breach is None:
+            found.setdefault(call.source or call.module, []).append(call)
+    for calls in found.values():
+        first = calls[0]
+        yield Finding(
+            code="IST601",
+            severity="error",
+            message=f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
+            module=first.module,
+            op=first.op,
+            phase=first.phase,
+            source=first.source,
+            cause=f"a product of bfloat16 operands is asked for in float32 at {short(first.source)}",
+            notes=(
+                "torch says: gemm input type BFloat16 and output type float is only supported for CUDA devices with "
+                "compute capability 8.0 or higher",
+            ),
+            fixes=devices.fixes(trace, torch.bfloat16, torch.float16),
+            operands=first.operands,
+            places=tuple(dict.fromkeys(call.module for call in calls)),
+        )

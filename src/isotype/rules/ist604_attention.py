@@ -34,7 +34,9 @@ from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.devices import attention_calls
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.operands import Group, candidates, cause_text, evidence
+from isotype.rules.groups import Group
+from isotype.rules.operands import candidates
+from isotype.rules.words import cause_text, evidence
 from isotype.trace.record import Call, Trace
 
 TITLE = "An attention kernel that the device or the dtype rules out"

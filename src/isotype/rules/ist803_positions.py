@@ -26,8 +26,8 @@ from collections.abc import Iterator
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.operands import short
 from isotype.rules.weight_sets import HALVES, advice, count, finding_of, names
+from isotype.rules.words import short
 from isotype.trace.record import Call, Trace, Weight
 
 TITLE = "Rotary positions in 16 bit"

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Finding
-from isotype.rules.operands import evidence, short
 from isotype.rules.weight_sets import HALVES, advice
+from isotype.rules.words import evidence, short
 from isotype.trace.record import Call, Trace
 
 TITLE = "A long reduction returned in 16 bit"

@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.operands import evidence, starred
 from isotype.rules.weight_sets import HALVES, advice
+from isotype.rules.words import evidence, starred
 from isotype.trace.record import Call, Operand, Trace, Weight
 
 TITLE = "Experts chosen from 16-bit scores"

@@ -1,214 +1,18 @@
-"""What the rules on broken contracts (IST1xx) share: one cause is one group, whatever it breaks.
-
-A group knows the operand to blame, how its dtype came about, where it surfaces, and what would mend it.
-"""
+"""What the rules on broken contracts (IST1xx) share: from a group of breaches to a finding, and what would mend it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, ActionKind, Finding, Fix
-from isotype.trace.record import FLOATS, Breach, Call, Failure, Operand, Origin, Trace, Weight
-
-_SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
-_ATTENTION = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
-_NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
-
-
-@dataclass(frozen=True)
-class Group:
-    """Calls that break a contract for one cause.
-
-    Attributes:
-        code: which rule it belongs to: that of the first call.
-        calls: in order of execution.
-        odd: the operand to blame in the first call.
-        causes: who made the dtypes of all odd operands, one for each name or source; the first made the first's.
-        expected: the dtype it should have had.
-    """
-
-    code: str
-    calls: tuple[Call, ...]
-    odd: Operand
-    causes: tuple[Origin, ...]
-    expected: torch.dtype
-
-    @property
-    def cause(self) -> Origin:
-        """Who made the dtype of the first odd operand."""
-        return self.causes[0]
-
-
-@lru_cache(maxsize=4)
-def groups(trace: Trace) -> tuple[Group, ...]:
-    """The broken contracts of a trace by cause, in the order in which they surface."""
-    owners = trace.owners
-    found: dict[tuple[str, ...], list[tuple[str, Call, Operand]]] = {}
-    forward: set[tuple[str, str, str]] = set()
-    for call in trace.breaches():
-        if call.breach is None or call.breach.consequence:
-            continue
-        here = (call.op, call.module, call.source)
-        if call.phase == "forward":
-            forward.add(here)
-        elif call.recomputed and here in forward:
-            continue  # what broke in the forward breaks again when checkpointing recomputes it
-        odd = odd_operand(call, trace.setup.compute)
-        code = "IST406" if odd.origin.cause.kind == "outside" else code_of(call, owners)
-        if code is None or (code == "IST108" and trace.setup.autocast is None):
-            code = code and _by_operator(call, owners)
-        if code is None:
-            continue
-        found.setdefault(_key(odd.origin.cause, owners), []).append((code, call, odd))
-    return tuple(
-        Group(
-            broken[0][0],
-            tuple(call for _, call, _ in broken),
-            broken[0][2],
-            _distinct(odd.origin.cause for _, _, odd in broken),
-            _expected(broken[0][1], trace.setup.compute),
-        )
-        for broken in found.values()
-    )
-
-
-def _distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """One for each name, numbers of layers aside, and source."""
-    kept: dict[tuple[str, str], Origin] = {}
-    for cause in causes:
-        kept.setdefault((starred(cause.name), cause.source), cause)
-    return tuple(kept.values())
-
-
-def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
-    converted = call.breach.converted if call.breach is not None else None
-    return converted or compute
-
-
-def odd_operand(call: Call, compute: torch.dtype) -> Operand:
-    """The operand to blame: the first float one that is not in the compute dtype."""
-    expected = _expected(call, compute)
-    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
-    if len({operand.dtype for operand in floats}) < 2:
-        return (floats or list(call.operands))[0]
-    foreign = [operand for operand in floats if operand.dtype != compute]
-    foreign = foreign or [operand for operand in floats if operand.dtype != expected]
-    # What the model itself did explains more than a gradient or a conversion that came of it.
-    telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
-    return (telling or foreign or floats)[0]
-
-
-def code_of(call: Call, owners: Mapping[str, Weight]) -> str | None:
-    """The rule that a broken contract belongs to; None where a rule of its own judges it (IST3xx, IST4xx)."""
-    floats = {operand.dtype for operand in call.operands if operand.dtype in FLOATS}
-    if call.phase in ("unscale", "optimizer"):
-        return None
-    if call.breach is not None and "without overflow" in call.breach.message:
-        return "IST802"
-    if any(dtype.itemsize == 1 for dtype in floats):
-        return "IST109"  # float8 is for storage: no operator promotes it
-    if len(floats) < 2 and not _refused_by_autocast(call):
-        packed = any(operand.dtype in (torch.uint8, torch.int8) for operand in call.operands)
-        return None if packed and floats else "IST109"
-    if call.recomputed:
-        return "IST107"
-    if call.phase == "backward":
-        return "IST105"
-    return "IST108" if call.phase == "generate" else _by_operator(call, owners)
-
-
-def _by_operator(call: Call, owners: Mapping[str, Weight]) -> str:
-    families = (("IST103", _SCATTERS), ("IST104", _ATTENTION), ("IST106", ("conv",)), ("IST110", _NORMS))
-    for code, names in families:
-        if any(name in call.op for name in names):
-            return code
-    adapters = any(
-        operand.origin.kind == "parameter" and _is_adapter(operand.origin.name, owners)
-        for operand in call.operands
-    )
-    return "IST102" if adapters else "IST101"
-
-
-def _refused_by_autocast(call: Call) -> bool:
-    """Whether a 16-bit dtype met an autocast to the other one where it promotes (`at::autocast::prioritize`)."""
-    return call.breach is not None and "autocast" in call.breach.message
-
-
-_ADAPTER_NAMES = re.compile(
-    r"lora|lokr|loha|dora|adapter|magnitude|prompt|ia3|vera|modules_to_save", re.IGNORECASE
-)
-
-
-def _is_adapter(name: str, owners: Mapping[str, Weight]) -> bool:
-    weight = owners.get(name)
-    return bool(_ADAPTER_NAMES.search(name)) or (weight is not None and weight.adapter)
-
-
-def starred(name: str) -> str:
-    """A fully qualified name with `*` for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:
-    if cause.kind == "state":
-        return (cause.kind, dtype_name(cause.dtype))
-    if cause.kind in ("parameter", "buffer"):
-        owner = owners.get(cause.name)
-        leaf = cause.name.rpartition(".")[2] if cause.kind == "parameter" else ""
-        return (cause.kind, dtype_name(cause.dtype), owner.module_class if owner else "", leaf)
-    if cause.kind == "input":
-        return (cause.kind, cause.name)
-    return (cause.kind, cause.source, dtype_name(cause.dtype))
-
-
-# ------------------------------------------------------------------------------------------------------ telling
-
-
-def short(source: str) -> str:
-    """`modeling_llama.py:64`: the file's name is enough for a reader who knows the module."""
-    return source.rpartition("/")[2]
-
-
-def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
-    """What introduced the dtype, in one line."""
-    dtype, where = dtype_name(cause.dtype), f" at {short(cause.source)}" if cause.source else ""
-    inside = f" in {cause.module}" if cause.module else ""
-    weight = (owners or {}).get(cause.name)
-    if cause.kind == "parameter":
-        pinned = ", which the model's author keeps in float32" if weight is not None and weight.pinned else ""
-        return f"{cause.name} is {dtype}{pinned}"
-    texts = {
-        "buffer": f"the buffer {cause.name} is {dtype}",
-        "input": f"the input {cause.name} is {dtype}",
-        "outside": f"a tensor that the code keeps outside of the model is {dtype}{where}{inside}",
-        "state": f"the quantization state of {cause.name} dequantizes to {dtype}",
-        "cast": f"a cast to {dtype}{where}{inside}",
-        "autocast": f"autocast returns {dtype} from {cause.name}{where}{inside}",
-        "gradient": f"the gradient of {cause.name} is {dtype}",
-        "conversion": f"{cause.name}{where}{inside} was given mixed dtypes",
-    }
-    return texts.get(cause.kind, f"{cause.name} makes {dtype}{where}{inside}")
-
-
-def evidence(origin: Origin) -> tuple[str, ...]:
-    """The way of a dtype from where it was made to the operand, first step first."""
-    lines = []
-    for step in reversed(origin.way()):
-        line = cause_text(step)
-        if step.kind == "promotion":
-            line = (
-                f"{step.name} with another dtype promotes to {dtype_name(step.dtype)} at {short(step.source)}"
-            )
-            line += f" in {step.module}" if step.module else ""
-        lines.append(line)
-    return tuple(lines)
+from isotype.rules.groups import SCATTERS, Group, distinct, groups
+from isotype.rules.words import cause_text, evidence, short, starred
+from isotype.trace.record import FLOATS, Breach, Call, Failure, Trace, Weight
 
 
 def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
@@ -221,8 +25,13 @@ def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
 
 def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     """The finding for a check of the model's own code that refused a dtype; None where no tensor at hand is odd."""
-    compute = trace.setup.compute
-    odd = [o for o in failure.operands if o.dtype != compute and o.origin.cause.kind != "constant"]
+    compute, taken = trace.setup.compute, _named_dtypes(failure.error)
+    at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
+    if taken:
+        # The one that was made last is the nearest to the line that raised.
+        odd = [o for o in at_hand if o.dtype not in taken][-1:]
+    else:
+        odd = [o for o in at_hand if o.dtype != compute]
     if not odd:
         return None
     owners = trace.owners
@@ -235,8 +44,30 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
         (),
         breach=Breach(failure.error, False, None),
     )
-    group = Group("IST199", (call,), odd[0], _distinct(o.origin.cause for o in odd), compute)
+    expected = compute if compute in taken or not taken else min(taken, key=lambda dtype: dtype.itemsize)
+    group = Group("IST199", (call,), odd[0], distinct(o.origin.cause for o in odd), expected)
     return _finding(trace, group, "the model's own code refuses {odd}", owners)
+
+
+_TAKES = re.compile(
+    r"(?:must be|only supports?|expects?)\b(.*?)(?:,? but (?:got|found)|$)", re.IGNORECASE | re.DOTALL
+)
+
+
+_NAMES = {
+    torch.float32: r"float32|fp32|(?<!b)float(?!\d)",
+    torch.float64: r"double|float64|fp64",
+    torch.float16: r"(?<!b)float16|(?<!b)fp16|half",
+    torch.bfloat16: r"bfloat16|bf16",
+}
+
+
+def _named_dtypes(error: str) -> frozenset[torch.dtype]:
+    """The dtypes that an error says are taken ("must be either float or double"); empty where it names none."""
+    said = _TAKES.search(error)
+    return frozenset(
+        dtype for dtype, name in _NAMES.items() if said and re.search(name, said[1], re.IGNORECASE)
+    )
 
 
 def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Weight]) -> Finding:
@@ -244,14 +75,16 @@ def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Wei
     assert first.breach is not None
     others = [dtype_name(o.dtype) for o in first.operands if o.dtype in FLOATS and o.dtype != group.odd.dtype]
     places = tuple(dict.fromkeys(call.module for call in group.calls))
+    # Which kernel attention ran with on the fakes says nothing about the device that is asked about.
+    op = "torch.scaled_dot_product_attention" if "_scaled_dot_product" in first.op else first.op
     return Finding(
         code=group.code,
         severity="error",
         message=headline.format(
-            odd=dtype_name(group.odd.dtype), expected=(others or [dtype_name(group.expected)])[0], op=first.op
+            odd=dtype_name(group.odd.dtype), expected=(others or [dtype_name(group.expected)])[0], op=op
         ),
         module=first.module,
-        op=first.op,
+        op=op,
         phase=first.phase,
         source=first.source,
         cause=cause_text(group.cause, owners),
@@ -278,18 +111,19 @@ def _notes(group: Group, places: Sequence[str]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# -------------------------------------------------------------------------------------------------------- fixes
-
-
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
     """What may mend a group, in order of preference; a second trace decides."""
-    expected = dtype_name(group.expected if group.code == "IST109" else trace.setup.compute)
+    expected = dtype_name(_wanted(trace, group))
     names = tuple(dict.fromkeys(starred(cause.name) for cause in group.causes))
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
     if group.cause.kind == "parameter" and blamed:
-        yield from _parameter_fixes(blamed, expected)
-    if group.cause.kind == "buffer":
-        yield _fix(f"cast the buffer {_listed(names)} to {expected}", "unsafe", "buffer", names, expected)
+        yield from _parameter_fixes(blamed, owners, expected)
+    if group.cause.kind in ("buffer", "attribute"):
+        what = "the buffer" if group.cause.kind == "buffer" else "the plain tensor"
+        safety: Literal["safe", "unsafe"] = (
+            "safe" if blamed and all(_keeps_digits(weight, expected) for weight in blamed) else "unsafe"
+        )
+        yield _fix(f"cast {what} {_listed(names)} to {expected}", safety, "buffer", names, expected)
     if group.cause.kind == "state":
         stale = [
             starred(weight.module)
@@ -312,12 +146,49 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
             written,
             expected,
         )
+    autocast: tuple[Fix, ...] = ()
+    if trace.setup.autocast is None and trace.setup.compute != torch.float32 and group.code != "IST109":
+        autocast = (
+            _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected),
+        )
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
+    edit = tuple(_call_fixes(group, called, expected))
+    # Nobody edits a library's line who can do without.
+    yield from (
+        (*autocast, *edit) if any("site-packages" in source for source in called) else (*edit, *autocast)
+    )
+
+
+def _call_fixes(group: Group, called: Sequence[str], expected: str) -> Iterator[Fix]:
     if called and len(called) <= 3:
         where = _listed([short(source) for source in called], 3)
-        yield _fix(f"cast the operands to {expected} at {where}", "safe", "line", called, expected)
-    if trace.setup.autocast is None and trace.setup.compute != torch.float32 and group.code != "IST109":
-        yield _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected)
+        into = _written_into(group)
+        what = f"the operands to {expected}" if into is None else f"what is written to {into}"
+        yield _fix(f"cast {what} at {where}", "safe", "line", called, into or expected)
+
+
+def _written_into(group: Group) -> str | None:
+    """The dtype that all calls of a group write into: no cast at the line changes that of the destination."""
+    writes = any(name in group.calls[0].op for name in SCATTERS) or _in_place(group.calls[0].op)
+    found = {call.operands[0].dtype for call in group.calls if call.operands}
+    return dtype_name(found.pop()) if writes and len(found) == 1 else None
+
+
+def _in_place(op: str) -> bool:
+    """Whether an overload's name (`aten.lerp_.Scalar`) says that it writes into its first operand."""
+    name = op.split(".")[1] if op.count(".") > 1 else ""
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _wanted(trace: Trace, group: Group) -> torch.dtype:
+    """The dtype to bring the odd operand to: the compute dtype, or what it meets where it has that already."""
+    compute = trace.setup.compute
+    if group.code in ("IST109", "IST199"):
+        return group.expected
+    if group.odd.dtype != compute:
+        return compute
+    met = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != compute)
+    return next(met, compute)
 
 
 def _fix(
@@ -333,7 +204,11 @@ def _fix(
     )
 
 
-def _parameter_fixes(weights: Sequence[Weight], expected: str) -> Iterator[Fix]:
+def _parameter_fixes(blamed: Sequence[Weight], owners: Mapping[str, Weight], expected: str) -> Iterator[Fix]:
+    # A layer's weight and bias go together: with one of them cast it takes no dtype at all.
+    beside = {(weight.module, weight.dtype) for weight in blamed if weight.module}
+    others = (w for w in owners.values() if (w.module, w.dtype) in beside and not w.buffer)
+    weights = list({weight.name: weight for weight in (*blamed, *others)}.values())
     modules = [starred(weight.module) for weight in weights]
     names = tuple(dict.fromkeys(starred(weight.name) for weight in weights))
     first = weights[0]
@@ -348,7 +223,9 @@ def _parameter_fixes(weights: Sequence[Weight], expected: str) -> Iterator[Fix]:
             f"return each {first.module_class}'s output in {expected}", "safe", "output", modules, expected
         )
     elif all(modules):
-        what = f"each {first.module_class}" if len(modules) > 1 or "*" in modules[0] else modules[0]
+        what = _listed(dict.fromkeys(modules))
+        if (len(set(modules)) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
+            what = f"each {first.module_class} of {what}"
         yield _fix(
             f"let {what} cast at its border and compute in {expected}",
             "safe",

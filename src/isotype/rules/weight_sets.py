@@ -10,7 +10,7 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix, Severity
-from isotype.rules.operands import starred
+from isotype.rules.words import starred
 from isotype.trace.record import Trace, Weight
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -96,7 +96,13 @@ def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
 
 @cache
 def _fake_class(cls: type) -> Any:
-    return type(cls.__name__, (FakeTensor, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (FakeTensor, cls), {"__module__": cls.__module__, "to": _moved})
+
+
+def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A fake stays where it is: bitsandbytes' `to` builds a new parameter from the data, which no fake allows."""
+    _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
 def _fill(made: Any, attributes: Mapping[str, Any], memo: dict[int, Any]) -> None:

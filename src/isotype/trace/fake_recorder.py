@@ -6,9 +6,11 @@ noted, converted as the policy would, and passed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from isotype.contracts.contract import Contracts, fills
+from isotype.contracts.contract import Contracts, is_exempt
 from isotype.trace.fake import fake_like
 from isotype.trace.record import FLOATS, Breach, Failure, Operand, Origin
 from isotype.trace.recorder import Recorder, _Place, given_tensors, leaves, schema_of, tensors_in, width
@@ -26,7 +28,29 @@ from isotype.trace.values import LIMIT, Values, fakes_of, is_data_dependent
 
 aten = torch.ops.aten
 
-_FILLS = frozenset({"aten.masked_fill.Scalar", "aten.masked_fill_.Scalar"})
+# Operators that write a number into a tensor, with the arguments that it comes in: the number has to fit the tensor's
+# dtype (`Scalar::to`, c10/core/Scalar.h).
+_FILLS: Mapping[str, tuple[str, ...]] = {
+    "aten.masked_fill.Scalar": ("value",),
+    "aten.masked_fill_.Scalar": ("value",),
+    "aten.fill.Scalar": ("value",),
+    "aten.fill_.Scalar": ("value",),
+    "aten.full.default": ("fill_value",),
+    "aten.full_like.default": ("fill_value",),
+    "aten.new_full.default": ("fill_value",),
+    "aten.constant_pad_nd.default": ("value",),
+    "aten.index_fill.int_Scalar": ("value",),
+    "aten.index_fill_.int_Scalar": ("value",),
+    "aten.scatter.value": ("value",),
+    "aten.scatter_.value": ("value",),
+}
+# CUDA's kernels compare in float32 here, the CPU's in the tensor's own dtype.
+_CPU_FILLS: Mapping[str, tuple[str, ...]] = {
+    "aten.clamp.default": ("min", "max"),
+    "aten.clamp_.default": ("min", "max"),
+    "aten.clamp_min.default": ("min",),
+    "aten.clamp_max.default": ("max",),
+}
 # torch 2.13's fake kernel takes bfloat16 only (`_meta_grouped_mm_common` in torch/_meta_registrations.py); the CPU's and
 # CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
 _FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
@@ -61,9 +85,16 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ----------------------------------------------------------------------------------------------- what is given
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """As any recorder does; real tensors that the model is called with become its inputs, too."""
+        """As any recorder does; real tensors that the model is called with become its inputs, too.
+
+        A plain tensor that a module holds is known by its name as well: no `.to()` of the model reaches it.
+        """
         given = model.register_forward_pre_hook(self._given, prepend=True, with_kwargs=True)
-        return [given, *super().watch(model)]
+        handles = [given, *super().watch(model)]
+        for name, tensor in plain_attributes(model):
+            if id(tensor) not in self.names:
+                self._own(tensor, Origin("attribute", tensor.dtype, name))
+        return handles
 
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Real tensors that the model is called with (by a loss of the caller's own) are its inputs."""
@@ -89,8 +120,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 if tensor.numel() <= LIMIT and not tensor.is_meta:
                     self.values.give(made, tensor.detach().cpu().clone())
             self._outside[id(tensor)] = known = (tensor, made)
-            self.mark(made, origin or self._unknown(tensor))
+            self.mark(made, origin or self._brought(tensor))
         return known[1]
+
+    def _brought(self, tensor: torch.Tensor) -> Origin:
+        """The origin of a real tensor: met in a module it is one that the code keeps; else the loss brings it."""
+        unknown = self._unknown(tensor)
+        return unknown if self._frames or unknown.kind != "outside" else replace(unknown, kind="data")
 
     # ------------------------------------------------------------------------------------------------- dispatch
 
@@ -103,39 +139,51 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         place = self._place()
-        if self.lines and kwargs.get("dtype") in FLOATS and shown(place.source) in self.lines:
-            kwargs = {**kwargs, "dtype": self.lines[shown(place.source)]}
+        edited = self._edited(place)
+        # A cast that no function asked for in the backward is autograd's own: it fits a gradient to its value.
+        by_autograd = self.phase == "backward" and not self.function and not self._frames
+        if edited is not None and kwargs.get("dtype") in FLOATS and not by_autograd:
+            kwargs = {**kwargs, "dtype": edited}
         tensors = tensors_in(func, args, kwargs)
         breach: Breach | None = None
         value = self.values.compute(func, args, kwargs, tensors)
         if value is not None and is_data_dependent(func):
             result = fakes_of(value, self.values, self.fake)
         else:
-            result, breach = self._judged(func, args, kwargs, tensors, place)
+            result, breach = self._judged(func, args, kwargs, tensors, edited)
+            if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
+                result, value = _made_in(edited, result), _made_in(edited, value)
             self._keep(func, tensors, result, value)
+        if breach is not None and not tensors:
+            tensors = [("result", result)]  # it makes a tensor from numbers: that is what they do not fit
         self._write(func, args, kwargs, tensors, result, place, breach)
         return result
 
+    def _edited(self, place: _Place) -> torch.dtype | None:
+        """The dtype that the line which asked gets instead, None where the code stays as it is."""
+        return self.lines.get(shown(place.source)) if self.lines else None
+
     def _judged(
-        self, func: Any, args: Any, kwargs: Any, tensors: Any, place: _Place
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
     ) -> tuple[Any, Breach | None]:
         name = str(func)
-        overflow = _overflow(name, args)
+        numbers = _FILLS.get(name) or (_CPU_FILLS.get(name) if self.contracts.kind == "cpu" else None)
+        overflow = _overflow(func, args, kwargs, numbers) if numbers is not None else None
         if overflow is not None:
-            return self._run(func, (*args[:2], 0.0, *args[3:]), kwargs, tensors)[0], overflow
+            args, kwargs = _without_numbers(func, args, kwargs, numbers or ())
+            return self._run(func, args, kwargs, tensors, edited)[0], overflow
         verdict = self.contracts.judge(name, tuple(tensor.dtype for _, tensor in tensors))
-        if verdict is None or (not verdict.accepted and fills(name, args)):
-            return self._run(func, args, kwargs, tensors)
+        if verdict is None or (not verdict.accepted and is_exempt(name, args)):
+            return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
             if name in _FAKE_TOO_STRICT:
                 return self._as_bfloat16(func, args, kwargs, tensors), None
-            result, breach = self._run(func, args, kwargs, tensors)
+            result, breach = self._run(func, args, kwargs, tensors, edited)
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
             return (_as_measured(result, verdict.results) if mixed and not breach else result), breach
-        edited = self.lines.get(shown(place.source)) if self.lines else None
-        target = edited or self._target(func, tensors)
-        breach = None if edited else Breach(verdict.message, verdict.assumed, target)
+        target, mended = self._target(func, tensors, edited)
+        breach = None if mended else Breach(verdict.message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
@@ -155,7 +203,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 if role.partition("[")[0] in written:
                     self.values.forget(tensor)
 
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> tuple[Any, Breach | None]:
+    def _run(
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
+    ) -> tuple[Any, Breach | None]:
         """Run it as it is; where the fake kernel refuses mixed dtypes, note the breach and convert."""
         try:
             other = self.values.stand_in(func, args, kwargs)
@@ -164,19 +214,28 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
             if len(floats) < 2 or not says_dtypes(error):
                 raise
-            target = self._target(func, tensors)
-            return self._run_converted(func, args, kwargs, target), Breach(first_line(error), False, target)
+            target, mended = self._target(func, tensors, edited)
+            breach = None if mended else Breach(first_line(error), False, target)
+            return self._run_converted(func, args, kwargs, target), breach
 
-    def _target(self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
-        """The dtype to convert to: that of what an operator writes into, else the policy's, else the widest."""
+    def _target(
+        self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
+    ) -> tuple[torch.dtype, bool]:
+        """The dtype to convert to, and whether the edited line does it by itself.
+
+        It is that of what an operator writes into, which no cast at the line changes; else the edit's, else the
+        policy's, else the widest.
+        """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
-            return tensors[0][1].dtype
+            return tensors[0][1].dtype, tensors[0][1].dtype == edited
+        if edited is not None:
+            return edited, True
         if len(set(floats)) == 1:
-            return torch.float32  # no kernel for this dtype: there is one for float32
+            return torch.float32, False  # no kernel for this dtype: there is one for float32
         if self.compute in floats:
-            return self.compute
-        return max(floats, key=width, default=self.compute)
+            return self.compute, False
+        return max(floats, key=width, default=self.compute), False
 
     def _run_converted(self, func: Any, args: Any, kwargs: Any, target: torch.dtype) -> Any:
         def convert(value: Any) -> Any:
@@ -203,6 +262,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         if len(floats) + (cast is not None) < 2 or not says_dtypes(error):
             return None
+        edited = self._edited(self._place())
+        if edited is not None:
+            return edited
         target = cast or (self.compute if self.compute in floats else max(floats, key=width))
         self.note(
             f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, target)
@@ -238,30 +300,76 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
         text = f"{type(error).__name__}: {first_line(error)}"
         with torch._C.DisableTorchFunction():
-            operands = () if raised is None else tuple(self._at_hand(raised.f_locals))
+            operands = tuple(self._at_hand(error, raised))
         mixed = len({operand.dtype for operand in operands}) > 1
         again = self.phase == "backward" and frame is not None
         return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands, again)
 
-    def _at_hand(self, variables: Mapping[str, Any]) -> Iterator[Operand]:
+    def _at_hand(self, error: Exception, raised: Any) -> Iterator[Operand]:
+        """The float tensors that whatever raised had before it: its variables, and its own weights where it is a module.
+
+        A check of torch's own modules (`RNNBase.check_input`) raises in torch: what called it is looked at, too.
+        """
+        step = error.__traceback__
+        while step is not None and step.tb_next is not None:
+            step = step.tb_next
+        variables: dict[str, Any] = {}
+        innermost = step.tb_frame if step is not None else None
+        for frame in (innermost, raised):
+            given = frame.f_locals if frame is not None else {}
+            variables |= {name: value for name, value in given.items() if name not in variables}
+            if isinstance(given.get("self"), nn.Module) and frame is innermost:
+                variables |= dict(given["self"].named_parameters(recurse=False))
+        seen: set[int] = set()
         for name, value in variables.items():
-            if isinstance(value, torch.Tensor) and value.dtype in FLOATS:
+            if isinstance(value, torch.Tensor) and value.dtype in FLOATS and id(value) not in seen:
+                seen.add(id(value))
                 yield Operand(name, value.dtype, tuple(value.shape), self.origin(value))
 
 
 # ------------------------------------------------------------------------------------------------------- helpers
 
 
-def _overflow(name: str, args: Any) -> Breach | None:
-    """The breach of filling a tensor with a number that its dtype does not hold."""
-    if name not in _FILLS or isinstance(args[2], torch.Tensor) or args[0].dtype not in FLOATS:
+def _overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
+    """The breach of writing a number into a tensor whose dtype does not hold it."""
+    given = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
+    target = given.get("self")
+    dtype = given.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
+    if dtype not in FLOATS:
         return None
-    value = float(args[2])
-    if not math.isfinite(value) or abs(value) <= torch.finfo(args[0].dtype).max:
+    values = [float(given[name]) for name in numbers if isinstance(given.get(name), (int, float))]
+    if all(not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max for value in values):
         return None
     spelled = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
-    said = f"value cannot be converted to type {spelled.get(args[0].dtype, args[0].dtype)} without overflow"
+    said = f"value cannot be converted to type {spelled.get(dtype, dtype)} without overflow"
     return Breach(said, False, None)
+
+
+def _without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
+    """The arguments with zero for each number."""
+    roles = schema_of(func).roles
+
+    def zero(role: str, value: Any) -> Any:
+        return 0.0 if role in numbers and value is not None else value
+
+    args = tuple(zero(role, value) for role, value in zip(roles, args, strict=False))
+    return args, {role: zero(role, value) for role, value in kwargs.items()}
+
+
+def _made_in(dtype: torch.dtype, result: Any) -> Any:
+    """What an operator made of no float, in another float dtype."""
+    if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dtype == dtype:
+        return result
+    with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
+        return aten._to_copy.default(result, dtype=dtype)
+
+
+def plain_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The float tensors that modules hold as plain attributes, by name: neither parameters nor buffers."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.dtype in FLOATS:
+                yield f"{prefix}.{name}" if prefix else name, value
 
 
 def _is_real(leaf: Any) -> bool:

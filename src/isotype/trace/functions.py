@@ -51,6 +51,8 @@ class Functions(TorchFunctionMode):
             return self._recorder.array(args[0])
         if func is torch.Tensor.tolist:
             return self._recorder.listed(args[0])
+        if func is torch.Tensor.__format__ and args[0].dim() == 0:
+            return format(args[0].item(), *args[1:])  # only a plain tensor would be written as its number
         if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
         name, recorder = name_of(func), self._recorder

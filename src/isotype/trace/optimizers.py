@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isotype.errors import Problem
+from isotype.trace.fake import fake_like
 
 _Make = Callable[..., torch.optim.Optimizer]
 
@@ -68,6 +71,23 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
     if make is None:
         return f"the step of optimizer {asked} is not followed: it runs in kernels of its own"
     return make(parameters, **given)
+
+
+def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
+    """Fakes of the state that an optimizer already keeps for parameters of `model`, by the parameters' names.
+
+    A model that is cast after its first step leaves the moments in the dtype that they were made in.
+    """
+    if not isinstance(asked, torch.optim.Optimizer):
+        return {}
+    return {
+        name: {
+            key: fake_like(value, mode) if isinstance(value, torch.Tensor) else value
+            for key, value in asked.state[parameter].items()
+        }
+        for name, parameter in model.named_parameters()
+        if parameter in asked.state
+    }
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:

@@ -34,6 +34,8 @@ OriginKind = Literal[
     "input",  # `name` is the argument's name
     "state",  # a tensor of a quantization state; `name` is the layer's
     "outside",  # a tensor that the code keeps outside of the model: a scratch buffer, a table
+    "attribute",  # a plain tensor that a module holds, neither parameter nor buffer; `name` is its name
+    "data",  # a tensor that the loss's own code brings with it
     "constant",  # made by the model's code from no other tensor (`torch.zeros`, `arange`)
     "cast",  # `.to()`, `.float()`, written at `source`
     "autocast",  # a cast that autocast made

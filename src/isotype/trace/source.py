@@ -14,6 +14,8 @@ _PACKAGE = Path(__file__).parents[1]
 # What asks for operators on behalf of the model's and the script's code.
 _OURS = tuple(str(_PACKAGE / part) for part in ("trace", "commands", "fixes", "model", "preflight.py"))
 
+_STEP = str(_PACKAGE / "trace" / "step.py")
+
 
 @cache
 def _is_library(filename: str) -> bool:
@@ -21,9 +23,14 @@ def _is_library(filename: str) -> bool:
 
 
 def asking_line() -> Any:
-    """(file, line) of the innermost frame outside of torch and this package: what asked for the operator."""
+    """(file, line) of the innermost frame outside of torch and this package: what asked for the operator.
+
+    None where torch's own modules asked alone: who called the preflight asked for the whole step.
+    """
     frame = sys._getframe(2)
     while frame is not None and _is_library(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _STEP:
+            return None
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 

@@ -19,7 +19,7 @@ from isotype.contracts.contract import contracts_for
 from isotype.trace.fake import fake_inputs, fake_mode, twin_of
 from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
-from isotype.trace.optimizers import make_optimizer
+from isotype.trace.optimizers import kept_states, make_optimizer
 from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.values import LIMIT
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
@@ -75,7 +75,8 @@ def trace_step(
         if change is not None:
             change(twin)
     recorder = FakeRecorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
-    step = _Step(twin, inputs, setup, recorder, mode, optimizer, generate)
+    states = kept_states(optimizer, model, mode)
+    step = _Step(twin, inputs, setup, recorder, mode, optimizer, states, generate)
     with _untouched_globals():
         failure = step.run()
     return Trace(
@@ -114,7 +115,7 @@ def _untouched_globals() -> Iterator[None]:
     with (
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
+        _no_autocast(),
         torch.compiler.set_stance("force_eager"),
         _no_tracing_branch(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
@@ -125,6 +126,25 @@ def _untouched_globals() -> Iterator[None]:
             random.setstate(python)
             numpy.random.set_state(arrays)
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Autocast off and outermost: within another one, what is left does not forget the casts it has kept.
+
+    The real step's autocast ends with the forward, and casts of weights that it kept end with it: in the backward a
+    recomputation makes them anew, in the dtype that it then runs in, and they take no memory there.
+    """
+    before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
 
 
 @contextlib.contextmanager
@@ -154,10 +174,11 @@ class _Step:
         recorder: FakeRecorder,
         mode: FakeTensorMode,
         optimizer: Any,
+        states: Mapping[str, dict[str, Any]],
         generate: Callable[[nn.Module], Any] | None,
     ) -> None:
         self.twin, self.setup, self.recorder, self.mode = twin, setup, recorder, mode
-        self.optimizer, self.generate = optimizer, generate
+        self.optimizer, self.states, self.generate = optimizer, states, generate
         self.loss_of = _loss_function(inputs)
         given = inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
         self.inputs = fake_inputs(given, mode)
@@ -202,6 +223,12 @@ class _Step:
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if weight.trainable:
                 tensor.register_post_accumulate_grad_hook(self._gradient(weight.repeats))  # type: ignore[no-untyped-call]
+        for owner, moments in self.states.items():
+            for key, held in moments.items():
+                if isinstance(held, torch.Tensor):
+                    kept = f"the optimizer's {key} of {owner}"
+                    self.recorder.mark(held, Origin("outside", held.dtype, kept))
+                    ledger.seen(held, "optimizer")
         for name, value in self.inputs.items():
             if isinstance(value, torch.Tensor):
                 self.recorder.mark(value, Origin("input", value.dtype, name))
@@ -285,13 +312,15 @@ class _Step:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
 
     def _optimize(self) -> None:
-        trained = [parameter for _, parameter in self._trained()]
+        named = self._trained()
+        trained = [parameter for _, parameter in named]
         if not trained:
             return
         made = make_optimizer(self.optimizer or self.setup.optimizer, trained, self.setup.learning_rate)
         if isinstance(made, str):
             self.notes.append(made)
             return
+        made.state.update({parameter: self.states[name] for name, parameter in named if name in self.states})
         self.recorder.ledger.kind = "optimizer"
         made.step()
         ledger = self.recorder.ledger

@@ -28,6 +28,8 @@ _MOST_EXPERTS = 1024
 _SHAPE_ONLY = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
+# What no value is in a step that runs well, whatever the weights are: code asks for it to raise.
+_NEVER = frozenset({aten.isinf, aten.isnan})
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
 
 
@@ -68,6 +70,9 @@ class Values:
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         shape_only = packet in _SHAPE_ONLY
+        if packet in _NEVER and tensors[0][1].numel() <= LIMIT:
+            with unset_fake_temporarily():
+                return torch.zeros(tensors[0][1].shape, dtype=torch.bool)
         for _, tensor in tensors:
             if not shape_only and self.of(tensor) is None:
                 return None
@@ -123,7 +128,10 @@ class Values:
             return torch.zeros(places.shape, dtype=torch.long)
         rows = self.rows(mask)
         if mask.dim() == 1 and rows == mask.numel():
-            return torch.arange(rows).unsqueeze(1)
+            places = torch.arange(rows).unsqueeze(1)
+            with unset_fake_temporarily():
+                self.give(places, torch.arange(rows).unsqueeze(1))
+            return places
         return torch.zeros((rows, mask.dim()), dtype=torch.long)
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

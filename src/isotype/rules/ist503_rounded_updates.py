@@ -1,0 +1,139 @@
+"""
+**What it means.** A frozen weight or a buffer that lies in 16 bit is added to in place, outside of the optimizer: an
+adapter is merged into its base, an exponential moving average follows the trained weights, a statistic is kept.
+
+**Why it is bad.** The sum is rounded to the weight's dtype: what is smaller than half the distance between neighbouring
+numbers is lost, and what is larger is rounded. A merged model is not base plus adapter, and taking an adapter out
+again does not bring the base back: merged and unmerged before each rollout, as RL trainers do, the base drifts away
+(by 1 % of its weights' size after one round in bfloat16, by two thirds after a thousand). A moving average with decay
+0.999 takes a thousandth of the difference at a time and never moves. A count in bfloat16 stops at 256.
+
+**Why it happens.** The base is loaded in 16 bits to be trained, and merged as it lies; the average is a copy of a
+16-bit model; `model.to(bfloat16)` casts buffers along.
+
+**An example that costs**
+
+    model.merge_adapter(); generate(model); model.unmerge_adapter()      # before each rollout
+
+    average.mul_(decay).add_(parameter, alpha=1 - decay)                 # all in bfloat16
+
+**Repaired**
+
+    isotype merge …                              # added in float32, rounded once, the loss reported
+    average = copy.deepcopy(model).float()       # averages and statistics in float32
+
+**What is not reported.** Updates that the optimizer makes (IST801); sums that are made anew in each forward and not
+stored; weights whose sum is float32.
+
+**How safe is the fix?** A cast of an average to float32 keeps every digit. Digits that were rounded away come back only
+with the checkpoint.
+
+**Seen in** huggingface/peft #1388; huggingface/trl #6688; modelscope/ms-swift #10154;
+d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import HALVES, advice, casts, count, finding_of, names, spacing
+from isotype.rules.words import short, starred
+from isotype.trace.record import Call, Operand, Trace, Weight
+
+TITLE = "A 16-bit weight that is added to in place"
+
+_LOST = "what is smaller than half a step is lost"
+_ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """In-place sums into frozen 16-bit weights and buffers: merges of adapters, and everything else."""
+    merged: dict[str, tuple[Weight, Call]] = {}
+    kept: dict[str, tuple[Weight, Call]] = {}
+    for call in trace.calls:
+        if call.phase in ("forward", "generate") and not call.recomputed and _ADDING.match(call.op):
+            added = [operand for operand in call.operands if not operand.role.startswith("self")]
+            into = merged if any(_of_adapter(operand, trace) for operand in added) else kept
+            for weight in _targets(call, trace):
+                into.setdefault(weight.name, (weight, call))
+    if merged:
+        where = _tensors(merged, "weight", "weights")
+        yield _finding(f"adapters are merged into {where}: {_LOST}", merged, _MERGE)
+    if kept:
+        what = _tensors(kept, "tensor is", "tensors are")
+        fixes = _float32([weight for weight, _ in kept.values()])
+        yield _finding(f"{what} added to in place outside of the optimizer: {_LOST}", kept, fixes)
+
+
+def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
+    """The frozen 16-bit weights whose own storage the call adds to."""
+    for operand in call.operands:
+        if not operand.role.startswith("self") or operand.dtype not in HALVES:
+            continue
+        origin = operand.origin
+        weight = trace.owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
+        # What is computed from a weight names the weight too, but seldom has its shape.
+        if weight is not None and not weight.trainable and weight.shape == operand.shape:
+            yield weight
+
+
+def _of_adapter(operand: Operand, trace: Trace) -> bool:
+    owners = (trace.owners.get(step.name) for step in operand.origin.way())
+    return any(weight is not None and weight.adapter for weight in owners)
+
+
+def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tuple[Fix, ...]) -> Finding:
+    weights = [weight for weight, _ in updates.values()]
+    call = next(iter(updates.values()))[1]
+    dtype = weights[0].dtype
+    # Between two powers of two the steps are equal: half of one is between these shares of the value.
+    share = int(spacing(1.0, dtype) ** -1) * 2
+    finding = finding_of(
+        "IST503",
+        "warning",
+        headline,
+        weights,
+        op=call.op,
+        source=call.source,
+        cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to in place at {short(call.source)}",
+        notes=(f"half a step of {dtype_name(dtype)} is between 1/{2 * share} and 1/{share} of a value",),
+        fixes=fixes,
+    )
+    return replace(finding, phase=call.phase)
+
+
+def _tensors(updates: dict[str, tuple[Weight, Call]], one: str, many: str) -> str:
+    """How many of which dtype, in words."""
+    weights = [weight for weight, _ in updates.values()]
+    dtype, number = dtype_name(weights[0].dtype), count(weights)
+    return f"a {dtype} {one}" if number == 1 else f"{number} {dtype} {many}"
+
+
+_MERGE = (
+    advice(
+        "merge",
+        "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter apart",
+    ),
+    advice(
+        "unmerge", "after a passing merge put a saved copy of the weights back: unmerging rounds once more"
+    ),
+)
+
+
+def _float32(weights: list[Weight]) -> tuple[Fix, ...]:
+    buffers = [weight for weight in weights if weight.buffer]
+    actions = (
+        *casts([weight for weight in weights if not weight.buffer], torch.float32),
+        *(Action("buffer", name, "float32") for name in names(buffers)),
+    )
+    what = starred(weights[0].name) + (" and its like" if len(weights) > 1 else "")
+    return (
+        Fix(f"keep {what} in float32", "safe", actions=actions),
+        advice(weights[0].name, "keep running sums and averages in float32, and cast what is read from them"),
+    )

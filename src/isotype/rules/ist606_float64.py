@@ -1,0 +1,109 @@
+"""
+**What it means.** The step computes in float64, and the device has none: Apple's GPUs.
+
+**Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support
+float64. Please use float32 instead."
+
+**Why it happens.** Rotary angles or time steps written in float64 for their digits, `.double()`, a tensor made from a
+NumPy array or from a list of NumPy numbers, which are float64 by default.
+
+**An example that fails**
+
+    angles = torch.outer(positions, frequencies.double())        # on an Apple GPU
+
+**Repaired**
+
+    angles = torch.outer(positions, frequencies.float())
+
+**What is not reported.** Numbers (tensors without dimensions), which stay on the CPU; the code of published
+transformers and diffusers models, which asks for the device and takes float32 there.
+
+**How safe is the fix?** float32 has 24 bits: whole positions up to 16 million are exact, angles are rounded at the 7th
+digit.
+
+**Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.rules.finding import Action, ActionKind, Finding, Fix
+from isotype.rules.weight_sets import advice
+from isotype.rules.words import cause_text, short, starred
+from isotype.trace.record import Call, Origin, Trace
+
+TITLE = "float64 on a device without it"
+
+_ASKING = ("/transformers/models/", "/diffusers/")
+
+
+_GIVEN = ("input", "parameter", "buffer", "attribute", "outside", "data")
+_STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", "attribute": "buffer"}
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Where float64 comes into a step on a device that refuses it: what was given, and the lines that make it."""
+    profile = trace.setup.profile
+    if torch.float64 not in profile.refused:
+        return
+    found: dict[str, dict[str, tuple[Origin, Call]]] = {}
+    for call in trace.calls:
+        # The backward of a cast mirrors what the forward has shown.
+        if call.phase in ("forward", "generate") and not any(part in call.source for part in _ASKING):
+            for origin in _entries(call):
+                key = origin.kind if origin.kind in _STORED else origin.source or origin.name
+                found.setdefault(key, {}).setdefault(origin.name, (origin, call))
+    for entries in found.values():
+        yield _finding(
+            trace, [origin for origin, _ in entries.values()], [call for _, call in entries.values()]
+        )
+
+
+def _entries(call: Call) -> Iterator[Origin]:
+    """The float64 that did not come of other float64: operands that were given, or what the call makes."""
+    wide = [operand for operand in call.operands if operand.dtype == torch.float64]
+    for operand in wide:
+        if operand.shape and operand.origin.kind in _GIVEN:
+            yield operand.origin
+    if not wide and any(dtype == torch.float64 and shape for dtype, shape in call.results):
+        name = call.op.split(".")[1]
+        yield Origin("constant", torch.float64, name, call.module, call.source)
+
+
+def _finding(trace: Trace, origins: list[Origin], calls: list[Call]) -> Finding:
+    first = calls[0]
+    more = len(origins) - 1
+    return Finding(
+        code="IST606",
+        severity="error",
+        message=f"float64 does not exist on {trace.setup.profile.title}",
+        module=first.module,
+        op=first.op,
+        phase=first.phase,
+        source=first.source,
+        cause=cause_text(origins[0], trace.owners),
+        notes=(
+            *((f"{more} more {origins[0].kind}{'s' if more > 1 else ''} likewise",) if more else ()),
+            trace.setup.profile.reason(torch.float64),
+        ),
+        fixes=tuple(_fixes(origins)),
+        operands=first.operands,
+        places=tuple(dict.fromkeys(call.module for call in calls)),
+    )
+
+
+def _fixes(origins: list[Origin]) -> Iterator[Fix]:
+    first = origins[0]
+    if first.kind == "input":
+        yield advice(first.name, f"make {first.name} float32 before it goes to the device")
+    elif first.kind in _STORED:
+        names = tuple(dict.fromkeys(starred(origin.name) for origin in origins))
+        like = " and its like" if len(names) > 1 else ""
+        actions = tuple(Action(_STORED[first.kind], name, "float32") for name in names)
+        yield Fix(f"cast {names[0]}{like} to float32", "unsafe", actions=actions)
+    elif first.source:
+        action = Action("line", first.source, "float32")
+        yield Fix(f"write float32 instead of float64 at {short(first.source)}", "safe", actions=(action,))

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rules.samples import BF16, FP16, FP32, adapter, call, operand, trace, weight
+from tests.rules.traces import batch, found, llama, traced, verified
+
+RULE = "ist503_rounded_updates"
+
+
+class Averaged(nn.Module):
+    """A layer and its exponential moving average, which each forward brings up to date."""
+
+    def __init__(self, dtype: torch.dtype, together: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8, dtype=dtype)
+        self.average = copy.deepcopy(self.layer).requires_grad_(False)
+        self.together = together
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = list(zip(self.average.parameters(), self.layer.parameters(), strict=True))
+        with torch.no_grad():
+            if self.together:
+                torch._foreach_lerp_([kept for kept, _ in pairs], [new for _, new in pairs], 1e-3)
+            else:
+                for kept, new in pairs:
+                    kept.mul_(0.999).add_(new, alpha=1e-3)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class Counting(nn.Module):
+    """A layer that counts, in a buffer, how often each of its outputs is positive."""
+
+    used: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("used", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        with torch.no_grad():
+            self.used += (out > 0).sum(0).to(self.used.dtype)
+        return out
+
+
+def given(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(2, 8, dtype=dtype)}
+
+
+def merge(model: Any) -> torch.Tensor:
+    model.merge_adapter()
+    return model(**batch()).loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_moving_average_in_bfloat16(together: bool) -> None:
+    (finding,) = found(RULE, traced(Averaged(BF16, together), given(BF16)))
+    assert finding.severity == "warning"
+    assert finding.message == (
+        "2 bfloat16 tensors are added to in place outside of the optimizer: what is smaller than half a step is lost"
+    )
+    assert finding.cause.startswith("average.weight is bfloat16, and added to in place at test_ist503.py:")
+    assert finding.notes == ("half a step of bfloat16 is between 1/512 and 1/256 of a value",)
+
+
+def test_the_rounding_is_real() -> None:
+    for dtype, moves in ((BF16, False), (FP32, True)):
+        model = Averaged(dtype)
+        with torch.no_grad():
+            model.layer.weight.mul_(1.25)
+        before = model.average.weight.clone()
+        for _ in range(3):
+            model(torch.ones(2, 8, dtype=dtype))
+        assert (model.average.weight != before).any().item() is moves
+
+
+def test_an_average_in_float32_clears_it() -> None:
+    (finding,) = verified(Averaged(BF16), given(BF16), "IST503")
+    assert finding.fixes[0].description == "keep average.weight and its like in float32"
+    assert finding.fixes[0].verified
+    assert found(RULE, traced(Averaged(FP32), given(FP32))) == []
+
+
+def test_a_count_in_float16() -> None:
+    (finding,) = found(RULE, traced(Counting().to(FP16), given(FP16)))
+    assert finding.message.startswith("a float16 tensor is added to in place")
+    assert [(a.kind, a.target) for a in finding.fixes[0].actions] == [("buffer", "used")]
+    assert found(RULE, traced(Counting(), given(FP32))) == []
+
+
+def test_a_merge_into_bfloat16() -> None:
+    (finding,) = found(RULE, traced(llama(), merge, phases=("forward",)))
+    assert finding.message == (
+        "adapters are merged into 14 bfloat16 weights: what is smaller than half a step is lost"
+    )
+    assert "q_proj.base_layer.weight is bfloat16" in finding.cause
+    assert [fix.actions[0].kind for fix in finding.fixes] == ["advice", "advice"]
+
+
+def test_a_merge_into_float32_and_a_plain_step_are_silent() -> None:
+    assert found(RULE, traced(llama(FP32), merge, phases=("forward",))) == []
+    assert found(RULE, traced(llama(), batch())) == []
+    assert found(RULE, traced(llama(lora=False), batch())) == []
+
+
+def test_the_optimizer_and_what_only_comes_of_a_weight_are_silent() -> None:
+    base, delta = weight(), adapter(FP32)
+    itself = operand(BF16, "parameter", base.name, base.shape)
+    stepped = call("aten.add_.Tensor", itself, itself, phase="optimizer")
+    activation = call("aten.add_.Tensor", operand(BF16, "parameter", base.name, (2, 16, 64)))
+    anew = call("aten.add.Tensor", itself, operand(FP32, "parameter", delta.name, delta.shape))
+    assert found(RULE, trace([base, delta], [stepped, activation, anew])) == []

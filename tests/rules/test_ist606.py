@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rules.traces import FP32, batch, found, llama, on, traced
+
+RULE = "ist606_float64"
+
+
+class Turned(nn.Module):
+    """A layer whose outputs are weighted by cosines of angles that are computed in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        angles = torch.arange(8, dtype=self.dtype) / 8
+        out: torch.Tensor = self.layer(x) * angles.cos().to(x.dtype)
+        return (out if weights is None else out * weights).sum()
+
+
+X = {"x": torch.ones(2, 8)}
+
+
+def test_angles_in_float64_on_an_apple_gpu() -> None:
+    (finding,) = found(RULE, on(traced(Turned(torch.float64), X), "mps"))
+    assert finding.severity == "error"
+    assert finding.message == "float64 does not exist on Apple GPU"
+    assert finding.cause.startswith("arange makes float64 at test_ist606.py:")
+    assert finding.fixes[0].description.startswith("write float32 instead of float64 at test_ist606.py:")
+    assert finding.fixes[0].actions[0].kind == "line"
+
+
+def test_an_input_of_numpys_dtype_is_one_finding() -> None:
+    given = {**X, "weights": torch.ones(2, 8, dtype=torch.float64)}
+    (finding,) = found(RULE, on(traced(Turned(FP32), given), "mps"))
+    assert finding.cause == "the input weights is float64"
+    assert finding.fixes[0].description == "make weights float32 before it goes to the device"
+
+
+def test_float64_weights_are_one_finding() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    weights, given = found(RULE, on(traced(model, {"input": torch.ones(2, 8).double()}), "mps"))
+    assert given.cause == "the input input is float64"
+    assert weights.cause == "0.weight is float64"
+    assert weights.notes[0] == "3 more parameters likewise"
+    assert {action.target for action in weights.fixes[0].actions} == {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    }
+
+
+@pytest.mark.parametrize("device", ["t4", "a100", "cpu-generic"])
+def test_devices_with_float64(device: str) -> None:
+    assert found(RULE, on(traced(Turned(torch.float64), X), device)) == []
+
+
+def test_float32_is_silent() -> None:
+    assert found(RULE, on(traced(Turned(FP32), X), "mps")) == []
+    assert found(RULE, on(traced(llama(FP32), batch()), "mps")) == []
