@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import isotype
+from isotype.fixes.apply import apply_actions
 from isotype.preflight import setting_value
 from isotype.report.check import Report
 from isotype.rules.finding import Finding
@@ -15,15 +16,10 @@ from tests.corpus.scenario import Broken, Scenario
 from tests.reality import real_step
 
 NOT_PREDICTED: dict[str, str] = {
-    "te-3358": "the fault sits in `parameter.grad_dtype`: the fused optimizer's contract was not measured with it",
-    "pytorch-110758": "as te-3358",
     "torchtune-1101": "what a merge rounds away is not seen in a step: `isotype merge` reports it",
     "pytorch-188955": "CUDA's autocast of rms_norm to float32 changes no matmul, and no rule prices it",
     "pytorch-71124": "found with its cause; a recomputation in another dtype is mended in the checkpoint's own code",
     "unsloth-212": "found with its cause; the cure is an edit of the Function's backward, which no trace can try",
-    "unsloth-827": "the model's own check raises: found as IST199, its cause only where the tensors are local variables",
-    "axolotl-336": "as unsloth-827",
-    "qwen3-406": "as unsloth-827",
     "peft-1172": "found; the cure is advice (PEFT's input cast switched off), for which no set-up is built yet",
     "unsloth-1186": "found as a note: trained float32 embeddings are what a policy asks for",
 }
@@ -130,9 +126,15 @@ def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding
     if not any(re.search(scenario.fix, fix.description) for fix in verified):
         problems.append(f"no fix {[fix.description for fix in verified]} is {scenario.fix!r}")
     repairs = isotype.repair(broken.model, report, unsafe=True)
-    if repairs.lines or not len(repairs):
+    if repairs.lines or any(action.kind == "line" for action in verified[0].actions):
         return verified[0].description  # an edit of the user's code: proven by the second trace only
-    repaired = _with_settings(broken, repairs.settings)
+    settings = dict(repairs.settings)
+    if any((each.code, each.cause) == (finding.code, finding.cause) for each, _ in repairs.left):
+        # A warning that takes another argument of the caller's: do what the fix says, as the caller would.
+        repairs.undo()
+        apply_actions(broken.model, verified[0].actions)
+        settings = {each.target: each.value for each in verified[0].actions if each.kind == "setting"}
+    repaired = _with_settings(broken, settings)
     error = run_broken(repaired) if broken.device == "cpu" or scenario.crashes else None
     if error is not None:
         problems.append(f"after repair: {error!r}")
@@ -145,9 +147,9 @@ def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding
         if action.kind == "setting"
     ):
         return verified[0].description  # the dtype of a whole step is the user's decision; repair leaves it
-    left = {each.code for each in check_broken(repaired, verify=False).findings} & set(scenario.codes[:1])
-    if left:
-        problems.append(f"after repair still found: {', '.join(left)}")
+    left = {(each.code, each.cause) for each in check_broken(repaired, verify=False).findings}
+    if (finding.code, finding.cause) in left:
+        problems.append(f"after repair still found: {finding.code}")
     return verified[0].description
 
 

@@ -275,3 +275,18 @@ def test_a_plain_tensor_of_a_module_is_cast_as_a_buffer_is() -> None:
     assert "table" not in model[0]._buffers
     take_back(undos)
     assert model[0].table is kept
+
+
+def test_a_gradient_is_accumulated_in_another_dtype_and_back() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.grad_dtype = torch.bfloat16
+    model(torch.ones(1, 4)).sum().backward()
+    before = model.weight.grad
+    undos = apply_actions(model, [Action("gradient", "weight", "float32")])
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float32
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad.dtype == torch.float32
+    take_back(undos)
+    assert model.weight.grad is before
+    assert model.weight.grad_dtype == torch.bfloat16

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from isotype.rules.finding import Action
 from isotype.rules.ist305_optimizer import find
-from isotype.trace.record import Origin
+from isotype.trace.record import Operand, Origin
 from tests.rules.samples import BF16, FP32, adapter, norm, operand, refused, trace, weight
 
 
@@ -58,3 +58,29 @@ def test_one_dtype_and_pinned_parameters_are_silent() -> None:
     assert not list(find(trace([adapter(FP32)])))
     assert not list(find(trace([adapter(FP32), adapter(BF16, "model.norm.lora_B.default.weight")])))  # IST502
     assert not list(find(trace([adapter(BF16), norm(FP32, trainable=True, pinned=True)])))
+
+
+def test_lists_are_shown_and_mended_by_parameter() -> None:
+    names = ("a.weight", "b.weight")
+    weights = [weight(name, FP32, trainable=True) for name in names]
+    parameters = [
+        Operand(f"self[{i}]", FP32, (8, 8), Origin("parameter", FP32, name)) for i, name in enumerate(names)
+    ]
+    gradients = [Operand(f"grads[{i}]", BF16, (8, 8), Origin("gradient", BF16, "mm")) for i in range(2)]
+    step = refused("aten._fused_adamw_.default", "optimizer", *parameters, *gradients)
+    (finding,) = find(trace(weights, [step], optimizer="adamw_fused"))
+    assert finding.cause == "the gradient of a.weight is bfloat16"
+    assert [operand.role for operand in finding.operands] == ["self[0]", "grads[0]"]
+    assert finding.fixes[0].actions == tuple(Action("gradient", name, "float32") for name in names)
+    assert finding.fixes[1].actions == (Action("setting", "optimizer", "adamw"),)
+
+
+def test_a_state_from_before_a_cast() -> None:
+    kept = Operand(
+        "exp_avgs[0]", FP32, (8, 8), Origin("outside", FP32, "the optimizer's exp_avg of a.weight")
+    )
+    parameter = Operand("self[0]", BF16, (8, 8), Origin("parameter", BF16, "a.weight"))
+    step = refused("aten._fused_adamw_.default", "optimizer", parameter, kept)
+    (finding,) = find(trace([weight("a.weight", BF16, trainable=True)], [step], optimizer="AdamW"))
+    assert finding.cause == "the optimizer's exp_avg of a.weight is float32"
+    assert [fix.actions[0].kind for fix in finding.fixes] == ["advice"]

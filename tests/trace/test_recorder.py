@@ -293,7 +293,7 @@ OUTSIDE = torch.ones(2, 8)
 
 def test_a_tensor_outside_of_the_model() -> None:
     trace = acting(lambda m, x: torch.mm(OUTSIDE, m.weight) + x)
-    assert described(trace) == [("outside", FP32, "a tensor kept outside of the model", "")]
+    assert described(trace) == [("outside", FP32, "a tensor that the code keeps outside of the model", "")]
 
 
 def test_an_operator_with_a_dtype_of_its_own() -> None:
@@ -354,3 +354,20 @@ def test_flops_of_a_linear_layer() -> None:
     trace = traced(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), {"input": torch.ones(3, 8)})
     forward = 2 * 3 * (8 * 16 + 16 * 4)
     assert trace.flops == {FP32: forward + 2 * forward - 2 * 3 * 8 * 16}  # no gradient for the input
+
+
+def test_what_a_quantized_layer_returns_has_the_origin_of_what_it_was_given() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=BF16).to("cpu")
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(64))
+            self.proj = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(self.proj(x * self.scale), torch.ones(64, 64, dtype=BF16))
+
+    (call, *_) = breaches(traced(Wide(), {"x": torch.ones(2, 64, dtype=BF16)}))
+    assert call.operands[0].origin.cause.name == "scale"

@@ -312,3 +312,25 @@ def test_the_state_that_an_optimizer_keeps_stays_in_its_dtype(implementation: di
     model(**given).sum().backward()
     with pytest.raises(RuntimeError, match=r"[Ff]loat"):
         optimizer.step()
+
+
+def test_an_expert_that_stands_for_tokens_without_one_is_taken_for_another() -> None:
+    weights = nn.Parameter(torch.ones(4, WIDTH, WIDTH))
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = weights
+            self.router = nn.Linear(WIDTH, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen = self.router(x).argmax(-1)
+            mask = nn.functional.one_hot(chosen, num_classes=5).T
+            out = torch.zeros_like(x)
+            for (expert,) in mask.sum(-1).gt(0).nonzero():
+                (rows,) = torch.where(mask[expert])
+                out.index_add_(0, rows, x[rows] @ self.weights[expert])
+            return out
+
+    trace = trace_step(Experts(), {"x": torch.ones(6, WIDTH)}, SETUP)
+    assert trace.failure is None

@@ -61,7 +61,7 @@ def take_back(done: list[Undo]) -> None:
         done.pop()()
 
 
-_TENSORS = ("parameter", "buffer")
+_TENSORS = ("parameter", "gradient", "buffer")
 
 
 def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
@@ -72,7 +72,7 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
             if pattern.fullmatch(name) and (action.kind != "boundary" or any(_parameters(module))):
                 yield module
             continue
-        for tensor_name in _parameters(module) if action.kind == "parameter" else _buffers(module):
+        for tensor_name in _buffers(module) if action.kind == "buffer" else _parameters(module):
             if pattern.fullmatch(f"{name}.{tensor_name}" if name else tensor_name):
                 yield module, tensor_name
 
@@ -101,6 +101,24 @@ def _cast_parameter(target: Any, value: str) -> list[Undo]:
     def undo() -> None:
         parameter.grad = None
         parameter.data = data
+        parameter.grad = gradient
+
+    return [undo]
+
+
+def _set_gradient(target: Any, value: str) -> list[Undo]:
+    module, name = target
+    parameter: Any = module._parameters[name]
+    before, gradient = parameter.grad_dtype, parameter.grad
+    dtype = parse_dtype(value)
+    parameter.grad = None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+    def undo() -> None:
+        parameter.grad = None
+        parameter.grad_dtype = before
         parameter.grad = gradient
 
     return [undo]
@@ -213,6 +231,7 @@ def _set_boundary(module: nn.Module, value: str) -> list[Undo]:
 
 _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "parameter": _cast_parameter,
+    "gradient": _set_gradient,
     "buffer": _cast_buffer,
     "output": _cast_output,
     "input": _cast_input,

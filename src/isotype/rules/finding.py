@@ -12,6 +12,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 ActionKind = Literal[
     "parameter",  # cast the parameter `target` to the dtype `value`
+    "gradient",  # the parameter `target` accumulates its gradient in `value`
     "buffer",  # cast the buffer `target` to `value`; rotary frequencies are computed anew
     "output",  # the module `target` returns its float outputs in `value`
     "input",  # the module `target` takes its float inputs in `value`

@@ -60,7 +60,8 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         elif call.recomputed and here in forward:
             continue  # what broke in the forward breaks again when checkpointing recomputes it
         odd = odd_operand(call, trace.setup.compute, owners)
-        code = "IST406" if odd.origin.cause.kind == "outside" else code_of(call, owners)
+        shared = odd.origin.cause.kind == "outside" and call.phase != "optimizer"
+        code = "IST406" if shared else code_of(call, owners)
         if code is None:
             continue
         if code == "IST108" and (trace.setup.autocast is None or call.autocast is not None):

@@ -28,9 +28,10 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import HALVES, count, finding_of, float32_masters, trained
-from isotype.rules.words import cause_text, short
-from isotype.trace.record import FLOATS, Call, Trace
+from isotype.rules.weight_sets import HALVES, advice, count, finding_of, float32_masters, trained
+from isotype.rules.words import cause_text, short, starred
+from isotype.trace.optimizers import OPTIMIZERS
+from isotype.trace.record import FLOATS, Call, Operand, Trace
 
 TITLE = "Mixed dtypes in the optimizer's step"
 
@@ -61,10 +62,9 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _refused(trace: Trace, broken: list[Call]) -> Finding:
     first = broken[0]
     assert first.breach is not None
-    dtypes = sorted(
-        {dtype_name(operand.dtype) for operand in first.operands if operand.dtype.is_floating_point}
-    )
-    fused = "fused" in trace.setup.optimizer
+    odd = _odd(first)
+    floats = [operand for operand in first.operands if operand.dtype in FLOATS]
+    dtypes = sorted({dtype_name(operand.dtype) for operand in floats})
     return Finding(
         "IST305",
         "error",
@@ -72,34 +72,77 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         op=first.op,
         phase="optimizer",
         source=first.source,
-        cause=_cause(first, trace),
+        cause=_cause(first, odd, trace),
         notes=(f"the device says: {first.breach.message}",),
-        operands=first.operands,
-        fixes=(_PLAIN,) if fused else (_own_code(first),),
+        operands=tuple(operand for operand in floats if _entry(operand) == _entry(odd)),
+        fixes=tuple(_fixes(trace, first, odd)),
         evidence=(f"{short(first.source)} {first.op}",) if first.source else (),
     )
 
 
-_PLAIN = Fix("use an optimizer that is not fused", "safe", actions=(Action("setting", "optimizer", "adamw"),))
+def _entry(operand: Operand) -> str:
+    """`[3]` of `grads[3]`: an operator on lists is given the parts of one parameter at the same place of each."""
+    return "".join(operand.role.partition("[")[1:])
 
 
-def _own_code(call: Call) -> Fix:
-    """What to do in an optimizer's own Python code."""
+def _odd(call: Call) -> Operand:
+    """What to blame where a parameter, its gradient and its state differ: a state that was there, else the gradient."""
+    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    updated: dict[str, torch.dtype] = {}
+    for operand in floats:
+        updated.setdefault(_entry(operand), operand.dtype)
+    other = [each for each in floats if each.shape and each.dtype != updated[_entry(each)]]
+    entries = {_entry(each) for each in other}
+    kept = [each for each in floats if each.origin.kind == "outside" and _entry(each) in entries]
+    gradients = [each for each in other or floats if each.origin.kind == "gradient"]
+    return (kept or gradients or other or list(call.operands))[0]
+
+
+def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
+    """The parameter whose gradient an operand is, "" where it is none: the one it is given with, or stems from."""
+    if operand.origin.kind != "gradient":
+        return ""
+    beside = [each.origin for each in call.operands if _entry(each) == _entry(operand)]
+    origins = [each for each in beside if each.kind == "parameter"] + list(operand.origin.way())
+    return next((each.name for each in origins if each.kind == "parameter" or each.name in trace.owners), "")
+
+
+def _cause(call: Call, odd: Operand, trace: Trace) -> str:
+    dtype = dtype_name(odd.dtype)
+    if odd.origin.kind == "gradient":
+        return f"the gradient of {_parameter(call, odd, trace) or odd.origin.name} is {dtype}"
+    return (
+        f"{odd.origin.name} is {dtype}"
+        if odd.origin.kind == "outside"
+        else cause_text(odd.origin.cause, trace.owners)
+    )
+
+
+def _fixes(trace: Trace, call: Call, odd: Operand) -> Iterator[Fix]:
+    unlike = {
+        name: trace.owners[name].dtype
+        for operand in call.operands
+        if (name := _parameter(call, operand, trace)) in trace.owners
+        and operand.dtype != trace.owners[name].dtype
+    }
+    if unlike:
+        actions = (Action("gradient", starred(name), dtype_name(dtype)) for name, dtype in unlike.items())
+        yield Fix(
+            "accumulate each gradient in its parameter's dtype", "safe", actions=tuple(dict.fromkeys(actions))
+        )
+    if odd.origin.kind == "outside":
+        yield advice(
+            "optimizer", "make the optimizer after the model has got its dtypes, or load its state anew"
+        )
+    optimizer = trace.setup.optimizer
+    if optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer):
+        if "fused" in optimizer:
+            plain = Action("setting", "optimizer", "adamw")
+            yield Fix("use an optimizer that is not fused", "safe", actions=(plain,))
+        return
     written = dtype_name(call.operands[0].dtype)
-    return Fix(
+    yield Fix(
         f"cast the operands to {written}, the dtype of what is updated, at {short(call.source)}",
         "safe",
         actions=(Action("line", call.source, written),),
     )
-
-
-def _cause(call: Call, trace: Trace) -> str:
-    """Who made the first operand that has another dtype than what is updated; else the gradient."""
-    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
-    other = [operand for operand in floats if operand.dtype != floats[0].dtype]
-    gradients = [operand for operand in floats if operand.origin.kind == "gradient"]
-    odd = (other or gradients or list(call.operands))[0]
-    if odd.origin.kind != "gradient":
-        return cause_text(odd.origin.cause, trace.owners)
-    of = (step.name for step in odd.origin.way() if step.kind == "parameter" or step.name in trace.owners)
-    return f"the gradient of {next(of, odd.origin.name)} is {dtype_name(odd.dtype)}"

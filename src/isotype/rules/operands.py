@@ -12,7 +12,7 @@ from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, ActionKind, Finding, Fix
 from isotype.rules.groups import SCATTERS, Group, distinct, groups
 from isotype.rules.words import cause_text, evidence, short, starred
-from isotype.trace.record import FLOATS, Breach, Call, Failure, Trace, Weight
+from isotype.trace.record import FLOATS, Breach, Call, Failure, Origin, Trace, Weight
 
 
 def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
@@ -44,9 +44,26 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
         (),
         breach=Breach(failure.error, False, None),
     )
-    expected = compute if compute in taken or not taken else min(taken, key=lambda dtype: dtype.itemsize)
-    group = Group("IST199", (call,), odd[0], distinct(o.origin.cause for o in odd), expected)
+    expected = (
+        compute
+        if compute in taken or not taken
+        else min(taken, key=lambda dtype: (dtype.itemsize, str(dtype)))
+    )
+    causes = distinct(origin for o in odd for origin in _alike(o.origin.cause, owners))
+    group = Group("IST199", (call,), odd[0], causes, expected)
     return _finding(trace, group, "the model's own code refuses {odd}", owners)
+
+
+def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
+    """A cause with the weights of the same kind: the step ended at the first, and would end at the next one's."""
+    yield cause
+    owner = owners.get(cause.name) if cause.kind == "parameter" else None
+    if owner is None:
+        return
+    kind = (owner.module_class, owner.name.rpartition(".")[2], owner.dtype)
+    for weight in owners.values():
+        if (weight.module_class, weight.name.rpartition(".")[2], weight.dtype) == kind:
+            yield Origin("parameter", weight.dtype, weight.name)
 
 
 _TAKES = re.compile(
@@ -147,7 +164,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
             expected,
         )
     autocast: tuple[Fix, ...] = ()
-    if trace.setup.autocast is None and trace.setup.compute != torch.float32 and group.code != "IST109":
+    if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.code != "IST109":
         autocast = (
             _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected),
         )

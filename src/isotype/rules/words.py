@@ -30,7 +30,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
     texts = {
         "buffer": f"the buffer {cause.name} is {dtype}",
         "input": f"the input {cause.name} is {dtype}",
-        "outside": f"a tensor that the code keeps outside of the model is {dtype}{where}{inside}",
+        "outside": f"{cause.name} is {dtype}{where}{inside}",
         "attribute": f"{cause.name}, a plain tensor that no .to() of the model reaches, is {dtype}",
         "data": f"a tensor that the loss brings with it is {dtype}{where}",
         "state": f"the quantization state of {cause.name} dequantizes to {dtype}",

@@ -53,6 +53,8 @@ class Functions(TorchFunctionMode):
             return self._recorder.listed(args[0])
         if func is torch.Tensor.__format__ and args[0].dim() == 0:
             return format(args[0].item(), *args[1:])  # only a plain tensor would be written as its number
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
+            args = (args[0], self._within(args[0], args[1]))
         if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
         name, recorder = name_of(func), self._recorder
@@ -65,6 +67,14 @@ class Functions(TorchFunctionMode):
             return self._call(func, args, kwargs)
         finally:
             recorder.function, recorder.autocast = before
+
+    def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
+        """An index that lies in `tensor`: of the experts taken to be hit the last may stand for tokens without one."""
+        known = self._recorder.values.of(index)
+        if known is None or known.dim() or known.dtype in (torch.bool, torch.uint8) or not tensor.dim():
+            return index
+        number, rows = int(known), tensor.shape[0]
+        return index if -rows <= number < rows else number % rows
 
     def _numbers(self, value: Any) -> Any:
         """A list with numbers in place of the tensors in it, which `torch.tensor` would read the memory of."""

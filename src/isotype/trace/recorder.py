@@ -30,6 +30,8 @@ aten = torch.ops.aten
 ORIGIN = "_isotype_origin"
 """Name of the attribute in which a tensor keeps who made its dtype."""
 
+_KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
+
 _CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
 # What `.to(dtype)` and its kind are called where Python calls them; any other function that casts was autocast.
 _CAST_FUNCTIONS = frozenset(
@@ -56,6 +58,7 @@ class _Frame:
     name: str
     repeats: int
     entered: int
+    returns: Origin | None = None
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -82,7 +85,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
             repeats = int(getattr(module, STANDS_FOR, 1))
-            handles.append(module.register_forward_pre_hook(self._entering(name, repeats), prepend=True))
+            # What bitsandbytes' layers return is cast to the dtype that they were given.
+            returns_given = type(module).__module__.startswith("bitsandbytes.")
+            enter = self._entering(name, repeats, returns_given)
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
         for name, parameter in model.named_parameters():
             self._own(parameter, Origin("parameter", parameter.dtype, name))
@@ -94,16 +100,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names[id(tensor)] = origin
         self._alive.append(tensor)
 
-    def _entering(self, name: str, repeats: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self.enter(name, repeats)
+    def _entering(self, name: str, repeats: int, returns_given: bool) -> Callable[..., None]:
+        def enter(_: nn.Module, args: Any) -> None:
+            given = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+            known = self.origin(given) if returns_given and given is not None else None
+            self.enter(name, repeats, known)
 
         return enter
 
-    def enter(self, name: str, repeats: int = 1) -> None:
-        """A module's forward begins."""
+    def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
+        """A module's forward begins; what it casts to the dtype of `returns` has that one's origin."""
         outer = self._frames[-1].repeats if self._frames else 1
-        self._frames.append(_Frame(name, outer * repeats, self.ledger.total))
+        self._frames.append(_Frame(name, outer * repeats, self.ledger.total, returns))
 
     def _leaving(self, *_: Any) -> None:
         self.leave()
@@ -150,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = shown(asking_line())
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             return Origin("constant", tensor.dtype, self._said("a tensor"), self.module, source)
-        return Origin("outside", tensor.dtype, "a tensor kept outside of the model", self.module, source)
+        return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """From now on the dtype of `tensor` is `origin`'s."""
@@ -237,6 +245,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _CASTS or kwargs.get("dtype") is not None:
             if operands and operands[-1].dtype == dtype and name in _CASTS:
                 return operands[-1].origin
+            returns = self._frames[-1].returns if self._frames else None
+            if returns is not None and returns.dtype == dtype:
+                return returns
             before = operands[0].origin if operands else None
             if before is not None and before.kind == "gradient":
                 before = before.before  # a gradient is cast in every layer; one step says it
