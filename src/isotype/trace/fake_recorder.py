@@ -56,6 +56,9 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 _FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
 
 
+_NOT_REAL = (FakeTensor, int, float, str, type(None), torch.dtype, torch.device)
+
+
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Writes down one step on fakes.
 
@@ -105,6 +108,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def swapped(self, values: Any) -> Any:
         """Every real tensor replaced by the fake that stands for it: what the step writes, it writes there."""
+        flat = values.values() if isinstance(values, dict) else values
+        if isinstance(values, (tuple, list, dict)) and all(isinstance(value, _NOT_REAL) for value in flat):
+            return values  # nearly every call, at a tenth of the time
 
         def swap(leaf: Any) -> Any:
             return self.stand_for(leaf) if _is_real(leaf) else leaf
