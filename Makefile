@@ -13,7 +13,7 @@ test: $(VENV)/.installed  ## lint, types and the whole test suite
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed  ## mend what can be mended, show the rest
 	$(BIN)/ruff format .

@@ -133,7 +133,11 @@ def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding
         # A warning that takes another argument of the caller's: do what the fix says, as the caller would.
         repairs.undo()
         apply_actions(broken.model, verified[0].actions)
-        settings = {each.target: each.value for each in verified[0].actions if each.kind == "setting"}
+        # The dtype to compute in is no argument: it follows from the weights and autocast.
+        arguments = (
+            each for each in verified[0].actions if each.kind == "setting" and each.target != "compute"
+        )
+        settings = {each.target: each.value for each in arguments}
     repaired = _with_settings(broken, settings)
     error = run_broken(repaired) if broken.device == "cpu" or scenario.crashes else None
     if error is not None:

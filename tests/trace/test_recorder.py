@@ -371,3 +371,34 @@ def test_what_a_quantized_layer_returns_has_the_origin_of_what_it_was_given() ->
 
     (call, *_) = breaches(traced(Wide(), {"x": torch.ones(2, 64, dtype=BF16)}))
     assert call.operands[0].origin.cause.name == "scale"
+
+
+class Scratch(nn.Module):
+    """Two layers that write what they multiply with into one piece of memory, which the first of them allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(self, FP32), Layer(self, BF16)])
+        self.memory: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x).sum() + self.layers[1](x.to(BF16)).sum()
+
+
+class Layer(nn.Module):
+    def __init__(self, owner: Scratch, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8, dtype=dtype))
+        self.owner = [owner]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.owner[0].memory
+        if not memory:
+            memory.append(torch.empty(64, dtype=self.weight.dtype))
+        return torch.mm(x, memory[0].view(8, 8).copy_(self.weight))
+
+
+def test_memory_that_another_module_allocated_in_its_dtype() -> None:
+    (call, *_) = breaches(traced(Scratch(), {"x": torch.ones(2, 8)}))
+    odd = next(operand.origin.cause for operand in call.operands if operand.origin.cause.kind == "scratch")
+    assert (odd.dtype, odd.name, call.module) == (FP32, "layers.0", "layers.1")

@@ -14,7 +14,7 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules.words import starred
-from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
+from isotype.trace.record import FLOATS, SHARED, Call, Operand, Origin, Trace, Weight
 
 SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
 _ATTENTION = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
@@ -60,7 +60,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         elif call.recomputed and here in forward:
             continue  # what broke in the forward breaks again when checkpointing recomputes it
         odd = odd_operand(call, trace.setup.compute, owners)
-        shared = odd.origin.cause.kind == "outside" and call.phase != "optimizer"
+        shared = odd.origin.cause.kind in SHARED and call.phase != "optimizer"
         code = "IST406" if shared else code_of(call, owners)
         if code is None:
             continue
@@ -104,6 +104,9 @@ def odd_operand(call: Call, compute: torch.dtype, owners: Mapping[str, Weight]) 
         return left[0]
     if len({operand.dtype for operand in floats}) < 2:
         return (floats or list(call.operands))[0]
+    scratch = [operand for operand in floats if operand.origin.cause.kind == "scratch"]
+    if scratch:
+        return scratch[0]  # what another module needed it for says nothing about this one
     foreign = [operand for operand in floats if operand.dtype != compute]
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # What the model itself did explains more than a gradient or a conversion that came of it.

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from isotype.dtypes import dtype_name
 from isotype.rules import operands
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.record import Trace
@@ -39,9 +38,9 @@ TITLE = "A shared scratch tensor with another dtype"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Operators that are given a tensor from outside of the model in another dtype."""
-    expected = dtype_name(trace.setup.compute)
+    """Operators that are given a tensor from outside of the model, or of another module, in another dtype."""
     for finding in operands.find(trace, "IST406", "a shared {odd} tensor meets {expected}"):
+        expected = finding.message.rpartition(" ")[2]
         advice = Fix(
             f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream "
             "and dtype",

@@ -31,6 +31,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         "buffer": f"the buffer {cause.name} is {dtype}",
         "input": f"the input {cause.name} is {dtype}",
         "outside": f"{cause.name} is {dtype}{where}{inside}",
+        "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
         "attribute": f"{cause.name}, a plain tensor that no .to() of the model reaches, is {dtype}",
         "data": f"a tensor that the loss brings with it is {dtype}{where}",
         "state": f"the quantization state of {cause.name} dequantizes to {dtype}",

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.trace.fake import fake_like
-from isotype.trace.record import FLOATS, Breach, Failure, Operand, Origin
+from isotype.trace.record import FLOATS, SHARED, Breach, Failure, Operand, Origin
 from isotype.trace.recorder import Recorder, _Place, given_tensors, leaves, schema_of, tensors_in, width
 from isotype.trace.source import first_line, raising_frame, shown
 from isotype.trace.values import LIMIT, Values, fakes_of, is_data_dependent
@@ -229,8 +229,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.dtype, bool]:
         """The dtype to convert to, and whether the edited line does it by itself.
 
-        It is that of what an operator writes into, which no cast at the line changes; else the edit's, else the
-        policy's, else the widest.
+        It is that of what an operator writes into, which no cast at the line changes; else the edit's, else that of
+        what is not shared with others, else the policy's, else the widest.
         """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
@@ -239,6 +239,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return edited, True
         if len(set(floats)) == 1:
             return torch.float32, False  # no kernel for this dtype: there is one for float32
+        own = {
+            tensor.dtype
+            for _, tensor in tensors
+            if tensor.dtype in FLOATS and self.origin(tensor).cause.kind not in SHARED
+        }
+        if len(own) == 1:
+            return own.pop(), False  # the model's own dtype, whatever a tensor that it shares has
         if self.compute in floats:
             return self.compute, False
         return max(floats, key=width, default=self.compute), False

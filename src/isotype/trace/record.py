@@ -34,6 +34,7 @@ OriginKind = Literal[
     "input",  # `name` is the argument's name
     "state",  # a tensor of a quantization state; `name` is the layer's
     "outside",  # a tensor that the code keeps outside of the model: a scratch buffer, a table
+    "scratch",  # unset memory that the module `name` allocated, and another one wrote into
     "attribute",  # a plain tensor that a module holds, neither parameter nor buffer; `name` is its name
     "data",  # a tensor that the loss's own code brings with it
     "constant",  # made by the model's code from no other tensor (`torch.zeros`, `arange`)
@@ -44,6 +45,9 @@ OriginKind = Literal[
     "gradient",  # made by autograd
     "conversion",  # by the recorder after a breach, as the policy would
 ]
+
+SHARED = ("outside", "scratch")
+"""Kinds of origins of tensors that a model shares with other code."""
 
 MemoryKind = Literal["weights", "adapters", "buffers", "gradients", "optimizer", "activations", "inputs"]
 MEMORY_KINDS: tuple[MemoryKind, ...] = (

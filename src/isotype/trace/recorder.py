@@ -30,6 +30,7 @@ aten = torch.ops.aten
 ORIGIN = "_isotype_origin"
 """Name of the attribute in which a tensor keeps who made its dtype."""
 
+_UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
 _CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
@@ -209,6 +210,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not any(tensor is operand for _, operand in tensors):
                 origin = self._origin_of(name, tensor, operands, kwargs, place, breach)
                 self.mark(tensor, origin)
+            elif name == "aten.copy_.default" and _is_anothers_scratch(operands, place):
+                made_by = operands[0].origin
+                self.mark(tensor, Origin("scratch", tensor.dtype, made_by.module, source=made_by.source))
             self.ledger.seen(tensor)
         if breach is not None:
             if place.breached and self.phase == "backward" and not self._recomputing:
@@ -345,6 +349,14 @@ def leaves(result: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield result
+
+
+def _is_anothers_scratch(operands: Sequence[Operand], place: _Place) -> bool:
+    """Whether a copy goes, with a change of the dtype, into unset memory that another module has allocated."""
+    into, value = operands[:2]
+    made_by = into.origin
+    unset = made_by.kind == "constant" and made_by.name in _UNSET
+    return unset and into.dtype != value.dtype and bool(made_by.module) and made_by.module != place.module
 
 
 def _tells(operand: Operand) -> int:

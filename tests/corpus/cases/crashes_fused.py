@@ -224,7 +224,7 @@ class BufferedLora(nn.Module):
 def buffered_model(dtype: torch.dtype) -> nn.Module:
     """A decoder in `dtype` whose attention runs on nf4 weights of that dtype."""
     torch.manual_seed(0)
-    model = Decoder([Block(Attention(), MLP()) for _ in range(2)]).to(dtype).requires_grad_(False)
+    model = Decoder([Block(Attention(), MLP())]).to(dtype).requires_grad_(False)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     return set_layers(model, targets, lambda layer: BufferedLora(linear_4bit(layer, dtype)))
 
