@@ -66,7 +66,7 @@ def main() -> int:
         row["class"] = corpus()[row["case"]]["cause_class"]
         mark = "ok" if not row["problems"] else "known" if row["case"] in NOT_PREDICTED else "BAD"
         print(
-            f"{mark:<6}{row['case']:<24}{row['class']:<34}{row['code']:<8}{row['cause'][:60]:<62}{row['fix'][:70]}"
+            f"{mark:<6}{row['case']:<24}{row['class']:<45}{row['code']:<8}{row['cause'][:60]:<62}{row['fix'][:70]}"
         )
         for problem in row["problems"]:
             print(f"{'':<6}{problem[:150]}")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import isotype
+from tests.corpus.cases.crashes_parts import nf4
 from tests.rules.traces import BF16, FP32, batch, found, llama, traced
 
 RULE = "ist204_output_copies"
@@ -75,3 +76,11 @@ def test_a_cast_that_autocast_makes_is_read_by_what_it_was_made_for() -> None:
     assert [finding.code for finding in report.findings if finding.code == "IST204"] == []
     casts = [call for call in report.trace.calls if call.module == "norm" and "_to_copy" in call.op]
     assert casts
+
+
+def test_what_a_quantized_layer_returns_has_the_dtype_that_it_was_given() -> None:
+    model = nf4(llama(), BF16)
+    for name, module in model.named_modules():
+        if name.endswith("layernorm"):
+            module.float()
+    assert found(RULE, traced(model, batch())) == []

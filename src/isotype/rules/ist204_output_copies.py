@@ -51,8 +51,12 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.failure is not None or trace.setup.compute not in prices.HALVES:
         return
     readers = _readers(trace)
+    # A quantized layer returns the dtype that it was given: who made that one is the one to ask.
+    quantized = {weight.module for weight in trace.weights if weight.quantization is not None}
     found: dict[tuple[str, bool], list[prices.Cast]] = {}
     for cast in prices.casts(trace):
+        if cast.call.module in quantized:
+            continue
         if cast.widens and cast.call.phase == "forward" and not cast.call.recomputed:
             reading = readers.get(_signature(cast.call, cast.operand.origin), [])
             if not reading or _in_pieces(cast, reading):
