@@ -29,6 +29,11 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Let go of the fakes that the mode has made anew: `Module.to` cannot swap a parameter for one that is remembered."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """A fake of the same shape, strides and dtype on the CPU, whatever device `tensor` is on."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:

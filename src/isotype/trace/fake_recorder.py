@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from isotype.contracts.contract import Contracts, is_exempt
-from isotype.trace.fake import fake_like
+from isotype.trace.fake import fake_like, forget_fakes
 from isotype.trace.record import FLOATS, SHARED, Breach, Failure, Operand, Origin
 from isotype.trace.recorder import Recorder, _Place, given_tensors, leaves, schema_of, tensors_in, width
 from isotype.trace.source import first_line, raising_frame, shown
@@ -55,6 +55,9 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 # CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
 _FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
 
+
+# What `Module.to` calls; its results take the parameters' places.
+_MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
 _NOT_REAL = (FakeTensor, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -163,6 +166,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if breach is not None and not tensors:
             tensors = [("result", result)]  # it makes a tensor from numbers: that is what they do not fit
         self._write(func, args, kwargs, tensors, result, place, breach)
+        if func in _MAKE_PARAMETERS:
+            forget_fakes(self.fake)
         return result
 
     def _edited(self, place: _Place) -> torch.dtype | None:
@@ -315,7 +320,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             operands = tuple(self._at_hand(error, raised))
         mixed = len({operand.dtype for operand in operands}) > 1
-        again = self.phase == "backward" and frame is not None
+        # A parameter that the forward has cast is another object here, where the real step keeps it.
+        ours = "poisoned by swap_tensors" in text
+        if ours:
+            text = "a backward behind a module that its own forward moves by .to() cannot be followed"
+        again = self.phase == "backward" and frame is not None and not ours
         return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands, again)
 
     def _at_hand(self, error: Exception, raised: Any) -> Iterator[Operand]:

@@ -148,7 +148,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def origin(self, tensor: torch.Tensor) -> Origin:
         """Who made the dtype of `tensor`."""
-        known = self.names.get(id(tensor)) or getattr(tensor, ORIGIN, None)
+        known = self.names.get(id(tensor))
+        if known is None or known.dtype != tensor.dtype:  # a parameter that the forward itself has cast
+            known = getattr(tensor, ORIGIN, known)
         if known is None:
             known = self._unknown(tensor)
             self.mark(tensor, known)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 
 from isotype.contracts.contract import contracts_for
-from isotype.trace.fake import fake_inputs, fake_mode, twin_of
+from isotype.trace.fake import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
 from isotype.trace.optimizers import kept_states, make_optimizer
@@ -65,8 +65,7 @@ def trace_step(
     """
     mode = fake_mode()
     twin = twin_of(model, mode)
-    # What the converter remembers keeps the first fakes referenced, and then `Module.to` inside of a forward cannot swap.
-    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+    forget_fakes(mode)
     with mode:
         if "backward" in setup.phases:
             twin.train()
