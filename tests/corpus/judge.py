@@ -129,8 +129,9 @@ def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding
     if repairs.lines or any(action.kind == "line" for action in verified[0].actions):
         return verified[0].description  # an edit of the user's code: proven by the second trace only
     settings = dict(repairs.settings)
-    if any((each.code, each.cause) == (finding.code, finding.cause) for each, _ in repairs.left):
-        # A warning that takes another argument of the caller's: do what the fix says, as the caller would.
+    left = any((each.code, each.cause) == (finding.code, finding.cause) for each, _ in repairs.left)
+    if left or finding.severity == "note":
+        # A note, or a warning that takes another argument of the caller's: do what the fix says, as they would.
         repairs.undo()
         apply_actions(broken.model, verified[0].actions)
         # The dtype to compute in is no argument: it follows from the weights and autocast.
@@ -151,8 +152,8 @@ def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding
         if action.kind == "setting"
     ):
         return verified[0].description  # the dtype of a whole step is the user's decision; repair leaves it
-    left = {(each.code, each.cause) for each in check_broken(repaired, verify=False).findings}
-    if (finding.code, finding.cause) in left:
+    present = {(each.code, each.cause) for each in check_broken(repaired, verify=False).findings}
+    if (finding.code, finding.cause) in present:
         problems.append(f"after repair still found: {finding.code}")
     return verified[0].description
 

@@ -10,11 +10,14 @@ import pytest
 from tests.corpus.discover import all_scenarios, corpus
 from tests.corpus.judge import NOT_PREDICTED, judge_scenario
 
+# Findings enough for dozens of traces; another report of their classes shows the same.
+_LONG = {"unsloth-zoo-706", "llamafactory-pr5480", "llava-785", "axolotl-2250"}
+
 
 def _one_of_each_class() -> list[str]:
     first: dict[str, str] = {}
     for case in all_scenarios():
-        if case not in NOT_PREDICTED:
+        if case not in NOT_PREDICTED and case not in _LONG:
             first.setdefault(corpus()[case]["cause_class"], case)
     return list(first.values())
 
