@@ -126,6 +126,22 @@ def test_handlers_are_put_back_and_other_threads_and_processes_are_left_alone(
     assert len(trainer.callbacks) == 1
 
 
+def test_a_command_that_was_stopped_says_so_whatever_comes():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command does
+    try:
+        with graceful_stop(Trainer(), Console(quiet=True)):
+            pass
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        with graceful_stop(Trainer(), Console(quiet=True)) as stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGINT)  # would raise KeyboardInterrupt here
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_signal_during_an_evaluation_or_a_save_needs_no_further_step():
     trainer = Trainer()
     with graceful_stop(trainer, Console(quiet=True)) as stopped:

@@ -22,7 +22,9 @@ from isotype.train.settings import Settings
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
     """The first Ctrl-C or SIGTERM lets the step end and saves a checkpoint; the second stops at once.
 
-    Yields the signals so far. Outside the main thread, where Python takes no signals, it changes nothing.
+    Yields the signals so far. Outside the main thread, where Python takes no signals, it changes nothing. Handlers are
+    put back afterwards; in a command of ours that was stopped, signals are ignored instead until the process ends: what
+    is left to do is to say where the run stopped and how to go on.
     """
     from transformers import TrainerCallback
 
@@ -56,8 +58,11 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
     try:
         yield stopped
     finally:
+        ending = (
+            bool(stopped) and before[signal.SIGTERM] is signal.default_int_handler
+        )  # as `isotype` sets it
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ending else handler)
 
 
 def resume_command(settings: Settings, checkpoint: Path) -> str:
