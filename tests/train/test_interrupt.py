@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,8 +95,12 @@ class Trainer:
 
 
 def test_handlers_are_put_back_and_other_threads_and_processes_are_left_alone(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ):
+    # A command that ran in this process before has left its own, with which signals are ignored after a stop.
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    )
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     trainer = Trainer()
     with graceful_stop(trainer, Console()) as stopped:
