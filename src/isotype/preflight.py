@@ -14,6 +14,7 @@ from torch import nn
 from isotype.dtypes import parse_dtype
 from isotype.errors import Problem, UsageError
 from isotype.fixes.apply import apply_actions
+from isotype.fixes.repair import needs_the_caller
 from isotype.model.enforce import policy_of
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.hardware import device_profile
@@ -275,7 +276,7 @@ def _cleared(
     found: set[tuple[str, str, str]] = set()
     for fix in finding.fixes:
         after = tried.get(fix.actions) if fix.verified else None
-        if after is not None and not any(action.kind in ("setting", "line") for action in fix.actions):
+        if after is not None and not needs_the_caller(fix):
             present = {(each.code, each.cause) for each in after}
             found |= {each.key for each in errors if (each.code, each.cause) not in present}
     return found

@@ -114,7 +114,7 @@ def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list
     present = {(each.code, each.cause) for each in after if each.severity != "note"}
     kept = list(chosen)
     for position, fix in enumerate(chosen):
-        if all(_needs_the_caller(later) for later in chosen[position + 1 :]):
+        if all(needs_the_caller(later) for later in chosen[position + 1 :]):
             break  # what the caller has yet to do replaces nothing
         rest = [each for each in kept if each is not fix]
         try:
@@ -130,10 +130,10 @@ def _first_that_works(
     report: Report, finding: Finding, chosen: Sequence[Fix], present: Sequence[Finding], unsafe: bool
 ) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
-    for fix in sorted(finding.fixes, key=lambda fix: (fix.safety == "unsafe", _needs_the_caller(fix))):
+    for fix in sorted(finding.fixes, key=lambda fix: (fix.safety == "unsafe", needs_the_caller(fix))):
         if not _may_be_applied(fix, unsafe) or fix in chosen:
             continue
-        if finding.severity != "error" and _needs_the_caller(fix):
+        if finding.severity != "error" and needs_the_caller(fix):
             continue  # a model that runs must not depend on arguments that the caller may forget to change
         actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
         try:
@@ -153,7 +153,8 @@ def _state(fix: Fix) -> str:
 _CALLERS = ("setting", "line")  # what no change of a model does
 
 
-def _needs_the_caller(fix: Fix) -> bool:
+def needs_the_caller(fix: Fix) -> bool:
+    """Whether a part of a fix is beyond the model: an argument of the step, or a line of code."""
     return any(action.kind in _CALLERS for action in fix.actions)
 
 

@@ -179,19 +179,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach) -> None:
         """Write down a function that was refused, or would be, before any operator ran."""
-        place = self._place()
+        self._append(name, self._place(), self.operands(tensors), breach)
+
+    def _append(
+        self,
+        name: str,
+        place: _Place,
+        operands: tuple[Operand, ...],
+        breach: Breach | None,
+        made: Sequence[torch.Tensor] = (),
+        flops: int = 0,
+    ) -> None:
         self.calls.append(
             Call(
                 name,
                 self.phase,
                 place.module,
                 shown(place.source),
-                self.operands(tensors),
-                (),
-                repeats=place.repeats,
-                breach=breach,
-                recomputed=self._recomputing,
-                autocast=self.autocast,
+                operands,
+                tuple((tensor.dtype, tuple(tensor.shape)) for tensor in made),
+                flops,
+                place.repeats,
+                breach,
+                self._recomputing,
+                self.autocast,
             )
         )
 
@@ -220,21 +231,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if place.breached and self.phase == "backward" and not self._recomputing:
                 breach = replace(breach, consequence=True)
             place.breached = True
-        self.calls.append(
-            Call(
-                name,
-                self.phase,
-                place.module,
-                shown(place.source),
-                operands,
-                tuple((tensor.dtype, tuple(tensor.shape)) for tensor in made),
-                flops_of(func, args, kwargs, result) if made else 0,
-                place.repeats,
-                breach,
-                self._recomputing,
-                self.autocast,
-            )
-        )
+        flops = flops_of(func, args, kwargs, result) if made else 0
+        self._append(name, place, operands, breach, made, flops)
 
     def _origin_of(
         self,
