@@ -402,6 +402,7 @@ def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Cons
             trainer.save_final(root)
             if trainer.args.should_save:
                 remove_other_kind(root, former)
+            stopped.clear()  # the run is whole: what follows may be interrupted as ever
         except KeyboardInterrupt:
             if trainer.args.should_save:
                 recover(root)

@@ -58,9 +58,8 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
     try:
         yield stopped
     finally:
-        ending = (
-            bool(stopped) and before[signal.SIGTERM] is signal.default_int_handler
-        )  # as `isotype` sets it
+        # `isotype` sets this handler: the process is its own.
+        ending = bool(stopped) and before[signal.SIGTERM] is signal.default_int_handler
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if ending else handler)
 
