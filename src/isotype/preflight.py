@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from isotype.precision.hardware import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.check import Report
 from isotype.rules import clears, judge
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.trace.optimizers import unknown_optimizer
 from isotype.trace.record import PHASES, Phase, Setup, Trace, Weight
 from isotype.trace.step import LossOf, trace_step
@@ -186,6 +186,7 @@ class _Step:
     optimizer: Any
     generate: Callable[[nn.Module], Any] | None
     weights: Sequence[Weight]
+    known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
 
     def trace(self, actions: Sequence[Action] = ()) -> Trace:
         setup = with_settings(self.setup, actions)
@@ -205,8 +206,11 @@ class _Step:
         )
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
-        """What is found with `actions` applied."""
-        return judge(self.trace(actions))
+        """What is found with `actions` applied to the model as it was checked; traced once."""
+        key = tuple(actions)
+        if key not in self.known:
+            self.known[key] = judge(self.trace(actions))
+        return self.known[key]
 
     def verified(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """The findings with fixes that were tried and work, and with what only the user can do."""
@@ -224,7 +228,7 @@ class _Step:
         dear: list[Fix] = []
         advice = [fix for fix in finding.fixes if _only_advice(fix)]
         for fix in finding.fixes:
-            if fix in advice or len(good) == _FIXES_SHOWN:
+            if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
                 continue
             if fix.actions not in tried:
                 tried[fix.actions] = self._with(fix.actions)
@@ -289,7 +293,8 @@ def _come_of_it(errors: Sequence[Finding]) -> str:
     return f"{len(places)} more error{plural} of it: {', '.join(places[:3])}{more}"
 
 
-_FIXES_SHOWN = 3  # tried in order of preference; a fourth way to mend the same thing helps nobody
+# Tried in order of preference: more ways than these to mend the same thing help nobody, and each costs a trace.
+_FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
 def _outcome(after: Sequence[Finding]) -> str:

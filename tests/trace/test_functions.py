@@ -138,9 +138,6 @@ def test_autocast_switched_off_inside(kind: str) -> None:
     assert under(kind, act, BF16, x=low(dtype=FP32)) == [BF16, FP32, BF16, BF16]
 
 
-@pytest.mark.xfail(
-    reason="torch.autocast('cuda') switches itself off on a CPU build, whatever it is asked for"
-)
 def test_autocast_of_the_other_device_switched_off_inside() -> None:
     """A model written for a GPU: `torch.autocast("cuda", enabled=False)` around what has to stay in float32."""
 

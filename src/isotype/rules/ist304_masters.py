@@ -53,7 +53,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield finding_of(
         "IST304",
         "warning",
-        f"{count(wrong)} of {count(trained(trace))} trainable parameters are {dtypes}, the masters are {dtype_name(master)}",
+        f"{dtypes} in {count(wrong)} of {count(trained(trace))} trainable parameters, "
+        f"the masters are {dtype_name(master)}",
         wrong,
         phase="optimizer",
         fixes=float32_masters(trace, wrong) if master == torch.float32 else (_cast(wrong, master),),

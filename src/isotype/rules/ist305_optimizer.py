@@ -52,7 +52,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST305",
             "warning",
-            f"{count(low)} trainable parameters are {', '.join(sorted(dtypes))} beside {count(high)} in float32",
+            f"trainable parameters in {', '.join(sorted(dtypes))} ({count(low)}) beside float32 ({count(high)})",
             low,
             phase="optimizer",
             fixes=float32_masters(trace, low)[:1],

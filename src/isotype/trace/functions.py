@@ -8,12 +8,14 @@ besides, and takes back what only a CPU casts.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from isotype.trace.device import cpu_stands_for, names_of, on_cpu
 from isotype.trace.fake_recorder import FakeRecorder
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -39,11 +41,22 @@ class Functions(TorchFunctionMode):
     def __init__(self, recorder: FakeRecorder, kind: str) -> None:
         super().__init__()
         self._recorder = recorder
-        self._foreign = kind != "cpu"
+        self._kind, self._foreign = kind, kind != "cpu"
+        self._names = names_of(kind)
+        self._stand_in = contextlib.ExitStack()
         if self._foreign:
             from isotype.contracts.autocast import autocast_lists
 
             self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
+
+    def __enter__(self) -> Functions:
+        self._stand_in.enter_context(cpu_stands_for(self._kind))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stand_in.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs or {})
@@ -55,6 +68,8 @@ class Functions(TorchFunctionMode):
             return format(args[0].item(), *args[1:])  # only a plain tensor would be written as its number
         if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
             args = (args[0], self._within(args[0], args[1]))
+        if self._foreign:
+            func, args, kwargs = on_cpu(func, args, kwargs, self._names)
         if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
         name, recorder = name_of(func), self._recorder

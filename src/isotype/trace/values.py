@@ -2,13 +2,14 @@
 
 Fake tensors have no values, but a model's code branches on some: how many images, which rows an expert gets. Where
 a value follows from the inputs alone it is computed for real, beside the fake; where it depends on weights it gets a
-stand-in, since dtypes, not numbers, are asked for.
+stand-in, since dtypes, not numbers, are asked for. What a comparison of unknown numbers gives is guessed: all that is
+counted, selected and cut by it then fits together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -22,6 +23,7 @@ LIMIT = 1 << 14
 """Elements above which a tensor's value is not kept."""
 
 _VALUE = "_isotype_value"
+_GUESSED = "_isotype_guessed"
 _STAND_IN_ROWS = 4
 _MOST_EXPERTS = 1024
 # Results that depend on the shape of their operand only.
@@ -30,6 +32,8 @@ _SHAPE_ONLY = frozenset(
 )
 # What no value is in a step that runs well, whatever the weights are: code asks for it to raise.
 _NEVER = frozenset({aten.isinf, aten.isnan})
+# Of floats, which depend on weights; code compares integers to find experts, for which `rows` has an answer.
+_COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
 
 
@@ -73,9 +77,10 @@ class Values:
         if packet in _NEVER and tensors[0][1].numel() <= LIMIT:
             with unset_fake_temporarily():
                 return torch.zeros(tensors[0][1].shape, dtype=torch.bool)
-        for _, tensor in tensors:
-            if not shape_only and self.of(tensor) is None:
-                return None
+        known = [self.of(tensor) for _, tensor in tensors]
+        if not shape_only and any(value is None for value in known):
+            return _guess(tensors) if packet in _COMPARISONS else None
+        guessed = not shape_only and any(hasattr(value, _GUESSED) for value in known)
         with unset_fake_temporarily():
 
             def real(leaf: Any) -> Any:
@@ -89,9 +94,12 @@ class Values:
             if not tensors and not _small_factory(args, kwargs):
                 return None
             try:
-                return func(*tree_map(real, args), **tree_map(real, kwargs))
+                result = func(*tree_map(real, args), **tree_map(real, kwargs))
             except RuntimeError:
                 return None  # mixed dtypes, or no kernel: the contract has its say next
+            if guessed and packet is aten.all:
+                result = torch.ones_like(result)  # code asks whether all is well before it goes on
+            return tree_map(_as_guessed, result) if guessed else result
 
     # ------------------------------------------------------------------------------------------------ stand-ins
 
@@ -165,6 +173,28 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
         return made
 
     return tree_map(fake, result)
+
+
+def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
+    """Every other place holds, the first of them: whatever is selected by it or by its opposite is not empty.
+
+    A vector is not guessed: it may ask which experts were hit.
+    """
+    if not all(tensor.is_floating_point() for _, tensor in tensors):
+        return None
+    shapes = (tensor.shape for _, tensor in tensors)
+    shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    if shape.numel() > LIMIT or len(shape) < 2:
+        return None
+    with unset_fake_temporarily():
+        guess = (torch.arange(shape.numel()) % 2 == 0).reshape(shape)
+    return cast("torch.Tensor", _as_guessed(guess))
+
+
+def _as_guessed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        setattr(value, _GUESSED, True)
+    return value
 
 
 def _small_factory(args: Any, kwargs: Any) -> bool:
