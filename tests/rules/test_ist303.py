@@ -15,7 +15,7 @@ def test_float16_backward_without_scaler() -> None:
 
 def test_float16_masters_lose_adams_epsilon() -> None:
     (finding,) = find(trace([adapter(FP16)]))
-    assert finding.message == "1 float16 parameters are trained without loss scaling"
+    assert finding.message == "1 float16 parameter is trained without loss scaling"
     assert "0 / 0" in finding.notes[0]
     assert all(Action("setting", "scaler", "True") in fix.actions for fix in finding.fixes)
 

@@ -7,7 +7,7 @@ from tests.rules.samples import packed, trace, weight
 def test_a_lost_state() -> None:
     (finding,) = find(trace([packed(state=None)]))
     assert finding.severity == "error"
-    assert finding.message == "1 quantized weights have lost their quantization state"
+    assert finding.message == "1 quantized weight has lost the quantization state"
     assert finding.fixes[0].actions[0].kind == "advice"
 
 

@@ -13,7 +13,7 @@ ATTENTION = "model.layers.0.self_attn"
 
 def test_a_dense_tensor_where_codes_belong() -> None:
     (finding,) = find(trace([packed(packed=BF16)]))
-    assert finding.message == "1 quantized weights hold bfloat16 values where packed codes belong"
+    assert finding.message == "1 quantized weight holds bfloat16 values where packed codes belong"
 
 
 def test_a_product_with_codes() -> None:
@@ -22,12 +22,12 @@ def test_a_product_with_codes() -> None:
     assert finding.severity == "error"
     assert finding.message == "float16 activations are multiplied with packed int8 codes"
     assert finding.cause == "q_proj.weight holds int8 codes"
-    assert finding.notes == ("1 more such products",)
+    assert finding.notes == ("1 more such product",)
 
 
 def test_a_plain_layer_around_codes() -> None:
     (finding,) = find(trace([weight(dtype=torch.uint8, shape=(2048, 1))]))
-    assert finding.message == "1 plain Linear layers hold packed uint8 codes"
+    assert finding.message == "1 plain Linear layer holds packed uint8 codes"
 
 
 @pytest.mark.parametrize(

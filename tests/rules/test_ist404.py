@@ -9,7 +9,7 @@ def test_the_default_compute_dtype() -> None:
     other = call("aten.mm.default", operand(BF16), flops=100, module="lm_head")
     (finding,) = find(trace([packed(FP32, BF16), norm(BF16)], [product, other]))
     assert finding.severity == "warning"
-    assert finding.message == "1 4-bit layers compute in float32, the model runs in bfloat16"
+    assert finding.message == "1 4-bit layer computes in float32, the model runs in bfloat16"
     assert finding.price is not None
     assert finding.price.flops_share == 0.75
     assert [action.kind for action in finding.fixes[0].actions] == ["compute"]
@@ -26,6 +26,13 @@ def test_the_state_goes_with_it() -> None:
 def test_an_unset_compute_dtype_takes_its_first_input() -> None:
     (finding,) = find(trace([packed(None, BF16), norm(FP32)], policy=POLICY))
     assert finding.cause.endswith("the compute dtype is unset, its first input is float32")
+
+
+def test_float16_without_loss_scaling_is_said_to_lose_small_gradients() -> None:
+    (finding,) = find(trace([packed(FP16, FP16), norm(BF16)], scaler=False))
+    assert "gradients below 6e-8 become zero" in finding.notes[0]
+    (finding,) = find(trace([packed(FP16, FP16), norm(BF16)], scaler=True))
+    assert not finding.notes
 
 
 def test_layers_that_compute_in_16_bit_or_a_float32_model_are_silent() -> None:

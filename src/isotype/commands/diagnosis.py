@@ -24,11 +24,11 @@ from isotype.dtypes import dtype_name
 from isotype.precision.hardware import device_profile
 from isotype.preflight import DEFAULT_PHASES, check, compute_dtype
 from isotype.report.check import Report
-from isotype.report.check_text import fix_standing, plural, render, repairable, short_source
+from isotype.report.check_text import fix_standing, render, repairable, short_source
 from isotype.report.run_html import format_bytes
 from isotype.rules import judge
 from isotype.rules.finding import Finding
-from isotype.rules.words import evidence
+from isotype.rules.words import evidence, plural
 from isotype.trace.live import device_of
 from isotype.trace.modes import no_modes
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup

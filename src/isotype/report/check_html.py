@@ -27,7 +27,6 @@ from isotype.report.check_text import (
     format_count,
     format_share,
     next_steps,
-    plural,
     price_clauses,
     short_source,
     trust,
@@ -36,6 +35,7 @@ from isotype.report.check_text import (
 from isotype.report.palette import dtype_class, palette_css
 from isotype.report.run_html import format_bytes, format_duration
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.words import plural
 from isotype.trace.record import MEMORY_KINDS, MemoryKind, Operand
 
 _SCRIPT = """

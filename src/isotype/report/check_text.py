@@ -17,6 +17,7 @@ from isotype.report.check import Report
 from isotype.report.check_map import layer_counts, plain_name, split_layer
 from isotype.report.run_html import format_bytes
 from isotype.rules.finding import Finding, Fix, Price
+from isotype.rules.words import plural
 from isotype.trace.record import Operand, Setup
 
 if TYPE_CHECKING:
@@ -41,11 +42,6 @@ _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
 
 # --- words that every renderer uses -----------------------------------------------------------------------
-
-
-def plural(count: int, noun: str) -> str:
-    """`"1 error"`, `"2 errors"`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def counts(report: Report) -> str:

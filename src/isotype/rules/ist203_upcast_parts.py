@@ -38,7 +38,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.words import starred
+from isotype.rules.words import agree, starred
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
@@ -99,7 +99,8 @@ def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: i
     return Finding(
         code="IST203",
         severity="warning",
-        message=f"{len(wide)} frozen weights are float32 in a {target} model: {prices.size_text(extra)} more memory",
+        message=f"{agree(len(wide), 'frozen weight', 'are')} float32 in a {target} model: "
+        f"{prices.size_text(extra)} more memory",
         module=largest.module,
         phase="load",
         cause=f"{largest.name} is float32",
@@ -130,7 +131,8 @@ def _masters(wide: Sequence[Weight], wanted: torch.dtype, extra: int) -> Finding
     return Finding(
         code="IST203",
         severity="note",
-        message=f"{len(wide)} trained weights are float32 in a {narrow} model: {prices.size_text(extra)} more memory",
+        message=f"{agree(len(wide), 'trained weight', 'are')} float32 in a {narrow} model: "
+        f"{prices.size_text(extra)} more memory",
         module=largest.module,
         phase="load",
         cause=f"{largest.name} is float32",

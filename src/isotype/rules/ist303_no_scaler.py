@@ -32,6 +32,7 @@ import torch
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.words import agree
 from isotype.trace.record import Trace
 
 TITLE = "float16 training without loss scaling"
@@ -50,7 +51,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if half:
         adam = "adam" in setup.optimizer.lower()
         notes = ("Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0",) if adam else ()
-        message = f"{count(half)} float16 parameters are trained without loss scaling"
+        message = f"{agree(count(half), 'float16 parameter', 'are')} trained without loss scaling"
         fixes = tuple(
             replace(fix, description=f"{fix.description}, with a GradScaler", actions=(*fix.actions, scale))
             for fix in float32_masters(trace, half)

@@ -30,6 +30,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import HALVES, count, finding_of, modules
+from isotype.rules.words import agree
 from isotype.trace.record import Origin, Trace, Weight
 
 TITLE = "A quantization state of another dtype than its layer computes in"
@@ -63,7 +64,8 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
     return finding_of(
         "IST401",
         "error" if crashes else "warning",
-        f"{count(weights)} 4-bit weights dequantize to {dtype_name(state)}, their layers compute in {dtype_name(compute)}",
+        f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "
+        f"the layers compute in {dtype_name(compute)}",
         weights,
         cause=f"the quantization state of {weights[0].module} says {dtype_name(state)}",
         notes=(f"{crashes} operators meet the dequantized weight and fail",)

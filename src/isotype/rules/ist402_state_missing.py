@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 from isotype.rules.finding import Finding
 from isotype.rules.weight_sets import advice, count, finding_of
+from isotype.rules.words import agree
 from isotype.trace.record import Trace
 
 TITLE = "A quantized layer without its quantization state"
@@ -37,7 +38,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST402",
             "error",
-            f"{count(lost)} quantized weights have lost their quantization state",
+            f"{agree(count(lost), 'quantized weight', 'have')} lost the quantization state",
             lost,
             cause=f"{lost[0].name} was replaced by a tensor without its scales",
             fixes=(

@@ -32,7 +32,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Finding, Fix
 from isotype.rules.weight_sets import advice, count, finding_of
-from isotype.rules.words import short
+from isotype.rules.words import agree, plural, short
 from isotype.trace.record import Call, Failure, Operand, Trace, Weight
 
 TITLE = "Packed codes taken for a weight"
@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST403",
             "error",
-            f"{count(cast)} quantized weights hold {dtype_name(kept.packed)} values where packed codes belong",
+            f"{agree(count(cast), 'quantized weight', 'hold')} {dtype_name(kept.packed)} values where packed codes belong",
             cast,
             cause=f"{cast[0].name} was assigned or cast to {dtype_name(kept.packed)}",
             fixes=(advice(cast[0].module, "load the model again and leave packed weights as they are"),),
@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST403",
             "error",
-            f"{count(bare)} plain {bare[0].module_class} layers hold packed {dtype_name(bare[0].dtype)} codes",
+            f"{agree(count(bare), f'plain {bare[0].module_class} layer', 'hold')} packed {dtype_name(bare[0].dtype)} codes",
             bare,
             cause=f"{bare[0].name} is {dtype_name(bare[0].dtype)}, its layer multiplies with it as it lies",
             fixes=(
@@ -123,7 +123,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
         phase=call.phase,
         source=call.source,
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
-        notes=(*((f"{total - 1} more such products",) if total > 1 else ()), *said),
+        notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *said),
         operands=call.operands,
         fixes=(
             advice(name, "call the quantized layer, or dequantize its weight with its state, at that line"),
@@ -171,7 +171,7 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
         source=first.source,
         cause=f"a cast to {codes} at {short(first.source)}, as {layer.name} lies",
         notes=(
-            *((f"{more} more such cast{'s' if more > 1 else ''}",) if more else ()),
+            *((plural(more, "more such cast"),) if more else ()),
             "nothing fails: fractions and signs are lost, and no gradient passes",
         ),
         operands=first.operands,

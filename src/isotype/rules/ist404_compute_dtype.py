@@ -29,6 +29,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix, Price
 from isotype.rules.weight_sets import HALVES, count, finding_of, modules
+from isotype.rules.words import agree
 from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit layers that compute in another dtype than the model"
@@ -52,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield finding_of(
         "IST404",
         "warning",
-        f"{count(wide)} 4-bit layers compute in {theirs_in}, the model runs in {dtype_name(wanted)}",
+        f"{agree(count(wide), '4-bit layer', 'compute')} in {theirs_in}, the model runs in {dtype_name(wanted)}",
         wide,
         cause=f"{wide[0].module}: the compute dtype is "
         + (theirs_in if is_set else "unset, its first input is float32"),

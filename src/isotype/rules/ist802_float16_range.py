@@ -31,6 +31,7 @@ import torch
 from isotype.rules import operands
 from isotype.rules.finding import Finding
 from isotype.rules.weight_sets import advice, count, finding_of
+from isotype.rules.words import agree
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Values beyond float16's range"
@@ -48,7 +49,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST802",
             "error",
-            f"{count(infinite)} weights hold values that are not finite",
+            f"{agree(count(infinite), 'weight', 'hold')} values that are not finite",
             infinite,
             phase="load",
             cause=f"{infinite[0].name} holds {infinite[0].largest}",
@@ -67,7 +68,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST802",
             "error",
-            f"{count(too_large)} weights become infinite in float16",
+            f"{agree(count(too_large), 'weight', 'become')} infinite in float16",
             too_large,
             cause=f"{too_large[0].name} reaches {_largest(too_large[0]):.3g}",
             fixes=(advice("dtype", f"compute in {other}"),),
@@ -78,7 +79,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST802",
             "warning",
-            f"{count(norms)} norms can return values beyond float16's 65504",
+            f"{agree(count(norms), 'norm', 'can')} return values beyond float16's 65504",
             norms,
             cause=f"{norms[0].name} reaches {_largest(norms[0]):.3g}",
             notes=(

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import HALVES, advice, count, finding_of, names
-from isotype.rules.words import short
+from isotype.rules.words import agree, short
 from isotype.trace.record import Call, Trace, Weight
 
 TITLE = "Rotary positions in 16 bit"
@@ -45,7 +45,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST803",
             "warning",
-            f"{count(rounded)} rotary buffers are rounded to {dtype_name(rounded[0].dtype)}",
+            f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}",
             rounded,
             cause=f"the buffer {rounded[0].name} is {dtype_name(rounded[0].dtype)}",
             fixes=_fixes(rounded),

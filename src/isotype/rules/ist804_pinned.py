@@ -26,6 +26,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import HALVES, advice, casts, count, finding_of, modules
+from isotype.rules.words import agree
 from isotype.trace.record import Trace, Weight
 
 TITLE = "A pinned parameter in 16 bit"
@@ -41,7 +42,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield finding_of(
                 "IST804",
                 "warning" if dtype == torch.float16 else "note",
-                f"{count(rounded)} parameters that the model's author keeps in float32 are {dtype_name(dtype)}",
+                f"{agree(count(rounded), 'parameter', 'are')} {dtype_name(dtype)} that the model's author keeps in float32",
                 rounded,
                 phase="load",
                 notes=("digits that a cast has taken come back only with the checkpoint",),

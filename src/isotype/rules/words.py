@@ -19,6 +19,19 @@ def short(source: str) -> str:
     return source.rpartition("/")[2]
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def agree(count: int, noun: str, verb: str) -> str:
+    """`3 weights hold`, `1 weight holds`."""
+    return f"{plural(count, noun)} {_SINGULAR.get(verb, f'{verb}s') if count == 1 else verb}"
+
+
+_SINGULAR = {"are": "is", "have": "has", "can": "can"}
+
+
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
     """What introduced the dtype, in one line."""
     dtype, where = dtype_name(cause.dtype), f" at {short(cause.source)}" if cause.source else ""
