@@ -20,6 +20,8 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from isotype.precision.hardware import DeviceProfile
+
 _DEVICE_TYPES = {"rocm": "cuda"}
 _BY_DEVICE: tuple[tuple[Any, str], ...] = (
     (torch, "is_autocast_enabled"),
@@ -64,15 +66,18 @@ def device_type(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def cpu_stands_for(kind: str) -> Iterator[None]:
-    """Inside, the CPU's autocast answers for the simulated device's, with that device's default dtype."""
+def cpu_stands_for(kind: str, profile: DeviceProfile | None = None) -> Iterator[None]:
+    """Inside, the CPU's autocast answers for the simulated device's, with that device's default dtype.
+
+    With its profile, what code asks of the device itself is answered from there.
+    """
     simulated = device_type(kind)
     if simulated == "cpu":
         yield
         return
     default, before = torch.get_autocast_dtype(simulated), torch.get_autocast_dtype("cpu")
     with contextlib.ExitStack() as stack:
-        for owner, name, new in _changes(simulated):
+        for owner, name, new in (*_changes(simulated), *_facts(simulated, profile)):
             _replace(stack, owner, name, new)
         stack.callback(attention._sdpa_kernel, attention._cur_sdpa_kernel_backends())
         torch.set_autocast_dtype("cpu", default)
@@ -81,20 +86,20 @@ def cpu_stands_for(kind: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def written_for(kind: str) -> Iterator[None]:
+def written_for(profile: DeviceProfile) -> Iterator[None]:
     """Inside, code that makes models and tensors for the simulated device makes them on the CPU.
 
     It finds the device available: what it chooses for that device is what is to be followed. What a library would
     remember of the answer stays remembered, so this is for a process that does nothing else.
     """
-    simulated = device_type(kind)
+    simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
         if simulated != "cpu":
-            stack.enter_context(cpu_stands_for(kind))
+            stack.enter_context(cpu_stands_for(profile.kind, profile))
             backend = getattr(torch, simulated)
             for name, answer in (("is_available", True), ("device_count", 1)):
                 _replace(stack, backend, name, _quiet(answer))
-            stack.enter_context(_OnCPU(kind))
+            stack.enter_context(_OnCPU(profile.kind))
         yield
 
 
@@ -137,6 +142,24 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
         changes += [(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))]
         changes += [(torch, "set_autocast_gpu_dtype", partial(torch.set_autocast_dtype, "cpu"))]
     return changes
+
+
+def _facts(simulated: str, profile: DeviceProfile | None) -> Iterator[tuple[Any, str, Any]]:
+    """Answers about the device that its profile knows."""
+    if profile is None:
+        return
+    backend, memory = getattr(torch, simulated), profile.memory_bytes
+    if hasattr(backend, "is_bf16_supported"):
+        rate = profile.supports(torch.bfloat16)
+
+        def is_bf16_supported(including_emulation: bool = True) -> bool:
+            return rate == "native" or (including_emulation and rate == "emulated")
+
+        yield backend, "is_bf16_supported", is_bf16_supported
+    if hasattr(backend, "get_device_name"):
+        yield backend, "get_device_name", _quiet(profile.title)
+    if hasattr(backend, "mem_get_info") and memory is not None:
+        yield backend, "mem_get_info", _quiet((memory, memory))
 
 
 def _renamed(function: Callable[..., Any], simulated: str) -> Callable[..., Any]:

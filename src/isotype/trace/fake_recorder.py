@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.trace.fake import fake_like, forget_fakes
 from isotype.trace.record import FLOATS, SHARED, Breach, Failure, Operand, Origin
-from isotype.trace.recorder import Recorder, _Place, given_tensors, leaves, schema_of, tensors_in, width
+from isotype.trace.recorder import Place, Recorder, given_tensors, leaves, schema_of, tensors_in, width
 from isotype.trace.source import first_line, raising_frame, shown
 from isotype.trace.values import LIMIT, Values, fakes_of, is_data_dependent
 
@@ -170,7 +170,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             forget_fakes(self.fake)
         return result
 
-    def _edited(self, place: _Place) -> torch.dtype | None:
+    def _edited(self, place: Place) -> torch.dtype | None:
         """The dtype that the line which asked gets instead, None where the code stays as it is."""
         return self.lines.get(shown(place.source)) if self.lines else None
 

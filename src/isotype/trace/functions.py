@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from isotype.precision.hardware import DeviceProfile
 from isotype.trace.device import cpu_stands_for, names_of, on_cpu
 from isotype.trace.fake_recorder import FakeRecorder
 
@@ -36,12 +37,13 @@ class Functions(TorchFunctionMode):
     Args:
         recorder: hears of it.
         kind: kind of the simulated device (`cpu`, `cuda`, …).
+        profile: of the device, to answer code that asks what it can do.
     """
 
-    def __init__(self, recorder: FakeRecorder, kind: str) -> None:
+    def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
         super().__init__()
         self._recorder = recorder
-        self._kind, self._foreign = kind, kind != "cpu"
+        self._kind, self._foreign, self._profile = kind, kind != "cpu", profile
         self._names = names_of(kind)
         self._stand_in = contextlib.ExitStack()
         if self._foreign:
@@ -50,7 +52,7 @@ class Functions(TorchFunctionMode):
             self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
 
     def __enter__(self) -> Functions:
-        self._stand_in.enter_context(cpu_stands_for(self._kind))
+        self._stand_in.enter_context(cpu_stands_for(self._kind, self._profile))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

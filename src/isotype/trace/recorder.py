@@ -43,7 +43,7 @@ _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_ten
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
     """Where an operator runs: module, source, and how many calls of the real step it stands for."""
 
     module: str
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.autocast: torch.dtype | None = None
         self.names: dict[int, Origin] = {}
         self._frames: list[_Frame] = []
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
         self._raised_in: _Frame | None = None
 
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _append(
         self,
         name: str,
-        place: _Place,
+        place: Place,
         operands: tuple[Operand, ...],
         breach: Breach | None,
         made: Sequence[torch.Tensor] = (),
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Any,
         tensors: Sequence[tuple[str, torch.Tensor]],
         result: Any,
-        place: _Place,
+        place: Place,
         breach: Breach | None,
     ) -> None:
         name = str(func)
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor: torch.Tensor,
         operands: Sequence[Operand],
         kwargs: Any,
-        place: _Place,
+        place: Place,
         breach: Breach | None,
     ) -> Origin:
         dtype, source = tensor.dtype, place.source
@@ -289,7 +289,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------------------------------------------- place
 
-    def _place(self) -> _Place:
+    def _place(self) -> Place:
         """The place of the operator that runs now; in a backward, that of the forward call it belongs to."""
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
@@ -297,9 +297,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if known is not None:
                 self.ledger.backward_in(known.module)
                 return known
-            return _Place("", asking_line(), 1)
+            return Place("", asking_line(), 1)
         frame = self._frames[-1] if self._frames else None
-        place = _Place(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
+        place = Place(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
         if self.phase == "forward" or (self.phase == "backward" and torch.is_grad_enabled()):
             self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place
@@ -351,7 +351,7 @@ def leaves(result: Any) -> Iterator[Any]:
         yield result
 
 
-def _is_anothers_scratch(operands: Sequence[Operand], place: _Place) -> bool:
+def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
     """Whether a copy goes, with a change of the dtype, into unset memory that another module has allocated."""
     into, value = operands[:2]
     made_by = into.origin

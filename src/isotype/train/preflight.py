@@ -154,18 +154,17 @@ def before_first_step(
             return
         handle.remove()
         scaler = getattr(optimizer, "scaler", None)
-        with torch.autocast("cpu", enabled=False):
-            report = check(
-                module,
-                LossOf(_call, {"args": args, "kwargs": kwargs}),
-                device=arguments.device,
-                autocast=_autocast(arguments),
-                scaler=scaler is not None and scaler.is_enabled(),
-                optimizer=getattr(arguments.optim, "value", arguments.optim),
-                learning_rate=arguments.learning_rate,
-                fsdp=_fsdp(arguments),
-                verify=False,
-            )
+        report = check(
+            module,
+            LossOf(_call, {"args": args, "kwargs": kwargs}),
+            device=arguments.device,
+            autocast=_autocast(arguments),
+            scaler=scaler is not None and scaler.is_enabled(),
+            optimizer=getattr(arguments.optim, "value", arguments.optim),
+            learning_rate=arguments.learning_rate,
+            fsdp=_fsdp(arguments),
+            verify=False,
+        )
         tell(report)
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
