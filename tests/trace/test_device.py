@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 import isotype
-from isotype.trace.device import cpu_stands_for
+from isotype.precision.hardware import device_profile
+from isotype.trace.device import cpu_stands_for, written_for
 from tests.small import BF16, FP16, FP32
 
 X = torch.randn(2, 8)
@@ -54,6 +56,11 @@ MOVES: dict[str, Act] = {
     "made there": lambda layer, x: layer(x) + torch.ones(8, device="cuda"),
     "pinned": lambda layer, x: layer(x) + torch.ones(8, pin_memory=True).pin_memory().to("cuda"),
     "a module": lambda layer, x: layer.to("cuda")(x),
+    "of its number": lambda layer, x: layer(x) + torch.ones(8, device=x.get_device()).to(0),
+    "of its number in words": lambda layer, x: layer(x) + torch.ones(8, device=f"cuda:{x.get_device()}"),
+    "type": lambda layer, x: layer(x) + torch.ones(8).type(torch.cuda.FloatTensor),
+    "type in words": lambda layer, x: layer(x) + torch.ones(8).type("torch.cuda.FloatTensor"),
+    "made by its type": lambda layer, x: layer(x) + torch.cuda.FloatTensor(2, 8).fill_(1),
     "default device": lambda layer, x: layer(x) + _made_under_a_device(),
 }
 
@@ -139,6 +146,134 @@ def test_the_backward_of_a_function_runs_under_the_autocast_of_its_forward() -> 
     assert report(act, autocast="bfloat16").status == "clean"
 
 
+def test_a_type_of_the_device_is_a_dtype() -> None:
+    found = report(lambda layer, x: layer(layer(x).type(torch.cuda.HalfTensor)))
+    assert [finding.code for finding in found.errors] == ["IST101"]
+
+
+def test_code_that_asks_where_a_tensor_is_is_told_the_device() -> None:
+    seen: list[Any] = []
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.extend([x.is_cuda, x.is_cpu, x.is_mps, layer.weight.is_cuda])
+        return layer(x)
+
+    report(act)
+    report(act, "cpu")
+    assert seen == [True, False, False, True, False, True, False, False]
+
+
+def test_random_numbers_come_from_a_generator_of_the_device() -> None:
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        assert isinstance(generator, torch.Generator)
+        assert not isinstance(x, torch.Generator)
+        torch.cuda.manual_seed_all(1)
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        with torch.random.fork_rng(devices=[0]):
+            return layer(x) + torch.randn(2, 8, generator=generator, device="cuda")
+
+    assert report(act).status == "clean"
+
+
+def test_streams_and_events_have_nothing_to_wait_for() -> None:
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        side = torch.cuda.Stream()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        side.wait_stream(torch.cuda.current_stream())
+        start.record()
+        with torch.cuda.device(0), torch.cuda.stream(side), torch.cuda.nvtx.range("layer"):
+            y = layer(x)
+        y.record_stream(side)
+        torch.cuda.current_stream().wait_event(side.record_event())
+        end.record()
+        assert end.query()
+        assert start.elapsed_time(end) == 0
+        return y
+
+    assert report(act).status == "clean"
+
+
+@pytest.mark.parametrize("kernel", ["MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_an_attention_kernel_of_the_device_has_a_stand_in(kernel: str) -> None:
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q = layer(x)[None, None]
+        with sdpa_kernel(SDPBackend.__members__[kernel]):
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    before = _cur_sdpa_kernel_backends()
+    ops = {call.op for call in report(act).trace.calls}
+    assert any("_scaled_dot_product_flash" in op for op in ops) == (kernel != "MATH")
+    assert _cur_sdpa_kernel_backends() == before
+
+
+@pytest.mark.parametrize(("device", "native"), [("t4", False), ("a100", True)])
+def test_what_the_device_can_do_is_answered_from_its_profile(device: str, native: bool) -> None:
+    profile = device_profile(device)
+    with cpu_stands_for(profile.kind, profile):
+        assert torch.cuda.is_bf16_supported()
+        assert torch.cuda.is_bf16_supported(including_emulation=False) == native
+        assert torch.cuda.get_device_name() == profile.title
+        assert torch.cuda.mem_get_info()[1] == profile.memory_bytes
+
+
+def test_a_function_is_given_what_custom_fwd_casts() -> None:
+    """It casts what is on the device that it is told."""
+    seen: list[torch.dtype] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            seen.append(x.dtype)
+            return x @ weight
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, weight = ctx.saved_tensors
+            return gradient @ weight.T, x.T @ gradient
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(layer(x), layer.weight)
+
+    assert not report(act, autocast="float16").errors
+    assert seen == [FP32]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_older_names_of_the_autocast_dtype_mean_that_of_the_step() -> None:
+    seen: list[torch.dtype] = []
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_autocast_gpu_dtype())
+        torch.set_autocast_gpu_dtype(FP16)
+        seen.append(layer(x).dtype)
+        return layer(x)
+
+    report(act, autocast="bfloat16")
+    assert seen == [BF16, FP16]
+
+
+def test_what_is_made_for_the_device_is_made_on_the_cpu() -> None:
+    with written_for(device_profile("t4")):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.cuda.set_device(0)
+        model = nn.Linear(8, 8).to(device)
+        made = [torch.ones(8, device=device), X.cuda(), model.weight, nn.Linear(2, 2, device="cuda:0").bias]
+    assert device == "cuda"
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+def test_autocast_that_is_made_for_the_device_is_on_in_the_step() -> None:
+    """A decorator is made long before the step; without the device it would have switched itself off."""
+    with written_for(device_profile("a100")):
+        act = torch.autocast("cuda", dtype=BF16)(lambda layer, x: layer(x))
+    found = [call.results for call in report(act).trace.calls if "addmm" in call.op]
+    assert found[0][0][0] == BF16
+
+
 def test_another_device_is_not_simulated() -> None:
     """On a CPU a model that asks for CUDA does not run."""
     assert report(MOVES["cuda"], device="cpu").status == "unknown"
@@ -149,7 +284,15 @@ def test_everything_is_put_back(kind: str) -> None:
     def state() -> list[Any]:
         backends = [vars(backend).get("synchronize") for backend in (torch.cuda, torch.xpu, torch.mps)]
         autocast = [torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype]
-        return [*backends, *autocast, torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")]
+        replaced = [torch.Generator, vars(torch.Tensor).get("record_stream"), torch.get_autocast_gpu_dtype]
+        return [
+            *backends,
+            *autocast,
+            *replaced,
+            _cur_sdpa_kernel_backends(),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cpu"),
+        ]
 
     before = state()
     with contextlib.suppress(ZeroDivisionError), cpu_stands_for(kind):

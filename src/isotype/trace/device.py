@@ -9,6 +9,7 @@ are answered as by a device that has nothing to do.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
@@ -236,6 +237,8 @@ def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[A
         return torch.Tensor.cpu, args[:1], {}
     if func in _ANSWERS:
         return _quiet(_ANSWERS[func]), args, kwargs
+    if func in _IS_ON:
+        return _quiet(named.fullmatch(_IS_ON[func]) is not None), args, kwargs
     if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
         args = (args[0], "cpu", *args[2:])
     if any(type(arg) in (str, torch.device) for arg in args):
@@ -250,6 +253,9 @@ def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[A
 
 _CALLS_TO_MOVE = frozenset(getattr(torch.Tensor, name) for name in _MOVES)
 _ANSWERS: Mapping[Any, Any] = {torch.Tensor.get_device: 0}
+_IS_ON = {
+    inspect.getattr_static(torch.Tensor, f"is_{name}").__get__: name for name in ("cpu", "cuda", "xpu", "mps")
+}
 _LEGACY_NAME = re.compile(r"torch\.(cuda|xpu|mps)\.(\w+Tensor)")
 
 
