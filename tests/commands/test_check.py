@@ -49,6 +49,12 @@ def healthy():
     return {"model": Model().bfloat16(), "inputs": {"x": torch.ones(2, 8, dtype=torch.bfloat16)}, "device": "t4"}
 
 
+def made_for_the_device():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    return nn.Linear(8, 8).to(device, dtype), {"input": torch.ones(2, 8, device=device)}
+
+
 def nothing():
     return 3
 """
@@ -171,6 +177,14 @@ def test_a_function_of_the_users(capsys, script):
 def test_a_function_that_is_not_one(script, name, message):
     with pytest.raises(UsageError, match=message.replace("?", r"\?")):
         function_arguments(name.format(script))
+
+
+def test_a_function_that_makes_its_model_for_the_device_finds_it(capsys, script):
+    status, out, _ = run(capsys, f"{script}:made_for_the_device", "--device", "t4")
+    assert status == 1
+    assert "the input input is float32" in out
+    assert not torch.cuda.is_available()
+    assert run(capsys, f"{script}:made_for_the_device", "--device", "cpu")[0] == 0
 
 
 def test_arguments_that_a_function_decides(capsys, script):

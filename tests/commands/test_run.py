@@ -213,6 +213,22 @@ def test_without_a_look_ahead_the_live_recorder_explains(capsys: pytest.CaptureF
     assert "IST199" not in after
 
 
+def test_the_larger_of_two_models_says_what_the_step_computes_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small float32 projection runs first and feeds a bfloat16 model: the projection is odd, not the model."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "first, model = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)).bfloat16()\n"
+        "model(first(torch.ones(2, 4))).sum().backward()\n"
+    )
+    status, _, err = _run(capsys, str(script))
+    assert status == 1
+    assert "   = cause  0.bias is float32" in err
+    assert "to float32" not in _around(err)[2]
+
+
 def test_a_script_that_catches_its_crash_and_leaves_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *_script("raw_loop", "caught"))
     assert (status, out) == (7, "gave up\n")

@@ -61,6 +61,24 @@ def test_a_layers_weight_and_bias_are_cast_together() -> None:
     ]
 
 
+def test_no_cast_of_inputs_is_offered_for_what_the_module_holds_itself() -> None:
+    """Untried too: what `isotype run` says under a traceback is read by somebody who will try it."""
+    model = nn.Sequential(nn.Linear(4, 32).to(BF16), nn.Linear(32, 4))
+    (finding,) = found(RULE, traced(model, {"input": torch.ones(2, 4, dtype=BF16)}))
+    assert finding.cause == "1.weight is float32"
+    assert not [action for fix in finding.fixes for action in fix.actions if action.kind == "input"]
+
+
+def test_a_loss_is_not_mended_by_the_inputs_of_the_model() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy(
+            model(torch.ones(2, 4, dtype=BF16)).sigmoid(), torch.ones(2, 4)
+        )
+
+    (finding,) = found(RULE, traced(nn.Linear(4, 4).to(BF16), loss))
+    assert not [action for fix in finding.fixes for action in fix.actions if action.kind == "input"]
+
+
 def test_a_plain_tensor_that_the_model_holds() -> None:
     class Holding(nn.Module):
         def __init__(self) -> None:

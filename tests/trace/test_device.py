@@ -53,6 +53,7 @@ MOVES: dict[str, Act] = {
     "to": lambda layer, x: layer(x) + torch.ones(8).to("cuda"),
     "to with a number": lambda layer, x: layer(x) + torch.ones(8).to(torch.device("cuda:1"), FP32),
     "cuda": lambda layer, x: layer(x) + torch.ones(8).cuda(non_blocking=True),
+    "to a device of its parts": lambda layer, x: layer(x) + torch.ones(8).to(torch.device("cuda", 1)),
     "made there": lambda layer, x: layer(x) + torch.ones(8, device="cuda"),
     "pinned": lambda layer, x: layer(x) + torch.ones(8, pin_memory=True).pin_memory().to("cuda"),
     "a module": lambda layer, x: layer.to("cuda")(x),

@@ -282,6 +282,26 @@ def test_a_failing_operator_is_kept_with_the_way_of_its_dtypes(watches: list[Wat
     assert not list(watch.trace(_setup()).breaches())
 
 
+def test_a_plain_tensor_that_a_module_holds_is_known_by_name(watches: list[Watch]) -> None:
+    class Holding(nn.Linear):
+        classes: torch.Tensor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) @ self.classes
+
+    model = Holding(4, 4).to(torch.bfloat16)
+    model.classes = torch.ones(4, 3)
+    watch = Watch()
+    watches.append(watch)
+    watch.attach()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(torch.ones(2, 4, dtype=torch.bfloat16))
+    watch.detach()
+    assert watch.recorder is not None
+    origin = watch.recorder.calls[-1].operands[1].origin
+    assert (origin.kind, origin.name, origin.dtype) == ("attribute", "classes", torch.float32)
+
+
 def test_a_refusal_above_operators_is_kept_too(watches: list[Watch]) -> None:
     watch = Watch()
     watches.append(watch)

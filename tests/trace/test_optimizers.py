@@ -41,6 +41,11 @@ def test_no_learning_rate_leaves_the_optimizers_own() -> None:
     assert make_optimizer("adamw", parameters(), None).param_groups[0]["lr"] == 1e-3
 
 
+def test_an_optimizer_that_asks_for_the_loss_is_not_followed() -> None:
+    note = make_optimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(1))]), parameters(), None)
+    assert note == "the step of optimizer LBFGS is not followed: it computes the loss by itself"
+
+
 def test_an_optimizer_gives_its_class_and_defaults() -> None:
     asked = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5, weight_decay=0.125, betas=(0.5, 0.75))
     trained = parameters()

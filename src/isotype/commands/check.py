@@ -214,7 +214,9 @@ def _names_function(text: str) -> bool:
 
 
 def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, str]:
+    from isotype.precision.hardware import device_profile
     from isotype.preflight import check
+    from isotype.trace.device import written_for
 
     assert options.model is not None
     parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
@@ -226,7 +228,11 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, str]
         )
         problem = Problem(given, "--device, --fsdp, --generate and the outputs", "let the function decide it")
         raise UsageError(f"arguments that do not go with {options.model}", [problem])
-    arguments = function_arguments(options.model)
+    profile = device_profile(known.device if known.device is not None else "cpu")
+    if profile.kind != "cpu":
+        _import_bitsandbytes()  # where a GPU is found, it would look for kernels that are not there
+    with written_for(profile):
+        arguments = function_arguments(options.model)
     if known.device is not None:
         arguments["device"] = known.device
     if options.fsdp is not None:

@@ -186,7 +186,7 @@ class Diagnosis:
             autocast=autocast,
             scaler=watch.scaler,
             optimizer=watch.optimizer or "an optimizer",
-            compute=autocast or compute_dtype(model),
+            compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),
             learning_rate=watch.learning_rate,
         )
 

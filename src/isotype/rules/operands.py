@@ -12,7 +12,7 @@ from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, ActionKind, Finding, Fix
 from isotype.rules.groups import SCATTERS, Group, distinct, groups
 from isotype.rules.words import cause_text, evidence, short, starred
-from isotype.trace.record import FLOATS, Breach, Call, Failure, Origin, Trace, Weight
+from isotype.trace.record import FLOATS, Breach, Call, Failure, Operand, Origin, Trace, Weight
 
 
 def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
@@ -273,14 +273,22 @@ def _hook_fixes(group: Group, expected: str) -> Iterator[Fix]:
         )
     if group.cause.kind == "input":
         yield _fix(f"give the model {group.cause.name} in {expected}", "safe", "input", ("",), expected)
-    places = [starred(call.module) for call in group.calls]
-    yield _fix(
-        f"take the inputs of {_listed(dict.fromkeys(places))} in {expected}",
-        "safe",
-        "input",
-        places,
-        expected,
-    )
+    # The whole model's input is named above where it is the cause; what a loss does comes after it.
+    places = [starred(call.module) for call in group.calls if call.module and not _is_own(group.odd, call)]
+    if places:
+        yield _fix(
+            f"take the inputs of {_listed(dict.fromkeys(places))} in {expected}",
+            "safe",
+            "input",
+            places,
+            expected,
+        )
+
+
+def _is_own(odd: Operand, call: Call) -> bool:
+    """Whether an operand is a parameter, buffer or plain tensor that the calling module itself holds."""
+    holds = odd.origin.kind in ("parameter", "buffer", "attribute")
+    return holds and odd.origin.name.rpartition(".")[0] == call.module
 
 
 def _listed(names: Iterable[str], shown: int = 2) -> str:

@@ -233,6 +233,12 @@ def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
     """The call of a torch function with the CPU in place of the devices whose names match `named`."""
+    if func is torch.device:
+        return (
+            func,
+            args,
+            kwargs,
+        )  # a name only: where something is made or moved there, the CPU stands for it
     if func in _CALLS_TO_MOVE:
         return torch.Tensor.cpu, args[:1], {}
     if func in _ANSWERS:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from isotype.contracts.contract import KINDS, contracts_for
+from isotype.trace.fake_recorder import plain_attributes
 from isotype.trace.modes import put_under, take_out
 from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
 from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
@@ -168,6 +169,9 @@ class LiveRecorder(Recorder):
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if tensor.requires_grad and tensor.is_leaf:
                 handles.append(_GradientHook(tensor, self._gradient))
+        for name, tensor in plain_attributes(model):
+            if id(tensor) not in self.names:
+                self._own(tensor, Origin("attribute", tensor.dtype, f"{prefix}{name}"))
         return handles
 
     def given(self, inputs: Mapping[str, Any]) -> None:

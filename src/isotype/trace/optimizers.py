@@ -63,6 +63,9 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
     """
     given = {} if learning_rate is None else {"lr": learning_rate}
     if isinstance(asked, torch.optim.Optimizer):
+        closure = inspect.signature(type(asked).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            return f"the step of optimizer {type(asked).__name__} is not followed: it computes the loss by itself"
         known = inspect.signature(type(asked).__init__).parameters
         return type(asked)(parameters, **{k: v for k, v in asked.defaults.items() if k in known})
     if callable(asked):

@@ -192,9 +192,9 @@ class _Step:
 
     def run(self) -> Failure | None:
         """Run the phases in order; returns why it ended early, or None."""
-        kind = self.setup.profile.kind
+        profile = self.setup.profile
         self.recorder.watch(self.twin)
-        with self.mode, self.recorder, Functions(self.recorder, kind):
+        with self.mode, self.recorder, Functions(self.recorder, profile.kind, profile):
             self._weigh()
             for phase, run in (
                 ("forward", self._forward),

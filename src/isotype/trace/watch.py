@@ -108,6 +108,11 @@ class Watch:
         """The module that the first watched forward called, while the script keeps it."""
         return self._model() if self._model is not None else None
 
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """The modules that the watched steps called from outside of any other."""
+        return tuple(self._roots)
+
     # ------------------------------------------------------------------------------------------- coming and going
 
     def attach(self) -> None:
