@@ -23,7 +23,7 @@ from isotype.report.check import Report
 from isotype.rules import clears, judge
 from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.trace.optimizers import unknown_optimizer
-from isotype.trace.record import PHASES, Phase, Setup, Trace, Weight
+from isotype.trace.record import PHASES, Call, Phase, Setup, Trace, Weight
 from isotype.trace.step import LossOf, trace_step
 from isotype.trace.weights import weights_of
 
@@ -97,7 +97,7 @@ def check(
     trace = step.trace()
     findings = judge(trace)
     if verify:
-        findings = step.verified(findings)
+        findings = step.verified(trace, findings)
     return Report(trace, findings, time.perf_counter() - started, step.judged)
 
 
@@ -212,11 +212,11 @@ class _Step:
             self.known[key] = judge(self.trace(actions))
         return self.known[key]
 
-    def verified(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """The findings with fixes that were tried and work, and with what only the user can do."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
         mended = [replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings]
-        return _roots(mended, tried)
+        return _roots(mended, tried, _order(trace))
 
     def _working(
         self,
@@ -247,20 +247,25 @@ class _Step:
 
 
 def _roots(
-    findings: Sequence[Finding], tried: Mapping[tuple[Action, ...], Sequence[Finding] | None]
+    findings: Sequence[Finding],
+    tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
+    order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
     """The findings without the errors that come of another one.
 
-    An error comes of another where that one's fix clears both, and none of its own fixes clears the other. A change of
-    the step's arguments or of a line says nothing here: it may mend several causes at once.
+    An error comes of another where that one's fix clears both, and none of its own fixes clears the other; what the
+    step meets first comes of nothing that it meets later. A change of the step's arguments or of a line says nothing
+    here: it may mend several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
+    met = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
     gone = {finding.key: _cleared(finding, errors, tried) for finding in errors}
     come: dict[tuple[str, str, str], list[Finding]] = {}
     left = list(errors)
     for root in sorted(errors, key=lambda finding: -len(gone[finding.key])):
-        for other in [each for each in left if each.key in gone[root.key] and root.key not in gone[each.key]]:
-            if root in left and other is not root:
+        clear = [each for each in left if each.key in gone[root.key] and root.key not in gone[each.key]]
+        for other in clear:
+            if root in left and other is not root and met[other.key] >= met[root.key]:
                 left.remove(other)
                 come.setdefault(root.key, []).append(other)
     return tuple(
@@ -270,6 +275,15 @@ def _roots(
         for finding in findings
         if finding.severity != "error" or finding in left
     )
+
+
+def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
+    """Where the step breaks a contract first, second, …"""
+    return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
+
+
+def _place(where: Finding | Call) -> tuple[str, str, str]:
+    return where.phase, where.module, where.source
 
 
 def _cleared(

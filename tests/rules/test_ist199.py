@@ -123,23 +123,25 @@ def test_a_check_whose_words_do_not_name_dtypes() -> None:
         assert isotype.check(Checked(True, say).to(BF16), inputs, device="cpu").ok
 
 
-class Quantile(nn.Module):
-    """TRL's clipping by a quantile of the rewards, which torch takes in float32 and float64 only."""
+class Sorted(nn.Module):
+    """A check of the model's own whose words name the dtype that it takes, or the one that it does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: str) -> None:
         super().__init__()
-        self.proj = nn.Linear(4, 4)
+        self.proj, self.say = nn.Linear(4, 4), say
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = torch.ones(4, dtype=torch.float32)
         made = self.proj(x)
-        bound = torch.quantile(made.flatten(), 0.9)
-        return (made * bound).float() * scale
+        if made.dtype == torch.bfloat16:
+            raise TypeError(self.say)
+        return made.float()
 
 
 def test_the_dtypes_that_an_error_names_decide_which_tensor_is_odd() -> None:
-    model, inputs = Quantile().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}
-    (finding,) = isotype.check(model, inputs, device="cpu", verify=False).errors
-    assert finding.code == "IST199"
-    assert "bfloat16" in finding.message
-    assert "float32" not in finding.message
+    inputs = {"x": torch.ones(2, 4)}
+    for say in ("scores must be float32 or float64", "Unsupported dtype BFloat16"):
+        (finding,) = isotype.check(Sorted(say), inputs, device="h100", autocast="bfloat16").errors
+        assert finding.code == "IST199"
+        assert "bfloat16" in finding.message
+        assert "linear" in finding.cause
+        assert any(fix.verified for fix in finding.fixes)

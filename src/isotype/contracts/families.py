@@ -162,6 +162,36 @@ FAMILIES: tuple[Family, ...] = (
         alike=(0, 1, 2, 3),
         devices=_CUDA,
     ),
+    # Factorizations come from LAPACK, cuSOLVER and MAGMA, which have no 16 bits; nor have the kernels of the two below.
+    Family(
+        _ops("_linalg_svd"),
+        only="fd",
+        refusal="\"svd_cuda_gesvdj\" not implemented for '{0:name}'",
+        devices=_CUDA,
+    ),
+    Family(
+        _ops(
+            "_linalg_svd _linalg_eigh linalg_eig linalg_qr geqrf linalg_householder_product linalg_cholesky_ex "
+            "cholesky_inverse linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_ldl_factor_ex "
+            "linalg_solve_triangular triangular_solve linalg_lstsq _linalg_solve_ex _linalg_det"
+        ),
+        only="fd",
+        refusal="linalg: Low precision dtypes not supported. Got {0:name}",
+    ),
+    Family(
+        _ops("_ctc_loss"),
+        alike=(0,),
+        only="fd",
+        refusal="\"ctc_loss\" not implemented for '{0:name}'",
+    ),
+    Family(
+        _ops("_cdist_forward"), only="fd", refusal="\"cdist\" not implemented for '{0:name}'", devices=_CUDA
+    ),
+    Family(
+        _ops("_embedding_bag"),
+        message="Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "
+        "'per_sample_weights'; but type {0:name} does not equal {1:name}",
+    ),
     # Half but not bfloat16: pytorch/pytorch#127176, open in torch 2.13.
     Family(
         _ops("_amp_foreach_non_finite_check_and_unscale_"),

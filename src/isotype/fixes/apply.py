@@ -15,6 +15,7 @@ from isotype.errors import Problem, UsageError
 from isotype.model.boundary import Boundary, set_boundary
 from isotype.model.enforce import fresh_rotary
 from isotype.model.quantized import quantization_state
+from isotype.model.walk import plain_tensors
 from isotype.rules.finding import Action
 
 Undo = Callable[[], None]
@@ -84,7 +85,18 @@ def _parameters(module: nn.Module) -> list[str]:
 def _buffers(module: nn.Module) -> list[str]:
     """Names of a module's buffers, and of the tensors that it holds as plain attributes."""
     own = [name for name, tensor in module._buffers.items() if tensor is not None]
-    return own + [name for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+    return own + [name for name, _ in plain_tensors(module)]
+
+
+def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
+    """What holds a tensor, as a dict, and the key: a module's buffers, its attributes, or a dict among them."""
+    if name in module._buffers:
+        return module._buffers, name
+    *way, key = name.split(".")
+    holder: Any = vars(module)
+    for step in way:
+        holder = holder[step]
+    return holder, key
 
 
 def _cast_parameter(target: Any, value: str) -> list[Undo]:
@@ -126,7 +138,8 @@ def _set_gradient(target: Any, value: str) -> list[Undo]:
 
 def _cast_buffer(target: Any, value: str) -> list[Undo]:
     module, name = target
-    before = getattr(module, name)
+    holder, key = _holder(module, name)
+    before = holder[key]
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
         raise UsageError(
@@ -141,10 +154,10 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
         )
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)
-    setattr(module, name, source.to(parse_dtype(value)))
+    holder[key] = source.to(parse_dtype(value))
 
     def undo() -> None:
-        setattr(module, name, before)
+        holder[key] = before
 
     return [undo]
 

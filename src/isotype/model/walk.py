@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from isotype.model.boundary import original_class
@@ -80,3 +82,25 @@ def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state")
     }
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters and buffers lie in dicts too
+
+
+def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The float tensors that `module` itself holds as plain attributes, by name: neither parameters nor buffers.
+
+    Those in a dict are named after it (`meta.scale`): quantizers keep scales and zero points there.
+    """
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE:
+            yield from _floats_in(value, name)
+
+
+def _floats_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        yield name, value
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            if isinstance(key, str) and key.isidentifier():
+                yield from _floats_in(held, f"{name}.{key}")

@@ -229,9 +229,7 @@ def next_steps(report: Report) -> list[tuple[str, str]]:
     some = sum(map(bool, fixes))
     every = plural(len(report.findings), "finding")
     if safe:
-        text = (
-            f"add --fix to isotype check, or call isotype.repair(model, report): clears {safe:,} of {every}"
-        )
+        text = f"isotype check --fix, or isotype.repair(model, isotype.check(model, …)), clears {safe:,} of {every}"
         rows.append(("repair", text))
     if some > safe:
         text = f"isotype.repair(model, report, unsafe=True) goes on with {plural(some - safe, 'finding')}"

@@ -14,7 +14,7 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules.words import starred
-from isotype.trace.record import FLOATS, SHARED, Call, Operand, Origin, Trace, Weight
+from isotype.trace.record import FLOATS, SHARED, UNSAFE, Call, Operand, Origin, Trace, Weight
 
 SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
 _ATTENTION = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
@@ -125,7 +125,7 @@ def _layer(operand: Operand) -> str:
 def code_of(call: Call, owners: Mapping[str, Weight]) -> str | None:
     """The rule that a broken contract belongs to; None where a rule of its own judges it (IST3xx, IST4xx)."""
     floats = {operand.dtype for operand in call.operands if operand.dtype in FLOATS}
-    if call.phase in ("unscale", "optimizer"):
+    if call.phase in ("unscale", "optimizer") or refused_as_unsafe(call):
         return None
     if call.breach is not None and "without overflow" in call.breach.message:
         return "IST802"
@@ -174,6 +174,11 @@ def _by_operator(call: Call, owners: Mapping[str, Weight]) -> str:
         for operand in call.operands
     )
     return "IST102" if adapters else "IST101"
+
+
+def refused_as_unsafe(call: Call) -> bool:
+    """Whether autocast refuses the function itself, in whatever dtype: IST109 says so."""
+    return call.breach is not None and call.breach.message.endswith(UNSAFE)
 
 
 def _refused_by_autocast(call: Call) -> bool:

@@ -1,8 +1,9 @@
 """
 **What it means.** The operands agree, but the device has no kernel for their dtype.
 
-**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), quantiles, histograms and some losses exist in float32 and
-float64 only; others lack float16 on a CPU or bfloat16 on an older GPU.
+**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some losses
+exist in float32 and float64 only; others lack float16 on a CPU or bfloat16 on an older GPU. `binary_cross_entropy` is
+refused under a GPU's autocast in any dtype: the logarithm of a rounded probability overflows.
 
 **An example that fails**
 
@@ -14,7 +15,8 @@ float64 only; others lack float16 on a CPU or bfloat16 on an older GPU.
 
 **How safe is the fix?** Computing in float32 and rounding once is more exact than any kernel in 16 bits would be.
 
-**Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308.
+**Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308;
+pytorch/pytorch #61098, #117844.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from dataclasses import replace
 from isotype.dtypes import dtype_name
 from isotype.rules import operands
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.groups import refused_as_unsafe
 from isotype.rules.words import short
-from isotype.trace.record import Trace
+from isotype.trace.record import Call, Trace
 
 TITLE = "No kernel for this dtype"
 
@@ -42,3 +45,36 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
         cause = f"{finding.op} is called in {dtype_name(finding.operands[0].dtype)} at {where}"
         yield replace(finding, cause=cause, fixes=(*finding.fixes, advice))
+    refused = {call.source: call for call in trace.breaches() if refused_as_unsafe(call)}
+    yield from map(_unsafe, refused.values())
+
+
+def _unsafe(call: Call) -> Finding:
+    assert call.breach is not None
+    assert call.autocast is not None
+    where = short(call.source)
+    return Finding(
+        "IST109",
+        "error",
+        f"{call.op} is refused under autocast",
+        module=call.module,
+        op=call.op,
+        phase=call.phase,
+        source=call.source,
+        cause=f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}",
+        notes=(f"the device says: {call.breach.message}",),
+        operands=call.operands,
+        places=(call.module,),
+        fixes=(
+            Fix(
+                f"switch autocast off around {where} and call it in float32",
+                "safe",
+                actions=(Action("line", call.source, "float32"),),
+            ),
+            Fix(
+                "take the logits: drop the sigmoid, and call binary_cross_entropy_with_logits",
+                "safe",
+                actions=(Action("advice", call.source, "binary_cross_entropy_with_logits"),),
+            ),
+        ),
+    )

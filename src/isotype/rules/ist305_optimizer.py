@@ -140,6 +140,8 @@ def _fixes(trace: Trace, call: Call, odd: Operand) -> Iterator[Fix]:
             plain = Action("setting", "optimizer", "adamw")
             yield Fix("use an optimizer that is not fused", "safe", actions=(plain,))
         return
+    if not call.source:
+        return  # torch's own code asked: there is no line to change
     written = dtype_name(call.operands[0].dtype)
     yield Fix(
         f"cast the operands to {written}, the dtype of what is updated, at {short(call.source)}",

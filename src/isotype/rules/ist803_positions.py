@@ -4,7 +4,8 @@
 product of positions and frequencies where the model does not switch it off.
 
 **Why it is bad.** An angle of 2000 radians is rounded to the nearest 8 in bfloat16: the cosine is arbitrary. Distant positions
-run together, training and serving disagree, and nothing is said.
+run together, training and serving disagree, and nothing is said. The timesteps of a diffusion model are such numbers: in
+bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. Where the batch's own values are known, they are followed to the sine.
 
 **An example that costs**
 
@@ -16,7 +17,8 @@ run together, training and serving disagree, and nothing is said.
 
 **How safe is the fix?** The frequencies come from the config, in float32; a buffer is a few hundred bytes.
 
-**Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana #746.
+**Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana #746;
+modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             fixes=_fixes(rounded),
         )
         return
+    yield from _angles(trace)
     products = [call for call in trace.calls if _is_rounded_product(call, trace)]
     if products:
         first = products[0]
@@ -73,6 +76,40 @@ def find(trace: Trace) -> Iterator[Finding]:
                 ),
             ),
         )
+
+
+def _angles(trace: Trace) -> Iterator[Finding]:
+    """Sines and cosines of what was rounded on its way from the inputs: timesteps, positions, times."""
+    found: dict[str, list[Call]] = {}
+    for call in trace.calls:
+        if call.off > _OFF and not call.recomputed:
+            found.setdefault(call.rounded_at, []).append(call)
+    for at, calls in found.items():
+        first = max(calls, key=lambda call: call.off)
+        line = ":" in at
+        yield Finding(
+            "IST803",
+            "warning",
+            f"{first.op} of an angle that is off by up to {first.off:.2g} radians: it comes from a number in 16 bit",
+            module=first.module,
+            op=first.op,
+            phase=first.phase,
+            source=first.source,
+            cause=f"a cast to 16 bit at {short(at)}" if line else f"the input {at} is given in 16 bit",
+            operands=first.operands,
+            places=tuple(dict.fromkeys(call.module for call in calls)),
+            fixes=_line_or_input(at, line),
+        )
+
+
+# A sine turns over in pi: what is off by half a radian stands for another timestep.
+_OFF = 0.5
+
+
+def _line_or_input(at: str, line: bool) -> tuple[Fix, ...]:
+    if line:
+        return (Fix(f"keep it in float32 at {short(at)}", "safe", actions=(Action("line", at, "float32"),)),)
+    return (advice(at, "give it as an integer or in float32, and cast what the sines make of it"),)
 
 
 def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:

@@ -27,7 +27,10 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     """The finding for a check of the model's own code that refused a dtype; None where no tensor at hand is odd."""
     compute, taken = trace.setup.compute, _named_dtypes(failure.error)
     at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
-    if taken:
+    refused = _refused_dtypes(failure.error) if not taken else frozenset()
+    if refused:
+        odd = [o for o in at_hand if o.dtype in refused][-1:]
+    elif taken:
         # The one that was made last is the nearest to the line that raised.
         odd = [o for o in at_hand if o.dtype not in taken][-1:]
     else:
@@ -44,6 +47,8 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
         (),
         breach=Breach(failure.error, False, None),
     )
+    if refused:
+        taken = frozenset({torch.float32})
     expected = (
         compute
         if compute in taken or not taken
@@ -71,6 +76,12 @@ _TAKES = re.compile(
 )
 
 
+_REFUSES = re.compile(
+    r"(?:unsupported|not implemented for|(?:not|n't) support(?:ed)?\b|\bgot\b|\bfound\b)(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
 _NAMES = {
     torch.float32: r"float32|fp32|(?<!b)float(?!\d)",
     torch.float64: r"double|float64|fp64",
@@ -82,6 +93,16 @@ _NAMES = {
 def _named_dtypes(error: str) -> frozenset[torch.dtype]:
     """The dtypes that an error says are taken ("must be either float or double"); empty where it names none."""
     said = _TAKES.search(error)
+    return _said(said)
+
+
+def _refused_dtypes(error: str) -> frozenset[torch.dtype]:
+    """The one 16-bit dtype that an error says is not taken ("Unsupported dtype BFloat16"); empty where it says another thing."""
+    named = _said(_REFUSES.search(error))
+    return named if len(named) == 1 and all(dtype.itemsize < 4 for dtype in named) else frozenset()
+
+
+def _said(said: re.Match[str] | None) -> frozenset[torch.dtype]:
     return frozenset(
         dtype for dtype, name in _NAMES.items() if said and re.search(name, said[1], re.IGNORECASE)
     )
@@ -141,6 +162,10 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
             "safe" if blamed and all(_keeps_digits(weight, expected) for weight in blamed) else "unsafe"
         )
         yield _fix(f"cast {what} {_listed(names)} to {expected}", safety, "buffer", names, expected)
+        beside = tuple(name for name in _held_beside(trace, group) if name not in names)
+        if beside:
+            every = (*names, *beside)
+            yield _fix(f"cast {what}s {_listed(every)} to {expected}", "unsafe", "buffer", every, expected)
     if group.cause.kind == "state":
         stale = [
             starred(weight.module)
@@ -174,6 +199,18 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
     yield from (
         (*autocast, *edit) if any("site-packages" in source for source in called) else (*edit, *autocast)
     )
+
+
+def _held_beside(trace: Trace, group: Group) -> Iterator[str]:
+    """Buffers and plain tensors that lie beside those that are odd, in the same dtype: a scale and its zero point."""
+    homes = {cause.name.rpartition(".")[0] for cause in group.causes}
+    held = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
+    for operand in (operand for call in trace.calls for operand in call.operands):
+        if operand.origin.cause.kind == "attribute":
+            held[operand.origin.cause.name] = operand.origin.cause.dtype
+    for name, dtype in held.items():
+        if name.rpartition(".")[0] in homes and dtype == group.cause.dtype:
+            yield starred(name)
 
 
 def _call_fixes(group: Group, called: Sequence[str], expected: str) -> Iterator[Fix]:

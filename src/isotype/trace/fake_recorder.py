@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from isotype.contracts.contract import Contracts, is_exempt
+from isotype.model.walk import plain_tensors
 from isotype.trace.fake import fake_like, forget_fakes
-from isotype.trace.record import FLOATS, SHARED, Breach, Failure, Operand, Origin
+from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.recorder import Place, Recorder, given_tensors, leaves, schema_of, tensors_in, width
 from isotype.trace.source import first_line, raising_frame, shown
 from isotype.trace.values import LIMIT, Values, fakes_of, is_data_dependent
@@ -56,6 +57,11 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 _FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
 
 
+# Functions that take float16 on a GPU (in sizes of a power of two) and no 16 bits on a CPU (`promote_type_fft` in
+# aten/src/ATen/native/SpectralOps.cpp).
+_CPU_LACKS_HALF = "fft_"
+# Whose argument is an angle: what counts is by how much it is off, however large it is.
+_CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
 # What `Module.to` calls; its results take the parameters' places.
 _MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
@@ -97,9 +103,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """
         given = model.register_forward_pre_hook(self._given, prepend=True, with_kwargs=True)
         handles = [given, *super().watch(model)]
-        for name, tensor in plain_attributes(model):
-            if id(tensor) not in self.names:
-                self._own(tensor, Origin("attribute", tensor.dtype, name))
+        for module_name, module in model.named_modules():
+            for name, tensor in plain_tensors(module):
+                if id(tensor) not in self.names:
+                    full = f"{module_name}.{name}" if module_name else name
+                    self._own(tensor, Origin("attribute", tensor.dtype, full))
         return handles
 
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -156,6 +164,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         tensors = tensors_in(func, args, kwargs)
         breach: Breach | None = None
         value = self.values.compute(func, args, kwargs, tensors)
+        if value is not None:
+            self.values.follow_rounding(func, args, kwargs, tensors, value, shown(place.source))
         if value is not None and is_data_dependent(func):
             result = fakes_of(value, self.values, self.fake)
         else:
@@ -166,6 +176,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if breach is not None and not tensors:
             tensors = [("result", result)]  # it makes a tensor from numbers: that is what they do not fit
         self._write(func, args, kwargs, tensors, result, place, breach)
+        if func in _CIRCULAR and value is not None:
+            off, rounded = self.values.rounding(tensors[0][1])
+            self.calls[-1] = replace(self.calls[-1], off=off, rounded_at=rounded)
         if func in _MAKE_PARAMETERS:
             forget_fakes(self.fake)
         return result
@@ -242,7 +255,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return tensors[0][1].dtype, tensors[0][1].dtype == edited
         if edited is not None:
             return edited, True
-        if len(set(floats)) == 1:
+        alike = tuple(self.compute if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
+        verdict = self.contracts.judge(str(func), alike)
+        if len(set(floats)) == 1 or not (verdict is None or verdict.accepted):
             return torch.float32, False  # no kernel for this dtype: there is one for float32
         own = {
             tensor.dtype
@@ -268,7 +283,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return args[0]
         if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
             return None  # a list of tensors written in place: nothing flows on from it but what was there
-        return func(*map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
+        other = self.values.stand_in(func, args, kwargs)
+        return (other or func)(*map(convert, args), **{name: convert(v) for name, v in kwargs.items()})
 
     # ---------------------------------------------------------------------------------------- above the operators
 
@@ -278,31 +294,43 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
         # Autocast refuses a 16-bit dtype other than its own where it promotes (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
-        if len(floats) + (cast is not None) < 2 or not says_dtypes(error):
+        alone = len(floats) + (cast is not None) < 2
+        # Of one 16-bit dtype that a function takes not at all (`torch.fft`, `torch.quantile`) there is float32's way.
+        if not floats or not says_dtypes(error) or (alone and not self._lacks(func, floats)):
             return None
         edited = self._edited(self._place())
         if edited is not None:
             return edited
-        target = cast or (self.compute if self.compute in floats else max(floats, key=width))
+        widest = max(floats, key=width)
+        target = cast or (torch.float32 if alone else self.compute if self.compute in floats else widest)
         self.note(
             f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, target)
         )
         return target
 
+    def _lacks(self, func: Any, floats: set[torch.dtype]) -> bool:
+        """Whether the simulated device, too, lacks a function that was refused here for its one dtype."""
+        here_alone = self.contracts.kind != "cpu" and getattr(func, "__name__", "").startswith(
+            _CPU_LACKS_HALF
+        )
+        return max(map(width, floats)) < 4 and not (here_alone and torch.float16 in floats)
+
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
-        """A function that autocast refuses to run."""
-        breach = Breach(f"torch.nn.functional.{name} is unsafe to autocast", False, torch.float32)
-        self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
+        """A function that autocast refuses to run, unless the line that calls it is taken to switch it off."""
+        if self._edited(self._place()) is None:
+            breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
+            self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def array(self, tensor: torch.Tensor) -> Any:
         """What stands for `tensor.numpy()`: zeros; NumPy has no bfloat16, which is a breach."""
         dtype = tensor.dtype
         if dtype == torch.bfloat16:
             dtype = torch.float32
+        if dtype != tensor.dtype and self._edited(self._place()) is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)
             self.note("torch.Tensor.numpy", [("self", tensor)], breach)
         known = self.values.of(tensor)
-        with unset_fake_temporarily():
+        with _disable_current_modes():
             return (torch.zeros(tensor.shape, dtype=dtype) if known is None else known.to(dtype)).numpy()
 
     def listed(self, tensor: torch.Tensor) -> Any:
@@ -384,14 +412,6 @@ def _made_in(dtype: torch.dtype, result: Any) -> Any:
         return result
     with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
         return aten._to_copy.default(result, dtype=dtype)
-
-
-def plain_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The float tensors that modules hold as plain attributes, by name: neither parameters nor buffers."""
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.dtype in FLOATS:
-                yield f"{prefix}.{name}" if prefix else name, value
 
 
 def _is_real(leaf: Any) -> bool:

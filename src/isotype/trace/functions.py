@@ -111,13 +111,14 @@ class Functions(TorchFunctionMode):
             target = self._recorder.composite(func, args, kwargs, error)
             if target is None:
                 raise
-            return func(*_cast(args, target), **_cast(kwargs, target))
+            return func(*_cast(args, target, True), **_cast(kwargs, target, True))
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         lists = self._lists
         if name in lists.banned:
             self._recorder.banned(name, args, kwargs)
-            return self._call(func, args, kwargs)
+            with torch.autocast("cpu", enabled=False):
+                return self._call(func, _widen(args, torch.float32), _widen(kwargs, torch.float32))
         if name in lists.float32 or (name in lists.float32_opt and kwargs.get("dtype") is None):
             args, kwargs = _widen(args, torch.float32), _widen(kwargs, torch.float32)
             with torch.autocast("cpu", enabled=False):
@@ -139,9 +140,12 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", ""))
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
+    """Floats in `dtype`; those in float64 only if asked: autocast leaves them as they are."""
+
     def cast(leaf: Any) -> Any:
-        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
+        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        floats = floats and (doubles or leaf.dtype != torch.float64)
         return leaf.to(dtype) if floats and leaf.dtype != dtype else leaf
 
     return tree_map(cast, values)

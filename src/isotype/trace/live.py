@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from isotype.contracts.contract import KINDS, contracts_for
-from isotype.trace.fake_recorder import plain_attributes
+from isotype.model.walk import plain_tensors
 from isotype.trace.modes import put_under, take_out
 from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
 from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
@@ -169,9 +169,11 @@ class LiveRecorder(Recorder):
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if tensor.requires_grad and tensor.is_leaf:
                 handles.append(_GradientHook(tensor, self._gradient))
-        for name, tensor in plain_attributes(model):
-            if id(tensor) not in self.names:
-                self._own(tensor, Origin("attribute", tensor.dtype, f"{prefix}{name}"))
+        for module_name, module in model.named_modules():
+            for name, tensor in plain_tensors(module):
+                if id(tensor) not in self.names:
+                    full = f"{module_name}.{name}" if module_name else name
+                    self._own(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
         return handles
 
     def given(self, inputs: Mapping[str, Any]) -> None:

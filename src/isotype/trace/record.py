@@ -49,6 +49,9 @@ OriginKind = Literal[
 SHARED = ("outside", "scratch")
 """Kinds of origins of tensors that a model shares with other code."""
 
+UNSAFE = "is unsafe to autocast"
+"""What a breach says where a function is refused for autocast's sake."""
+
 MemoryKind = Literal["weights", "adapters", "buffers", "gradients", "optimizer", "activations", "inputs"]
 MEMORY_KINDS: tuple[MemoryKind, ...] = (
     "weights",
@@ -150,6 +153,9 @@ class Call:
         breach: the contract it broke, or None.
         recomputed: whether it is a forward call that gradient checkpointing runs again in the backward.
         autocast: the autocast dtype it ran under, None where autocast was off.
+        off: of a sine or cosine, by how many radians its argument is off because something was rounded to 16 bit on
+            the way from the inputs; 0 where that is not known.
+        rounded_at: `file:line` that did that, or the name of the input that came in 16 bit.
     """
 
     op: str
@@ -163,6 +169,8 @@ class Call:
     breach: Breach | None = None
     recomputed: bool = False
     autocast: torch.dtype | None = None
+    off: float = 0.0
+    rounded_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,6 +234,7 @@ class _Step:
                 ledger.seen(value, "inputs")
                 if name in self.known:
                     self.recorder.values.give(value, self.known[name])
+                    self.recorder.values.came_rounded(value, name)
 
     def _gradient(self, repeats: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:

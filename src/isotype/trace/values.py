@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from isotype.trace.fake import fake_like
@@ -24,6 +25,8 @@ LIMIT = 1 << 14
 
 _VALUE = "_isotype_value"
 _GUESSED = "_isotype_guessed"
+_EXACT = "_isotype_exact"
+HALVES = (torch.bfloat16, torch.float16)
 _STAND_IN_ROWS = 4
 _MOST_EXPERTS = 1024
 # Results that depend on the shape of their operand only.
@@ -34,6 +37,8 @@ _SHAPE_ONLY = frozenset(
 _NEVER = frozenset({aten.isinf, aten.isnan})
 # Of floats, which depend on weights; code compares integers to find experts, for which `rows` has an answer.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
+# Code asks whether all is well before it goes on; the arguments of `torch.distributions` are checked so.
+_ALL = frozenset({aten.all, aten._is_all_true})
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
 
 
@@ -97,9 +102,58 @@ class Values:
                 result = func(*tree_map(real, args), **tree_map(real, kwargs))
             except RuntimeError:
                 return None  # mixed dtypes, or no kernel: the contract has its say next
-            if guessed and packet is aten.all:
-                result = torch.ones_like(result)  # code asks whether all is well before it goes on
+            if guessed and packet in _ALL:
+                result = torch.ones_like(result)
             return tree_map(_as_guessed, result) if guessed else result
+
+    # ------------------------------------------------------------------------------------------------- rounding
+
+    def came_rounded(self, tensor: torch.Tensor, name: str) -> None:
+        """The input `tensor` has a known value in 16 bit: what it stands for may be half a step away."""
+        value = getattr(tensor, _VALUE, None)
+        if value is not None and value.dtype in HALVES:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                exact = value.double()
+                _, exponent = torch.frexp(exact)
+                exact = exact + torch.ldexp(
+                    torch.full_like(exact, torch.finfo(value.dtype).eps / 4), exponent
+                )
+            setattr(value, _EXACT, (exact, name))
+
+    def follow_rounding(
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
+    ) -> None:
+        """Beside the `value` of a result keep what it would be, had nothing been rounded to 16 bit on the way to it."""
+        known = [self.of(tensor) for _, tensor in tensors]
+        rounded = [exact[1] for each in known if (exact := getattr(each, _EXACT, None)) is not None]
+        cast = func is aten._to_copy.default and value.dtype in HALVES
+        if not isinstance(value, torch.Tensor) or not (rounded or cast) or not value.is_floating_point():
+            return
+
+        def exact_of(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return torch.float64 if leaf in HALVES or leaf is torch.float32 else leaf
+            own = self.of(leaf)
+            assert own is not None
+            kept = getattr(own, _EXACT, None)
+            return kept[0] if kept is not None else own.double() if own.is_floating_point() else own
+
+        with _disable_current_modes():
+            try:
+                exact = func(*tree_map(exact_of, args), **tree_map(exact_of, kwargs))
+            except RuntimeError:
+                return  # a view by the size of the dtype, an index that was rounded
+        setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
+
+    def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
+        """By how much the value of `tensor` is off for having been rounded to 16 bit on the way, and where it was."""
+        value = self.of(tensor)
+        exact, source = getattr(value, _EXACT, (None, ""))
+        if value is None or exact is None or not value.numel():
+            return 0.0, ""
+        with _disable_current_modes():
+            off = float((exact - value.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
+        return off, source
 
     # ------------------------------------------------------------------------------------------------ stand-ins
 
@@ -232,9 +286,20 @@ def _repeat_interleave_self(
     return tensor.clone()
 
 
+def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """The loss and the forward variables of each sequence: as many as its longest target has states."""
+    steps, batch = (scores.shape[0], scores.shape[1]) if scores.dim() == 3 else (scores.shape[0], 1)
+    return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * targets.shape[-1] + 1))
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _item,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: lambda _, scores, *__: torch.empty_like(scores),
+    aten._ctc_loss_backward.Tensor: lambda _, scores, *__: torch.empty_like(scores),
     aten.equal.default: lambda *_: True,
+    aten.allclose.default: lambda *_, **__: True,
     aten.is_nonzero.default: lambda *_: True,
     aten._unique2.default: _unique,
     aten.bincount.default: _bincount,

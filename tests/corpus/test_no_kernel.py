@@ -1,0 +1,118 @@
+"""Functions that take no 16 bits, or none under autocast: transforms, quantiles, factorizations, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as nnf
+
+import isotype
+from isotype.fixes.apply import apply_actions
+from tests.reality import real_step
+from tests.small import BF16
+
+
+class Head(nn.Module):
+    """A linear layer, and what comes behind it."""
+
+    def __init__(self, behind: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.proj, self.behind = nn.Linear(8, 8), behind
+
+    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        return self.behind(self.proj(x), **more)
+
+
+def _spectrum(made: torch.Tensor) -> torch.Tensor:
+    return torch.fft.irfft(torch.fft.rfft(made, n=16), n=16)
+
+
+def _quantile(made: torch.Tensor) -> torch.Tensor:
+    return made / torch.quantile(made.detach().abs(), 0.9)
+
+
+def _solved(made: torch.Tensor) -> torch.Tensor:
+    eye = torch.eye(8, dtype=made.dtype)
+    return torch.linalg.solve(made.T @ made + eye, made.T)
+
+
+def _distances(made: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(made, made + 1)
+
+
+def _ctc(made: torch.Tensor) -> torch.Tensor:
+    lengths, targets = torch.tensor([2, 2]), torch.tensor([[1], [3]])
+    return nnf.ctc_loss(made.view(2, 2, 8).log_softmax(-1), targets, lengths, torch.tensor([1, 1]))
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("behind", [_spectrum, _quantile, _solved, _distances, _ctc])
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_a_function_that_takes_no_16_bits(behind: Callable[..., torch.Tensor], device: str) -> None:
+    model, inputs = Head(behind).to(BF16), {"x": torch.randn(4, 8, dtype=BF16)}
+    assert real_step(model, inputs).error is not None
+    report = isotype.check(model, inputs, device=device)
+    (finding,) = report.errors
+    assert (finding.code, report.trace.failure) == ("IST109", None)
+    assert "bfloat16" in finding.cause
+    mends = [fix for fix in finding.fixes if fix.verified and fix.actions[0].kind == "boundary"]
+    apply_actions(model, mends[0].actions)
+    assert real_step(model, inputs).error is None
+    healthy = Head(behind), {"x": torch.randn(4, 8)}
+    assert isotype.check(*healthy, device=device).ok
+
+
+def test_distances_of_many_rows_are_matmuls() -> None:
+    model, inputs = Head(_distances).to(BF16), {"x": torch.randn(30, 8, dtype=BF16)}
+    assert real_step(model, inputs).error is None
+    assert not isotype.check(model, inputs, device="h100").errors
+
+
+def test_what_autocast_refuses_is_named_and_can_be_called_outside_of_it() -> None:
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nnf.binary_cross_entropy(made.sigmoid(), y)
+
+    inputs = {"x": torch.randn(2, 8), "y": torch.ones(2, 8)}
+    (finding,) = isotype.check(Head(loss), inputs, device="t4", autocast="float16").errors
+    assert finding.code == "IST109"
+    assert "under autocast to float16" in finding.cause
+    assert finding.fixes[0].verified
+    safe = Head(lambda made, y: nnf.binary_cross_entropy_with_logits(made, y))
+    assert isotype.check(safe, inputs, device="t4", autocast="float16").ok
+
+
+def test_an_array_of_an_input_is_no_copy_of_an_output() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.proj(x) * float(x.numpy().mean())
+
+    report = isotype.check(Mean().to(BF16), {"x": torch.ones(2, 8, dtype=BF16)}, device="h100")
+    (finding,) = report.findings
+    assert finding.code == "IST109"
+    assert [fix.verified for fix in finding.fixes] == [True, False]
+
+
+def test_float64_pixels_are_one_finding() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3))
+    report = isotype.check(model, {"input": torch.zeros(1, 1, 8, 8, dtype=torch.float64)}, device="cpu")
+    (finding,) = report.errors
+    assert (finding.code, report.trace.failure) == ("IST106", None)
+
+
+def test_weights_of_a_bag_have_the_embedding_s_dtype() -> None:
+    def bag(made: torch.Tensor) -> torch.Tensor:
+        chosen = torch.tensor([[0, 1]])
+        return nnf.embedding_bag(chosen, made, per_sample_weights=torch.ones(1, 2), mode="sum")
+
+    model, inputs = Head(bag).to(BF16), {"x": torch.randn(4, 8, dtype=BF16)}
+    assert real_step(model, inputs).error is not None
+    (finding,) = isotype.check(model, inputs, device="cpu").errors
+    assert finding.code == "IST101"

@@ -1,0 +1,74 @@
+"""Timesteps and other angles that 16 bits do not hold, as diffusion models are told the time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from tests.small import BF16
+
+
+class Timed(nn.Module):
+    """A denoiser that is told the time by sines and cosines."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.proj, self.read = nn.Linear(8, 8), read
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        frequencies = torch.exp(-math.log(10000) * torch.arange(4, dtype=torch.float32) / 4)
+        angles = self.read(time)[:, None].float() * frequencies
+        return x + self.proj(torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype))
+
+
+def _as_given(time: torch.Tensor) -> torch.Tensor:
+    return time
+
+
+def _rounded(time: torch.Tensor) -> torch.Tensor:
+    return time.to(BF16)
+
+
+def _rounded_before_it_is_scaled(time: torch.Tensor) -> torch.Tensor:
+    return time.to(BF16) * 1000
+
+
+@pytest.mark.parametrize(
+    ("read", "time", "cause"),
+    [
+        (_rounded, torch.tensor([997.0, 998.4]), "a cast to 16 bit at test_timesteps.py:"),
+        (_rounded, torch.tensor([997, 3]), "a cast to 16 bit at test_timesteps.py:"),
+        (_rounded_before_it_is_scaled, torch.tensor([0.9783, 0.1]), "a cast to 16 bit at "),
+        (_as_given, torch.tensor([997.0, 3.0]).to(BF16), "the input time is given in 16 bit"),
+    ],
+)
+def test_a_timestep_that_16_bits_do_not_hold(
+    read: Callable[[torch.Tensor], torch.Tensor], time: torch.Tensor, cause: str
+) -> None:
+    inputs = {"x": torch.ones(2, 8, dtype=BF16), "time": time}
+    (finding,) = isotype.check(Timed(read).to(BF16), inputs, device="h100").findings
+    assert (finding.code, finding.severity) == ("IST803", "warning")
+    assert finding.cause.startswith(cause)
+    assert finding.fixes[0].verified == ("cast" in cause)
+
+
+@pytest.mark.parametrize(
+    ("read", "time"),
+    [
+        (_as_given, torch.tensor([997, 1_000_000])),
+        (_as_given, torch.tensor([998.4, 3.0])),
+        (_rounded, torch.tensor([3, 200])),
+        (_rounded, torch.tensor([0.3, 0.9])),
+        (_as_given, torch.tensor([3.0, 60.0]).to(BF16)),
+    ],
+)
+def test_a_timestep_that_its_dtype_holds(
+    read: Callable[[torch.Tensor], torch.Tensor], time: torch.Tensor
+) -> None:
+    inputs = {"x": torch.ones(2, 8, dtype=BF16), "time": time}
+    assert not isotype.check(Timed(read).to(BF16), inputs, device="h100").findings
