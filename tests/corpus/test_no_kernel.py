@@ -49,7 +49,6 @@ def _ctc(made: torch.Tensor) -> torch.Tensor:
     return nnf.ctc_loss(made.view(2, 2, 8).log_softmax(-1), targets, lengths, torch.tensor([1, 1]))
 
 
-@pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("behind", [_spectrum, _quantile, _solved, _distances, _ctc])
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_a_function_that_takes_no_16_bits(behind: Callable[..., torch.Tensor], device: str) -> None:

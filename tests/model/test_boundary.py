@@ -87,6 +87,27 @@ def test_a_linear_layer_with_masters_computes_in_the_compute_dtype(
         assert relative_error(grad, expected_own[name]) <= 4 * EPSILON[compute], name
 
 
+@pytest.mark.parametrize("outer", [None, *LOW])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("low", LOW)
+def test_a_16_bit_layer_computes_in_float32(low: torch.dtype, bias: bool, outer: torch.dtype | None) -> None:
+    """No autocast casts to float32: the layer's own parameters are widened for the call."""
+    torch.manual_seed(0)
+    linear = nn.Linear(33, 17, bias=bias).to(low)
+    x = torch.randn(2, 7, 33)
+    expected, expected_x, expected_own = run(copy.deepcopy(linear).double(), x.double())
+
+    assert set_boundary(linear, "compute", torch.float32)
+    out, grad_x, grads = run(linear, x, outer)
+    assert (out.dtype, grad_x.dtype) == (torch.float32, torch.float32)
+    assert {g.dtype for g in grads.values()} == {low}
+    # Sums of 33 and 14 products in float32; a parameter's gradient is rounded to its dtype once.
+    assert relative_error(out, expected) <= 1e-5
+    assert relative_error(grad_x, expected_x) <= 1e-5
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_own[name]) <= 2 * EPSILON[low], name
+
+
 def test_outputs_of_every_structure_return_in_the_compute_dtype() -> None:
     class Router(nn.Module):
         def __init__(self) -> None:

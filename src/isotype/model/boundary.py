@@ -73,6 +73,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast_leaf, value)
 
 
+def _sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
+    """The same module with other `parameters`, sharing all else: leaving `module` alone keeps threads apart."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__, _parameters={**module._parameters, **parameters})
+    return twin
+
+
 def _device_type(module: nn.Module) -> str:
     return next(module.parameters(recurse=False)).device.type
 
@@ -86,6 +93,10 @@ def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
     compute = self._boundary_compute
+    if compute == torch.float32:  # which no autocast casts to
+        twin = _sharing(self, {name: _cast(own, compute) for name, own in self._parameters.items()})
+        with torch.autocast(_device_type(self), enabled=False):
+            return self.original.forward(twin, *_cast(args, compute), **_cast(kwargs, compute))
     with torch.autocast(_device_type(self), dtype=compute):
         return _cast(self.original.forward(self, *args, **kwargs), compute)
 
@@ -94,9 +105,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     bias = self.bias
     if bias is None or bias.dtype == self._boundary_compute:
         return cast(torch.Tensor, self.original.forward(self, x))
-    # The same layer without its bias, sharing all else: leaving `self` alone keeps threads apart.
-    twin = object.__new__(type(self))
-    twin.__dict__.update(self.__dict__, _parameters={**self._parameters, "bias": None})
+    twin = _sharing(self, {"bias": None})
     out = self.original.forward(twin, x)
     return cast(torch.Tensor, out + bias.to(out.dtype))
 
