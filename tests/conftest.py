@@ -27,3 +27,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return directories[key]
 
     return directory
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: at the end one core would wait for them."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
