@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from isotype.trace.record import Operand
+from isotype.trace.record import Call, Operand
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -110,3 +111,21 @@ class Finding:
     def key(self) -> tuple[str, str, str]:
         """What tells one finding from another across two traces of the same model."""
         return (self.code, self.cause, self.module)
+
+
+def finding_at(
+    code: str, severity: Severity, message: str, call: Call, others: Iterable[Call] = (), **more: Any
+) -> Finding:
+    """A finding about an operator, and about `others` that have the same cause."""
+    places = tuple(dict.fromkeys(each.module for each in (call, *others)))
+    return Finding(
+        code,
+        severity,
+        message,
+        module=call.module,
+        op=call.op,
+        phase=call.phase,
+        source=call.source,
+        operands=call.operands,
+        **{"places": places, **more},
+    )

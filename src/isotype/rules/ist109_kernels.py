@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from isotype.dtypes import dtype_name
 from isotype.rules import operands
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, finding_at
 from isotype.rules.groups import refused_as_unsafe
 from isotype.rules.words import short
 from isotype.trace.record import Call, Trace
@@ -53,18 +53,13 @@ def _unsafe(call: Call) -> Finding:
     assert call.breach is not None
     assert call.autocast is not None
     where = short(call.source)
-    return Finding(
+    return finding_at(
         "IST109",
         "error",
         f"{call.op} is refused under autocast",
-        module=call.module,
-        op=call.op,
-        phase=call.phase,
-        source=call.source,
+        call,
         cause=f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}",
         notes=(f"the device says: {call.breach.message}",),
-        operands=call.operands,
-        places=(call.module,),
         fixes=(
             Fix(
                 f"switch autocast off around {where} and call it in float32",

@@ -38,7 +38,7 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
-from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
 from isotype.rules.groups import Group
 from isotype.rules.operands import candidates
 from isotype.rules.words import cause_text, evidence, starred
@@ -152,14 +152,11 @@ def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str
         tuple({starred(o.name) + o.source: o for wide in group for o in wide.roots}.values()),
         trace.setup.compute,
     )
-    return Finding(
-        code="IST201",
-        severity="warning",
-        message=f"{price.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
-        module=first.call.module,
-        op=first.call.op,
-        phase=first.call.phase,
-        source=first.call.source,
+    return finding_at(
+        "IST201",
+        "warning",
+        f"{price.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
+        first.call,
         cause=cause_text(cause, owners),
         evidence=evidence(first.odd.origin),
         notes=(
@@ -167,7 +164,6 @@ def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str
             *prices.costs_text(price, trace),
         ),
         fixes=tuple(_fixes(trace, blamed, owners)),
-        operands=first.call.operands,
         price=price,
         places=places,
     )

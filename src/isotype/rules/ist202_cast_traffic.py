@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
-from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
 from isotype.rules.words import cause_text, short, starred
 from isotype.trace.record import Trace, Weight
 
@@ -96,14 +96,12 @@ def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping
         memory_bytes=spare,
         slowdown=prices.slowdown(trace, (), first.after, [cast.call for cast in casts]),
     )
-    return Finding(
-        code="IST202",
-        severity="warning",
-        message=f"frozen {before} weights are cast to {after} at every step: {prices.size_text(moved)}",
-        module=first.call.module,
-        op=first.call.op,
-        phase=first.call.phase,
-        source=first.call.source,
+    return finding_at(
+        "IST202",
+        "warning",
+        f"frozen {before} weights are cast to {after} at every step: {prices.size_text(moved)}",
+        first.call,
+        [cast.call for cast in casts],
         cause=cause_text(first.operand.origin, owners),
         notes=(
             f"{len(cast_weights)} weights, {prices.size_text(spare)} more memory than in {after}",
@@ -121,9 +119,7 @@ def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping
                 actions=(Action("advice", "dtype", after),),
             ),
         ),
-        operands=first.call.operands,
         price=price,
-        places=tuple(dict.fromkeys(cast.call.module for cast in casts)),
     )
 
 

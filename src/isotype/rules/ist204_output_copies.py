@@ -36,7 +36,7 @@ from functools import lru_cache
 
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
-from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
 from isotype.rules.words import short
 from isotype.trace.record import Call, Origin, Trace
 
@@ -114,20 +114,16 @@ def _finding(trace: Trace, casts: Sequence[prices.Cast], size: int, unread: bool
         if unread
         else f"split first, then cast each piece to {wide}"
     )
-    return Finding(
-        code="IST204",
-        severity="warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
-        message=f"{len(casts)} outputs are copied to {wide}, {prices.size_text(size)}, which {what}"
+    return finding_at(
+        "IST204",
+        "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
+        f"{len(casts)} outputs are copied to {wide}, {prices.size_text(size)}, which {what}"
         if len(casts) > 1
         else f"an output is copied to {wide}, {prices.size_text(size)}, which {what}",
-        module=first.call.module,
-        op=first.call.op,
-        phase=first.call.phase,
-        source=first.call.source,
+        first.call,
+        [cast.call for cast in casts],
         cause=f"a cast to {wide} at {short(first.call.source)}",
         notes=(f"{size / max(1, trace.memory.peak):.0%} of the peak memory of the step",),
         fixes=(Fix(advice, "safe", actions=(Action("advice", short(first.call.source), advice),)),),
-        operands=first.call.operands,
         price=Price(cast_bytes=sum(cast.bytes for cast in casts), memory_bytes=size),
-        places=tuple(dict.fromkeys(cast.call.module for cast in casts)),
     )

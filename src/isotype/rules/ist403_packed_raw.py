@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from isotype.dtypes import dtype_name
-from isotype.rules.finding import Finding, Fix
+from isotype.rules.finding import Finding, Fix, finding_at
 from isotype.rules.weight_sets import advice, count, finding_of
 from isotype.rules.words import agree, plural, short
 from isotype.trace.record import Call, Failure, Operand, Trace, Weight
@@ -114,17 +114,13 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
     float_dtype = next(o.dtype for o in call.operands if o.dtype.is_floating_point)
     said = (f"the device says: {call.breach.message}",) if call.breach is not None else ()
     name = packed.origin.cause.name
-    return Finding(
+    return finding_at(
         "IST403",
         "error",
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
-        module=call.module,
-        op=call.op,
-        phase=call.phase,
-        source=call.source,
+        call,
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
         notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *said),
-        operands=call.operands,
         fixes=(
             advice(name, "call the quantized layer, or dequantize its weight with its state, at that line"),
         ),
@@ -161,27 +157,23 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
         w for w in trace.weights if w.quantization is not None and w.module.startswith(f"{first.module}.")
     )
     more = sum(call.repeats for call in casts) - 1
-    return Finding(
+    return finding_at(
         "IST403",
         "error",
         f"{dtype_name(first.operands[0].dtype)} activations are cast to {codes}, the dtype of packed codes",
-        module=first.module,
-        op=first.op,
-        phase=first.phase,
-        source=first.source,
+        first,
+        casts,
         cause=f"a cast to {codes} at {short(first.source)}, as {layer.name} lies",
         notes=(
             *((plural(more, "more such cast"),) if more else ()),
             "nothing fails: fractions and signs are lost, and no gradient passes",
         ),
-        operands=first.operands,
         fixes=(
             advice(
                 layer.module,
                 "cast to the compute dtype of the layers there, or only to a dtype that is_floating_point",
             ),
         ),
-        places=tuple(dict.fromkeys(call.module for call in casts)),
     )
 
 

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.rules import devices
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Finding, finding_at
 from isotype.rules.words import short
 from isotype.trace.record import Call, Trace
 
@@ -61,20 +61,16 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
             found.setdefault(call.source or call.module, []).append(call)
     for calls in found.values():
         first = calls[0]
-        yield Finding(
-            code="IST601",
-            severity="error",
-            message=f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
-            module=first.module,
-            op=first.op,
-            phase=first.phase,
-            source=first.source,
+        yield finding_at(
+            "IST601",
+            "error",
+            f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
+            first,
+            calls,
             cause=f"a product of bfloat16 operands is asked for in float32 at {short(first.source)}",
             notes=(
                 "torch says: gemm input type BFloat16 and output type float is only supported for CUDA devices with "
                 "compute capability 8.0 or higher",
             ),
             fixes=devices.fixes(trace, torch.bfloat16, torch.float16),
-            operands=first.operands,
-            places=tuple(dict.fromkeys(call.module for call in calls)),
         )

@@ -33,7 +33,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.devices import attention_calls
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, finding_at
 from isotype.rules.groups import Group
 from isotype.rules.operands import candidates
 from isotype.rules.words import cause_text, evidence
@@ -89,18 +89,14 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     group = Group("IST604", tuple(calls), query, (blamed,), trace.setup.compute)
     count = sum(call.repeats for call in calls)
     effect = "raises" if flash else "falls back to a slower kernel"
-    return Finding(
-        code="IST604",
-        severity="error" if flash else "warning",
-        message=f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}",
-        module=first.module,
-        op=first.op,
-        phase=first.phase,
-        source=first.source,
+    return finding_at(
+        "IST604",
+        "error" if flash else "warning",
+        f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}",
+        first,
+        calls,
         cause=cause_text(blamed, owners),
         evidence=evidence(query.origin),
         notes=(f"{count} attention call{'s' if count > 1 else ''}",),
         fixes=tuple(candidates(trace, group, owners)),
-        operands=first.operands,
-        places=tuple(dict.fromkeys(call.module for call in calls)),
     )

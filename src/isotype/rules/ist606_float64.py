@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.rules.finding import Action, ActionKind, Finding, Fix
+from isotype.rules.finding import Action, ActionKind, Finding, Fix, finding_at
 from isotype.rules.weight_sets import advice
 from isotype.rules.words import cause_text, short, starred
 from isotype.trace.record import Call, Origin, Trace
@@ -76,22 +76,18 @@ def _entries(call: Call) -> Iterator[Origin]:
 def _finding(trace: Trace, origins: list[Origin], calls: list[Call]) -> Finding:
     first = calls[0]
     more = len(origins) - 1
-    return Finding(
-        code="IST606",
-        severity="error",
-        message=f"float64 does not exist on {trace.setup.profile.title}",
-        module=first.module,
-        op=first.op,
-        phase=first.phase,
-        source=first.source,
+    return finding_at(
+        "IST606",
+        "error",
+        f"float64 does not exist on {trace.setup.profile.title}",
+        first,
+        calls,
         cause=cause_text(origins[0], trace.owners),
         notes=(
             *((f"{more} more {origins[0].kind}{'s' if more > 1 else ''} likewise",) if more else ()),
             trace.setup.profile.reason(torch.float64),
         ),
         fixes=tuple(_fixes(origins)),
-        operands=first.operands,
-        places=tuple(dict.fromkeys(call.module for call in calls)),
     )
 
 

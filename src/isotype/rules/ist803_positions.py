@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterator
 
 from isotype.dtypes import dtype_name
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, finding_at
 from isotype.rules.weight_sets import HALVES, advice, count, finding_of, names
 from isotype.rules.words import agree, short
 from isotype.trace.record import Call, Trace, Weight
@@ -58,17 +58,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     if products:
         first = products[0]
         dtype = dtype_name(first.results[0][0])
-        yield Finding(
+        yield finding_at(
             "IST803",
             "warning",
             f"rotary angles are computed in {dtype}",
-            module=first.module,
-            op=first.op,
-            phase=first.phase,
-            source=first.source,
+            first,
+            products,
             cause=f"{'autocast' if first.autocast else 'a product'} in {dtype} at {short(first.source)} in {first.module}",
-            operands=first.operands,
-            places=tuple(dict.fromkeys(call.module for call in products)),
             fixes=(
                 advice(
                     first.module,
@@ -87,17 +83,13 @@ def _angles(trace: Trace) -> Iterator[Finding]:
     for at, calls in found.items():
         first = max(calls, key=lambda call: call.off)
         line = ":" in at
-        yield Finding(
+        yield finding_at(
             "IST803",
             "warning",
             f"{first.op} of an angle that is off by up to {first.off:.2g} radians: it comes from a number in 16 bit",
-            module=first.module,
-            op=first.op,
-            phase=first.phase,
-            source=first.source,
+            first,
+            calls,
             cause=f"a cast to 16 bit at {short(at)}" if line else f"the input {at} is given in 16 bit",
-            operands=first.operands,
-            places=tuple(dict.fromkeys(call.module for call in calls)),
             fixes=_line_or_input(at, line),
         )
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.dtypes import dtype_name
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Finding, finding_at
 from isotype.rules.weight_sets import HALVES, advice
 from isotype.rules.words import evidence, short
 from isotype.trace.record import Call, Trace
@@ -45,17 +45,14 @@ def find(trace: Trace) -> Iterator[Finding]:
         first = calls[0]
         dtype = dtype_name(first.operands[0].dtype)
         name = first.op.split(".")[1].strip("_")
-        yield Finding(
+        yield finding_at(
             "IST805",
             "warning",
             f"{name} over {max(first.operands[0].shape)} values returns {dtype}",
-            module=first.module,
-            op=first.op,
-            source=first.source,
+            first,
+            calls,
             cause=f"{name} of {dtype} values" + (f" at {short(first.source)}" if first.source else ""),
             evidence=evidence(first.operands[0].origin),
-            operands=first.operands,
-            places=tuple(dict.fromkeys(call.module for call in calls)),
             fixes=(advice(first.source or first.module, f"cast its input to float32 before {name}"),),
         )
 

@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from isotype.dtypes import dtype_name
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, finding_at
 from isotype.rules.weight_sets import HALVES, advice
 from isotype.rules.words import evidence, starred
 from isotype.trace.record import Call, Operand, Trace, Weight
@@ -92,16 +92,13 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
         Action("input", router, "float32"),
     )
     back = Action("output", router, dtype_name(dtype))
-    return Finding(
+    return finding_at(
         "IST806",
         "note",
         f"experts are chosen from {dtype_name(dtype)} scores",
-        module=product.module,
-        op=product.op,
-        source=product.source,
+        product,
         cause=f"{owner.name} and what it is multiplied with are {dtype_name(dtype)}",
         evidence=evidence(weight.origin),
-        operands=product.operands,
         fixes=(
             Fix("let the router take and return float32", "safe", actions=wide),
             Fix(
