@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -145,3 +147,25 @@ def test_the_dtypes_that_an_error_names_decide_which_tensor_is_odd() -> None:
         assert "bfloat16" in finding.message
         assert "linear" in finding.cause
         assert any(fix.verified for fix in finding.fixes)
+
+
+class Picky(torch.optim.Optimizer):
+    """An optimizer that takes one dtype, and says so in words of its own."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            assert parameter.dtype == torch.bfloat16, "only bfloat 16 is supported."
+            parameter.add_(parameter.grad, alpha=-1e-3)
+
+
+def test_an_optimizer_that_takes_one_dtype() -> None:
+    model, inputs = nn.Sequential(nn.Linear(4, 4)), {"input": torch.ones(2, 4)}
+    report = isotype.check(model, inputs, device="cpu", optimizer=Picky)
+    (finding,) = report.errors
+    assert (finding.code, finding.phase, finding.cause) == ("IST199", "optimizer", "0.weight is float32")
+    inputs = {"input": torch.ones(2, 4, dtype=BF16)}
+    assert isotype.check(model.to(BF16), inputs, device="cpu", optimizer=Picky).ok

@@ -38,10 +38,12 @@ from isotype.trace.record import Failure, Trace
 TITLE = "The step could not be followed to its end"
 
 _DTYPES = re.compile(
-    r"\bd?type\b.*\b(same|but|expected|got|found)\b|scalar type|\b(b?float\d*|half|bfloat16|double)\b|"
-    r"c10::|not implemented for '|data type|\bb?fp?16\b",
+    r"\bd?type\b.*\b(same|but|expected|got|found)\b|scalar type|\b(b?float([ -]?\d+)?|half|double)\b|"
+    r"c10::|not implemented for '|data type|\b(bf|fp)[ -]?(16|32)\b",
     re.IGNORECASE,
 )
+
+_REFUSALS = ("AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -94,9 +96,7 @@ def is_about_dtypes(failure: Failure) -> bool:
     name, _, message = failure.error.partition(":")
     if failure.dtype_related and _checks_dtypes(failure.source):
         return True
-    return name in ("RuntimeError", "TypeError", "NotImplementedError", "ValueError") and bool(
-        _DTYPES.search(message)
-    )
+    return name in _REFUSALS and bool(_DTYPES.search(message))
 
 
 def _checks_dtypes(source: str) -> bool:

@@ -72,7 +72,8 @@ def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
 
 
 _TAKES = re.compile(
-    r"(?:must be|only supports?|expects?)\b(.*?)(?:,? but (?:got|found)|$)", re.IGNORECASE | re.DOTALL
+    r"(?:must be|only supports?|expects?|only)\b(.*?)(?:,? but (?:got|found)| (?:is|are) supported|$)",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -83,10 +84,10 @@ _REFUSES = re.compile(
 
 
 _NAMES = {
-    torch.float32: r"float32|fp32|(?<!b)float(?!\d)",
-    torch.float64: r"double|float64|fp64",
-    torch.float16: r"(?<!b)float16|(?<!b)fp16|half",
-    torch.bfloat16: r"bfloat16|bf16",
+    torch.float32: r"float[ -]?32|fp[ -]?32|(?<!b)float(?![ -]?\d)",
+    torch.float64: r"double|float[ -]?64|fp[ -]?64",
+    torch.float16: r"(?<!b)float[ -]?16|fp[ -]?16|half",
+    torch.bfloat16: r"bfloat[ -]?16|bf[ -]?16",
 }
 
 

@@ -435,7 +435,10 @@ def _as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
     return tuple(cast) if isinstance(result, (list, tuple)) else cast[0]
 
 
-_DTYPE_WORDS = re.compile(r"d?type|BFloat16|\bHalf\b|\bFloat\b|c10::|not implemented for '", re.IGNORECASE)
+_DTYPE_WORDS = re.compile(
+    r"d?type|\bHalf\b|\bb?float\b|\bb?float[ -]?\d\d|\b(?:bf|fp)[ -]?\d\d|c10::|not implemented for '",
+    re.IGNORECASE,
+)
 
 
 def says_dtypes(error: Exception) -> bool:
