@@ -286,3 +286,13 @@ def test_any_name_gives_a_profile_or_a_precision_error(name: str) -> None:
     with pytest.raises(PrecisionError) as caught:
         device_profile(name)
     assert repr(folded) in str(caught.value)
+
+
+def test_bfloat16_runs_on_nvidias_from_capability_8_on() -> None:
+    cards = [profile for profile in map(device_profile, profile_names()) if profile.kind == "cuda"]
+    assert cards
+    for profile in cards:
+        assert profile.capability is not None
+        assert (profile.capability >= (8, 0)) == (torch.bfloat16 in profile.native), profile.name
+    assert device_profile("mps").capability is None
+    assert cuda_profile(_nvidia((6, 1))).capability == (6, 1)

@@ -216,6 +216,8 @@ def test_what_the_device_can_do_is_answered_from_its_profile(device: str, native
         assert torch.cuda.is_bf16_supported(including_emulation=False) == native
         assert torch.cuda.get_device_name() == profile.title
         assert torch.cuda.mem_get_info()[1] == profile.memory_bytes
+        assert torch.cuda.get_device_capability() == profile.capability
+        assert (torch.cuda.get_device_properties(0).major >= 8) == native
 
 
 def test_a_function_is_given_what_custom_fwd_casts() -> None:

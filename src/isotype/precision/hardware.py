@@ -50,6 +50,7 @@ class DeviceProfile:
         flash_attention: dtypes that scaled_dot_product_attention runs without materialising the scores.
         present: True when this device is in this machine.
         source: where the numbers come from.
+        capability: compute capability as torch.cuda gives it (on ROCm that of the gfx architecture), or None.
     """
 
     name: str
@@ -64,6 +65,7 @@ class DeviceProfile:
     flash_attention: frozenset[torch.dtype]
     present: bool
     source: str
+    capability: tuple[int, int] | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
         """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""
@@ -107,6 +109,7 @@ def _from_record(name: str, record: Mapping[str, Any]) -> DeviceProfile:
         flash_attention=frozenset(map(_dtype, record["flash_attention"])),
         present=False,
         source=record["source"],
+        capability=tuple(record["capability"]) if "capability" in record else None,
     )
 
 
@@ -317,6 +320,7 @@ def _accelerator(
         flash_attention=flash,
         present=True,
         source=f"{kind} driver; no data sheet known for this card",
+        capability=properties.capability if any(properties.capability) else None,
     )
     sheet = _data_sheet(properties.title)
     if sheet is None or sheet.kind != kind:

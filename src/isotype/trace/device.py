@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,6 +160,11 @@ def _facts(simulated: str, profile: DeviceProfile | None) -> Iterator[tuple[Any,
         yield backend, "is_bf16_supported", is_bf16_supported
     if hasattr(backend, "get_device_name"):
         yield backend, "get_device_name", _quiet(profile.title)
+    if profile.capability is not None:
+        major, minor = profile.capability
+        known = SimpleNamespace(name=profile.title, major=major, minor=minor, total_memory=memory)
+        yield backend, "get_device_capability", _quiet(profile.capability)
+        yield backend, "get_device_properties", _quiet(known)
     if hasattr(backend, "mem_get_info") and memory is not None:
         yield backend, "mem_get_info", _quiet((memory, memory))
 
