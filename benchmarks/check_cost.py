@@ -1,6 +1,6 @@
 """What `isotype check` costs: seconds and peak resident memory of the whole process, from the config alone.
 
-Run: python benchmarks/check_cost.py [RUNS] [NAME …]. Prints a table and one line of JSON. Each run is a fresh
+Run: python benchmarks/check_cost.py [RUNS] [NAME …]. Prints medians, and one line of JSON. Each run is a fresh
 interpreter; nothing is downloaded. The configs are those of the public model cards, written out below, with the
 dtype and quantization of a LoRA run at 2 rows of 2048 tokens.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,36 +163,40 @@ def once(directory: Path, flags: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def measure(name: str, runs: int) -> dict[str, Any]:
-    """Medians over `runs` processes."""
+def measure(names: Sequence[str], runs: int) -> dict[str, list[dict[str, Any]]]:
+    """The processes of each config; they take turns, so that whatever else the machine does hits all alike."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as root:
-        directory = Path(root) / name
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
-        results = [once(directory, _FLAGS.get(name, ("--quantization", "nf4"))) for _ in range(runs)]
-    times = ("seconds", "cpu_seconds", "peak_mib", "check_seconds")
-    return {
-        **results[-1],
-        **{key: statistics.median(result[key] for result in results) for key in times},
-        "runs": runs,
-    }
+        for name in names:
+            (Path(root) / name).mkdir()
+            (Path(root) / name / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
+        for _ in range(runs):
+            for name in names:
+                flags = _FLAGS.get(name, ("--quantization", "nf4"))
+                results[name].append(once(Path(root) / name, flags))
+    return results
 
 
 def main(runs: int = 3, *names: str) -> None:
     """Measure every config, or those named."""
     results = {}
     print(
-        f"{'model':<20} {'wall s':>7} {'CPU s':>7} {'peak MiB':>9} {'check s':>8} {'operators':>10}  verdict"
+        f"{'model':<18} {'wall s':>7} {'min-max':>13} {'CPU s':>7} {'peak MiB':>9} {'check s':>8} {'operators':>10}  verdict"
     )
-    for name in names or tuple(CONFIGS):
-        found = results[name] = measure(name, runs)
+    for name, rows in measure(names or tuple(CONFIGS), runs).items():
+        middle = {key: statistics.median(row[key] for row in rows) for key in _MEASURED}
+        found = results[name] = {**rows[-1], **middle, "all_seconds": [row["seconds"] for row in rows]}
+        spread = f"{min(found['all_seconds']):.2f}-{max(found['all_seconds']):.2f}"
         print(
-            f"{name:<20} {found['seconds']:>7.2f} {found['cpu_seconds']:>7.2f} {found['peak_mib']:>9.0f} "
+            f"{name:<18} {found['seconds']:>7.2f} {spread:>13} {found['cpu_seconds']:>7.2f} {found['peak_mib']:>9.0f} "
             f"{found['check_seconds']:>8.2f} {found['operators']:>10,}  {found['status']}"
             + ("" if found["complete"] else " (not followed to the end)"),
             flush=True,
         )
     print(json.dumps(results))
+
+
+_MEASURED = ("seconds", "cpu_seconds", "peak_mib", "check_seconds")
 
 
 if __name__ == "__main__":
