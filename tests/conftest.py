@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,3 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: at the end one core would wait for them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+# Tracing makes many objects and few cycles: looking for garbage all the time takes a tenth of the suite.
+gc.set_threshold(20_000, 20, 50)
