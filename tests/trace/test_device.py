@@ -125,14 +125,16 @@ def test_code_that_asks_whether_autocast_is_on_is_told() -> None:
     assert seen == [True, True, BF16, False, False, FP16]
 
 
-def test_the_backward_of_a_function_runs_under_the_autocast_of_its_forward() -> None:
-    """`custom_fwd` keeps what it was told, `custom_bwd` puts it on again."""
+def _product(cast_inputs: torch.dtype | None) -> tuple[Act, list[torch.dtype]]:
+    """What multiplies by a function of its own, and the dtypes that the function is given."""
+    seen: list[torch.dtype] = []
 
     class Product(torch.autograd.Function):
         @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda")
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=cast_inputs)
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(x, weight)
+            seen.append(x.dtype)
             return x @ weight
 
         @staticmethod
@@ -141,9 +143,12 @@ def test_the_backward_of_a_function_runs_under_the_autocast_of_its_forward() -> 
             x, weight = ctx.saved_tensors
             return gradient @ weight.T, x.T @ gradient
 
-    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return Product.apply(layer(x), layer.weight)
+    return lambda layer, x: Product.apply(layer(x), layer.weight), seen
 
+
+def test_the_backward_of_a_function_runs_under_the_autocast_of_its_forward() -> None:
+    """`custom_fwd` keeps what it was told, `custom_bwd` puts it on again."""
+    act, _ = _product(None)
     assert report(act, autocast="bfloat16").status == "clean"
 
 
@@ -222,25 +227,7 @@ def test_what_the_device_can_do_is_answered_from_its_profile(device: str, native
 
 def test_a_function_is_given_what_custom_fwd_casts() -> None:
     """It casts what is on the device that it is told."""
-    seen: list[torch.dtype] = []
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, weight)
-            seen.append(x.dtype)
-            return x @ weight
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            x, weight = ctx.saved_tensors
-            return gradient @ weight.T, x.T @ gradient
-
-    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return Product.apply(layer(x), layer.weight)
-
+    act, seen = _product(FP32)
     assert not report(act, autocast="float16").errors
     assert seen == [FP32]
 

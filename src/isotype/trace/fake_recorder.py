@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from isotype.contracts.contract import Contracts, is_exempt
-from isotype.model.walk import plain_tensors
 from isotype.trace.fake import fake_like, forget_fakes
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.recorder import Place, Recorder, given_tensors, leaves, schema_of, tensors_in, width
@@ -103,11 +102,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """
         given = model.register_forward_pre_hook(self._given, prepend=True, with_kwargs=True)
         handles = [given, *super().watch(model)]
-        for module_name, module in model.named_modules():
-            for name, tensor in plain_tensors(module):
-                if id(tensor) not in self.names:
-                    full = f"{module_name}.{name}" if module_name else name
-                    self._own(tensor, Origin("attribute", tensor.dtype, full))
+        self._own_plain_tensors(model)
         return handles
 
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from isotype.precision.hardware import DeviceProfile
 from isotype.trace.device import cpu_stands_for, names_of, on_cpu
 from isotype.trace.fake_recorder import FakeRecorder
+from isotype.trace.values import HALVES
 
-_HALVES = (torch.bfloat16, torch.float16)
 # Python's own functions that end in a listed one.
 _ALIASES = {
     "cross_entropy": "nll_loss",
@@ -153,7 +153,7 @@ def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
 
 def _widen(values: Any, dtype: torch.dtype) -> Any:
     def widen(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALVES else leaf
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES else leaf
 
     return tree_map(widen, values)
 

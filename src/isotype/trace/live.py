@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from isotype.contracts.contract import KINDS, contracts_for
-from isotype.model.walk import plain_tensors
 from isotype.trace.modes import put_under, take_out
 from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
 from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
@@ -169,11 +168,7 @@ class LiveRecorder(Recorder):
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if tensor.requires_grad and tensor.is_leaf:
                 handles.append(_GradientHook(tensor, self._gradient))
-        for module_name, module in model.named_modules():
-            for name, tensor in plain_tensors(module):
-                if id(tensor) not in self.names:
-                    full = f"{module_name}.{name}" if module_name else name
-                    self._own(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
+        self._own_plain_tensors(model, prefix)
         return handles
 
     def given(self, inputs: Mapping[str, Any]) -> None:

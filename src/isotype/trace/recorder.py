@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isotype.model.walk import plain_tensors
 from isotype.trace.flops import flops_of
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
@@ -100,6 +101,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _own(self, tensor: torch.Tensor, origin: Origin) -> None:
         self.names[id(tensor)] = origin
         self._alive.append(tensor)
+
+    def _own_plain_tensors(self, model: nn.Module, prefix: str = "") -> None:
+        """Know by name what the modules hold as plain attributes, unless it is known as something else."""
+        for module_name, module in model.named_modules():
+            for name, tensor in plain_tensors(module):
+                if id(tensor) not in self.names:
+                    full = f"{module_name}.{name}" if module_name else name
+                    self._own(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
 
     def _entering(self, name: str, repeats: int, returns_given: bool) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any) -> None:
