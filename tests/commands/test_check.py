@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isotype.cli import main
-from isotype.commands.check import chosen_fixes, exit_status, function_arguments, repaired_command
+from isotype.commands.check import exit_status, function_arguments, repaired_command
 from isotype.errors import UsageError
 from isotype.precision.hardware import device_profile
 from isotype.report.check import Report
@@ -225,16 +225,6 @@ def test_the_exit_status(report, on_error, on_warning):
     assert (exit_status(report, "error"), exit_status(report, "warning")) == (on_error, on_warning)
 
 
-def test_of_each_finding_the_first_safe_and_proven_fix_is_chosen():
-    unsafe = Fix("cast it", "unsafe", verified=True)
-    safe = Fix("return it", "safe", verified=True)
-    findings = [
-        Finding("IST101", "error", "m", fixes=(unsafe, safe)),
-        Finding("IST102", "error", "m", fixes=(unsafe,)),
-    ]
-    assert chosen_fixes(report_with(*findings, findings[0])) == (safe, unsafe)
-
-
 def test_the_repaired_command():
     command = ["isotype", "sft", "--model_name_or_path", "m", "--dtype", "float16", "--optim=sgd"]
     fixes = (
@@ -248,6 +238,20 @@ def test_the_repaired_command():
         "by hand:   mend the model"
     )
     assert repaired_command(command, ()) == "nothing to repair"
+    lost = Finding("IST801", "warning", "updates are lost")
+    assert repaired_command(command, (), [(lost, "no fix is known")]) == (
+        "left:      IST801: updates are lost: no fix is known"
+    )
+
+
+def test_the_repaired_command_is_the_one_that_was_proven(capsys, config):
+    """What --fix prints is one plan, traced as a whole: checked in turn, the repaired command has nothing left."""
+    argv = (config, "--device", "t4", "--length", 16, "--dtype", "bfloat16")
+    assert "warning[IST601]" in run(capsys, *argv)[1]
+    fixed = run(capsys, *argv, "--fix")[1].partition("repaired:")[2]
+    assert len(fixed.splitlines()) == 1  # nothing by hand, nothing left
+    again = fixed.split()[2:]
+    assert "warning" not in run(capsys, *again, "--length", 16)[1]
 
 
 def test_fix_shows_the_command(capsys, config):

@@ -178,6 +178,49 @@ def test_a_guess_is_proven_by_the_trace_that_it_is_planned_with() -> None:
     assert [reason for _, reason in left] == ["yours to do: mend a"]
 
 
+def test_every_finding_is_resolved_or_left_however_many_there_are() -> None:
+    """Causes in one step: a repair that stops after a number of them forgets the others without a word."""
+    causes = [f"part {number}" for number in range(24)]
+    fixes = {
+        cause: Fix(f"fix {cause}", "safe", verified=True, actions=(Action("output", cause, "bfloat16"),))
+        for cause in causes[::2]
+    }
+    report = report_of(
+        *(broken(cause, *([fixes[cause]] if cause in fixes else [])) for cause in causes),
+        clears={fix: {cause} for cause, fix in fixes.items()},
+    )
+    chosen, left = plan(report)
+    assert [fix.description for fix in chosen] == [f"fix {cause}" for cause in causes[::2]]
+    assert [finding.cause for finding, _ in left] == causes[1::2]
+
+
+def test_what_a_later_fix_resolves_is_not_left() -> None:
+    """Nothing of its own helped the first; the second's fix took it along."""
+    report = report_of(broken("a"), broken("b", ROOT), clears={ROOT: {"a", "b"}})
+    assert plan(report) == ([ROOT], [])
+
+
+def test_a_finding_that_another_fix_brings_back_is_left() -> None:
+    first, second = broken("a", A), broken("b", B)
+
+    def again(actions: object) -> tuple[Finding, ...]:
+        applied = set(actions)  # type: ignore[call-overload]
+        return (first,) if set(B.actions) <= applied else (second,) if applied else (first, second)
+
+    made = check(net(), ids(), device="cpu", verify=False)
+    chosen, left = plan(replace(made, findings=(first, second), again=again))
+    assert B in chosen
+    assert left == [(first, "it comes back with the fix of another finding")]
+
+
+def test_a_command_is_repaired_by_its_arguments() -> None:
+    """A setting is the caller's to change in a script, and what a command is made of."""
+    setting = Fix("train in float32", "safe", actions=(Action("setting", "compute", "float32"),))
+    report = report_of(broken("a", A, setting, severity="warning"), clears={A: {"a"}, setting: {"a"}})
+    assert [fix.description for fix in plan(report)[0]] == [A.description]
+    assert [fix.description for fix in plan(report, command=True)[0]] == [setting.description]
+
+
 def test_notes_are_left_alone() -> None:
     assert plan(report_of(broken("a", A, severity="note"), clears={A: {"a"}})) == ([], [])
 

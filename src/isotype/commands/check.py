@@ -21,7 +21,7 @@ from isotype.errors import Problem, UsageError
 if TYPE_CHECKING:
     from isotype.precision.policy import PrecisionPolicy
     from isotype.report.check import Report
-    from isotype.rules.finding import Action, Fix
+    from isotype.rules.finding import Action, Finding, Fix
 
 
 def run(argv: Sequence[str], console: Console) -> int:
@@ -71,7 +71,11 @@ def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[R
     notes = (*plan.notes, *_notes(plan, model, length))
     trace = replace(report.trace, model=plan.source, notes=(*report.trace.notes, *notes))
     report = replace(report, trace=trace)
-    return report, repaired_command(command, chosen_fixes(report))
+    if not options.fix:
+        return report, ""
+    from isotype.fixes.repair import plan as planned
+
+    return report, repaired_command(command, *planned(report, command=True))
 
 
 def _import_bitsandbytes() -> None:
@@ -295,28 +299,20 @@ _FLAGS = {
 }
 
 
-def chosen_fixes(report: Report) -> tuple[Fix, ...]:
-    """Of each error and warning the first fix that was verified and is safe, else the first one that it has."""
-    chosen: list[Fix] = []
-    for finding in (*report.errors, *report.warnings):
-        good = [fix for fix in finding.fixes if fix.verified and fix.safety == "safe"]
-        for fix in (good or list(finding.fixes))[:1]:
-            if fix not in chosen:
-                chosen.append(fix)
-    return tuple(chosen)
-
-
-def repaired_command(command: Sequence[str], fixes: Sequence[Fix]) -> str:
-    """The training command with the arguments that the fixes change, and what no argument can change."""
-    tokens, left = list(command), []
+def repaired_command(
+    command: Sequence[str], fixes: Sequence[Fix], left: Sequence[tuple[Finding, str]] = ()
+) -> str:
+    """The training command with the arguments that the fixes change, what no argument can change, and what is left."""
+    tokens, by_hand = list(command), []
     for fix in fixes:
         flags = [flag for action in fix.actions if (flag := _flag(action)) is not None]
         if not flags:
-            left.append(fix.description)
+            by_hand.append(fix.description)
         for name, value in flags:
             tokens = _set_flag(tokens, name, value)
     lines = [f"repaired:  {shlex.join(tokens)}"] if tokens != list(command) else []
-    lines += [f"by hand:   {text}" for text in left]
+    lines += [f"by hand:   {text}" for text in by_hand]
+    lines += [f"left:      {finding.code}: {finding.message}: {reason}" for finding, reason in left]
     return "\n".join(lines) or "nothing to repair"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -82,30 +82,45 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     return Repairs(tuple(chosen), settings, code, tuple(left), undos)
 
 
-_MOST_ROUNDS = 8  # each fixes one cause; more causes than this in one step were never seen
+def plan(
+    report: Report, unsafe: bool = False, *, command: bool = False
+) -> tuple[list[Fix], list[tuple[Finding, str]]]:
+    """The fixes that together resolve the most findings of `report`, and what they leave with the reason.
 
+    What is found after a fix is looked at again: once one cause is gone, the next may show where it was hidden. Each
+    finding gets one turn, so every one ends up resolved or left, however many there are.
 
-def plan(report: Report, unsafe: bool = False) -> tuple[list[Fix], list[tuple[Finding, str]]]:
-    """The fixes that together clear the most findings of `report`, and what they leave with the reason.
-
-    What is found after a fix is looked at anew: once one cause is gone, the next may show where it was hidden.
+    Args:
+        report: of a step that can be traced again.
+        unsafe: also fixes that change stored digits or the meaning of the step.
+        command: the step is a training command's, whose arguments are what is repaired.
     """
     assert report.again is not None
     chosen: list[Fix] = []
     left: dict[tuple[str, str], tuple[Finding, str]] = {}
+    fixed: set[tuple[str, str]] = set()
     present: Sequence[Finding] = report.findings
-    for _ in range(_MOST_ROUNDS):
-        open_ = (f for f in present if f.severity != "note" and (f.code, f.cause) not in left)
-        finding = next(open_, None)
-        if finding is None:
-            break
-        fix, after = _first_that_works(report, finding, chosen, present, unsafe)
+    while (finding := _next_open(present, left)) is not None:
+        key = (finding.code, finding.cause)
+        if key in fixed:
+            left[key] = (finding, "it comes back with the fix of another finding")
+            continue
+        fix, after = _first_that_works(report, finding, chosen, present, unsafe, command)
         if fix is None:
-            left[(finding.code, finding.cause)] = (finding, _reason(finding, unsafe))
+            left[key] = (finding, _reason(finding, unsafe))
         else:
+            fixed.add(key)
             chosen.append(fix)
             present = after
-    return _needed(report, chosen, present), list(left.values())
+    still = {(each.code, each.cause) for each in present}
+    return _needed(report, chosen, present), [each for key, each in left.items() if key in still]
+
+
+def _next_open(
+    present: Sequence[Finding], left: Mapping[tuple[str, str], tuple[Finding, str]]
+) -> Finding | None:
+    """The first finding to be fixed that is not yet given up."""
+    return next((f for f in present if f.severity != "note" and (f.code, f.cause) not in left), None)
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
@@ -127,13 +142,18 @@ def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list
 
 
 def _first_that_works(
-    report: Report, finding: Finding, chosen: Sequence[Fix], present: Sequence[Finding], unsafe: bool
+    report: Report,
+    finding: Finding,
+    chosen: Sequence[Fix],
+    present: Sequence[Finding],
+    unsafe: bool,
+    command: bool,
 ) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
-    for fix in sorted(finding.fixes, key=lambda fix: (fix.safety == "unsafe", needs_the_caller(fix))):
-        if not _may_be_applied(fix, unsafe) or fix in chosen:
+    for fix in sorted(finding.fixes, key=lambda fix: (fix.safety == "unsafe", _is_beyond(fix, command))):
+        if not _may_be_applied(fix, unsafe, command) or fix in chosen:
             continue
-        if finding.severity != "error" and needs_the_caller(fix):
+        if finding.severity != "error" and needs_the_caller(fix) and not command:
             continue  # a model that runs must not depend on arguments that the caller may forget to change
         actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
         try:
@@ -158,12 +178,17 @@ def needs_the_caller(fix: Fix) -> bool:
     return any(action.kind in _CALLERS for action in fix.actions)
 
 
-def _may_be_applied(fix: Fix, unsafe: bool) -> bool:
+def _is_beyond(fix: Fix, command: bool) -> bool:
+    """Whether a fix changes something else than what is repaired: the arguments of a command, or a model."""
+    return needs_the_caller(fix) if not command else all(action.kind != "setting" for action in fix.actions)
+
+
+def _may_be_applied(fix: Fix, unsafe: bool, command: bool) -> bool:
     if fix.safety == "unsafe" and not unsafe:
         return False
-    # The dtype a whole step computes in is a decision, not a repair; and advice is for people.
+    # The dtype a whole step computes in is a decision, not a repair of a model; and advice is for people.
     decisions = any(action.kind == "setting" and action.target == "compute" for action in fix.actions)
-    return not decisions and any(action.kind != "advice" for action in fix.actions)
+    return not (decisions and not command) and any(action.kind != "advice" for action in fix.actions)
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
