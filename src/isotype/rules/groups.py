@@ -186,8 +186,13 @@ def _refused_by_autocast(call: Call) -> bool:
     return call.breach is not None and "autocast" in call.breach.message
 
 
+# Whole words of a name. PEFT's tuner layers are known by their class; these are adapters written by hand or by other
+# libraries (`lora_A`, `attn_lora`, `adapter`), and what PEFT keeps outside of tuner layers: its prompts.
 _ADAPTER_NAMES = re.compile(
-    r"lora|lokr|loha|dora|adapter|magnitude|prompt|ia3|vera|modules_to_save", re.IGNORECASE
+    r"(?<![^._])(?:lora|dora|lokr|loha|ia3|vera|adapters?)(?![^._])"
+    r"|(?<![^.])(?:magnitude|modules_to_save|soft_prompt|adaption_(?:prompt|gate))(?![^.])"
+    r"|^prompt_encoder\.[^.]+\.(?:embedding|mlp_head|lstm_head|transform)\.",
+    re.IGNORECASE,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
+# A folder ends in a separator: torchvision, torchtune and torch_geometric lie beside torch and are not it.
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = Path(__file__).parents[1]
 # What asks for operators on behalf of the model's and the script's code.
-_OURS = tuple(str(_PACKAGE / part) for part in ("trace", "commands", "fixes", "model", "preflight.py"))
+_OURS = (
+    *(f"{_PACKAGE / part}{os.sep}" for part in ("trace", "commands", "fixes", "model")),
+    str(_PACKAGE / "preflight.py"),
+)
 
 _STEP = str(_PACKAGE / "trace" / "step.py")
 

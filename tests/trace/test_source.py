@@ -1,0 +1,48 @@
+"""Which line asked: torch's own frames are passed over, those of packages beside it are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from tests.small import BF16
+
+CODE = """
+def forward(self, x):
+    return x.float() @ self.proj.weight
+"""
+
+
+class Projected(nn.Module):
+    """A forward that is compiled as if it stood in `file`."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8).to(BF16)
+        made: dict[str, Any] = {}
+        exec(compile(CODE, str(file), "exec"), made)
+        self.act = made["forward"]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(self, x)
+
+
+@pytest.mark.parametrize("package", ["torchvision", "torchtune", "torchaudio", "torch_geometric", "torchao"])
+def test_packages_named_like_torch_are_not_torch(package: str) -> None:
+    file = Path(torch.__file__).parents[1] / package / "ops" / "misc.py"
+    (finding,) = isotype.check(Projected(file), {"x": torch.ones(2, 8, dtype=BF16)}, device="cpu").errors
+    assert finding.source == f"{file}:3"
+    assert finding.cause == "a cast to float32 at misc.py:3"
+    lines = [a.target for fix in finding.fixes for a in fix.actions if a.kind == "line"]
+    assert lines == [f"{file}:3"]
+
+
+def test_torch_itself_is_passed_over() -> None:
+    file = Path(torch.__file__).parent / "nn" / "misc.py"
+    (finding,) = isotype.check(Projected(file), {"x": torch.ones(2, 8, dtype=BF16)}, device="cpu").errors
+    assert finding.source.rpartition("/")[2].startswith("test_source.py:")
