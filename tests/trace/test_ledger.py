@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -246,3 +247,29 @@ def test_folded_layers_count_as_the_whole_model(dtype: torch.dtype, trainable: s
     assert count[0] == count[1] == 13
     size = [sum(weight.bytes * weight.repeats for weight in each.weights) for each in (whole, folded)]
     assert size[0] == size[1]
+
+
+def test_the_timeline_keeps_the_worst_moment_of_every_stretch() -> None:
+    book = Ledger()
+    book.begin("forward")
+    alive = [torch.empty(100, dtype=torch.uint8) for _ in range(2_000)]
+    for tensor in alive:
+        book.seen(tensor)
+    spike = torch.empty(10**6, dtype=torch.uint8)
+    book.seen(spike)
+    del spike
+    book.begin("backward")
+    while alive:
+        alive.pop()
+        del tensor
+        tensor = alive[-1] if alive else torch.empty(0)
+    timeline = book.record().timeline
+    assert 250 < len(timeline) <= 512
+    assert [phase for phase, _ in itertools.groupby(point.phase for point in timeline)] == [
+        "forward",
+        "backward",
+    ]
+    forward = [point.total for point in timeline if point.phase == "forward"]
+    assert max(forward) == 10**6 + 2_000 * 100
+    assert forward[:-1] == sorted(forward[:-1])
+    assert max(point.total for point in timeline) == book.record().peak

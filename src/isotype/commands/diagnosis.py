@@ -25,7 +25,7 @@ from isotype.precision.hardware import device_profile
 from isotype.preflight import DEFAULT_PHASES, check, compute_dtype
 from isotype.report.check import Report
 from isotype.report.check_text import fix_standing, render, repairable, short_source
-from isotype.report.run_html import format_bytes
+from isotype.report.text import format_bytes
 from isotype.rules import judge
 from isotype.rules.finding import Finding
 from isotype.rules.words import evidence, plural

@@ -10,13 +10,24 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import PurePath
 
 import torch
 
 from isotype.dtypes import dtype_name
 from isotype.precision.hardware import DeviceProfile
-from isotype.report.charts import Part, escape, format_number, stacked_bar
+from isotype.report.charts import (
+    Area,
+    Part,
+    Span,
+    escape,
+    format_number,
+    nice_ticks,
+    stacked_areas,
+    stacked_bar,
+    tick_labels,
+)
 from isotype.report.check import Report
 from isotype.report.check_map import dtype_map, layer_counts
 from isotype.report.check_map_html import map_html
@@ -32,11 +43,12 @@ from isotype.report.check_text import (
     trust,
     verdict,
 )
+from isotype.report.html import pair_list
 from isotype.report.palette import dtype_class, palette_css
-from isotype.report.run_html import format_bytes, format_duration
+from isotype.report.text import format_bytes, format_duration
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.words import plural
-from isotype.trace.record import MEMORY_KINDS, MemoryKind, Operand
+from isotype.trace.record import MEMORY_KINDS, Memory, MemoryKind, Operand
 
 _SCRIPT = """
 "use strict";
@@ -256,11 +268,47 @@ def _memory(report: Report) -> str:
         limit = f"{format_share(memory.peak / capacity)} of {format_bytes(capacity)}"
     else:
         limit = f"the line is the device's {format_bytes(capacity)}"
+    ticks = _memory_ticks(scale)
     return _section(
         "Memory at the worst moment of each phase",
-        f'<div class="memory">{bars}</div><ul class="kinds"><li>at the peak, {escape(str(memory.peak_phase))}:</li>{keys}</ul>',
+        f'<div class="memory">{bars}{ticks}</div><ul class="kinds"><li>at the peak, {escape(str(memory.peak_phase))}:</li>{keys}</ul>'
+        f"{_timeline(memory, shown)}",
         limit,
     )
+
+
+def _memory_ticks(scale: float) -> str:
+    """The axis under the bars, in the unit that suits the largest."""
+    size, unit = next((size, unit) for size, unit in _UNITS if scale >= size)
+    ticks = nice_ticks(0.0, scale / size, 5)
+    marks = "".join(
+        f'<text class="tick" x="{100 * tick * size / scale:.2f}%" y="11" text-anchor="middle">{label}</text>'
+        for tick, label in zip(ticks, tick_labels(ticks), strict=True)
+    )
+    return f'<div class="ticks"><span></span><svg class="ticks" aria-hidden="true">{marks}</svg><b>{unit}</b></div>'
+
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+def _timeline(memory: Memory, capacity: int | None) -> str:
+    """Memory by kind from the beginning of the step to its end."""
+    points = memory.timeline
+    if len(points) < 2:
+        return ""
+    size, unit = next((size, unit) for size, unit in _UNITS if memory.peak >= size)
+    areas = [
+        Area(kind, tuple(point.kinds.get(kind, 0) / size for point in points), f"kind-{kind}")
+        for kind in MEMORY_KINDS
+        if any(point.kinds.get(kind) for point in points)
+    ]
+    starts = [
+        0,
+        *(at for at, (before, after) in enumerate(pairwise(points), 1) if before.phase != after.phase),
+    ]
+    spans = [Span(points[at].phase, at) for at in starts]
+    picture = stacked_areas("memory by kind along the step", areas, spans, unit, capacity and capacity / size)
+    return f'<figure class="timeline"><figcaption>along the step, by kind</figcaption>{picture}</figure>'
 
 
 def _memory_row(
@@ -329,10 +377,7 @@ def _findings(report: Report) -> str:
     if not report.findings:
         return ""
     articles = "".join(_finding(number, finding, report) for number, finding in enumerate(report.findings, 1))
-    steps = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in next_steps(report)
-    )
-    return _section("Findings", f'{articles}<dl class="pairs next">{steps}</dl>')
+    return _section("Findings", f"{articles}{pair_list(next_steps(report), 'pairs next')}")
 
 
 def _finding(number: int, finding: Finding, report: Report) -> str:
@@ -363,7 +408,10 @@ def _operands(operands: Sequence[Operand]) -> str:
         f"<td><code>{escape(str(list(operand.shape)))}</code></td><td>{escape(_maker(operand))}</td></tr>"
         for operand in operands
     )
-    return f'<div class="scroll"><table class="operands"><tbody>{rows}</tbody></table></div>' if rows else ""
+    columns = ("operand", "dtype", "shape", "where its dtype comes from")
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    table = f'<table class="operands"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<div class="scroll">{table}</div>' if rows else ""
 
 
 def _maker(operand: Operand) -> str:
@@ -434,8 +482,7 @@ def _setup(report: Report) -> str:
         *((name, " × ".join(map(str, shape)) or "a scalar") for name, shape in setup.batch.items()),
         ("device figures", profile.source),
     ]
-    rows = "".join(f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in pairs if v)
-    return _section("Set-up", f'<dl class="pairs">{rows}</dl>')
+    return _section("Set-up", pair_list((name, value) for name, value in pairs if value))
 
 
 def _policy(report: Report) -> str:
@@ -452,7 +499,5 @@ def _policy(report: Report) -> str:
 
 
 def _trust(report: Report) -> str:
-    rows = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in trust(report)
-    )
-    return _section("Taken on trust, or not seen", f'<dl class="pairs">{rows}</dl>') if rows else ""
+    rows = pair_list(trust(report))
+    return _section("Taken on trust, or not seen", rows) if rows else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from isotype.report.charts import escape
 from isotype.report.check_map import Block, Cell, Dtypes, Row, Stack
 from isotype.report.palette import dtype_class
-from isotype.report.run_html import format_bytes
+from isotype.report.text import format_bytes
 from isotype.rules.finding import Finding
 
 _SHORT = {

@@ -15,7 +15,7 @@ from isotype.dtypes import dtype_name
 from isotype.report.charts import format_number
 from isotype.report.check import Report
 from isotype.report.check_map import layer_counts, plain_name, split_layer
-from isotype.report.run_html import format_bytes
+from isotype.report.text import format_bytes
 from isotype.rules.finding import Finding, Fix, Price
 from isotype.rules.words import plural
 from isotype.trace.record import Operand, Setup

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
-from isotype.report.run_html import format_bytes
+from isotype.report.text import format_bytes
 
 _ODD_SHOWN = 4
 

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from isotype.errors import IsotypeError, Problem, SaveError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the JSON form; it grows when a reader of the former version would misread the new one."""
 
 HTML_NAME = "run_report.html"
@@ -43,6 +44,8 @@ class StepRecord:
             apart, which misses shorter peaks.
         loss_scale: the GradScaler's scale, None without loss scaling.
         skipped: whether the GradScaler skipped the optimizer step.
+        metrics: what the trainer logged after the step beside loss, norm and rate, by its own names
+            (`rewards/margins`).
     """
 
     step: int
@@ -54,6 +57,7 @@ class StepRecord:
     memory_bytes: int
     loss_scale: float | None
     skipped: bool
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,31 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class DataSummary:
+    """What a run is trained on.
+
+    Attributes:
+        rows: training rows.
+        held_back: rows that the held-back loss is measured on.
+        effective_batch: rows in an optimizer step, over gradient accumulation and all processes.
+        epochs: passes over the rows until the end of the run.
+        lengths: tokens a row at 50, 90 and 99 % of the rows, before any is cut; None where they are not known.
+        cut_rows: rows longer than the length limit.
+        cut_share: of all tokens, those beyond the limit, 0 to 1.
+        padding_share: of the tokens in a batch, those that are padding, 0 to 1; None where it is not known.
+    """
+
+    rows: int
+    held_back: int
+    effective_batch: int
+    epochs: float
+    lengths: tuple[int, int, int] | None = None
+    cut_rows: int = 0
+    cut_share: float = 0.0
+    padding_share: float | None = None
+
+
+@dataclass(frozen=True)
 class PolicyRow:
     """One line of the precision policy: which role has which dtype, and why."""
 
@@ -92,11 +121,12 @@ class RunRecord:
         command: the exact shell command that started the run.
         started: ISO-8601 time.
         finished: ISO-8601 time, None where the end was not reached or not seen. Both or neither carry a UTC offset.
-        status: how the run ended.
+        status: how the run ended, or `"running"`.
         error: the error that ended a failed run.
         weight_bytes: bytes of the weights by storage dtype, such as `("nf4", n)`.
         settings: hyperparameters as name and value.
         resumed_from: the step of the checkpoint the run went on from, None for a run from the start.
+        data: what it was trained on, None where that is not known.
 
     Raises:
         IsotypeError: a time is not ISO-8601, or only one of the two carries a UTC offset.
@@ -106,7 +136,7 @@ class RunRecord:
     command: str
     started: str
     finished: str | None
-    status: Literal["finished", "interrupted", "failed"]
+    status: Literal["running", "finished", "interrupted", "failed"]
     error: str | None
     model: str
     dataset: str
@@ -124,6 +154,7 @@ class RunRecord:
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     resumed_from: int | None
+    data: DataSummary | None = None
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
@@ -169,6 +200,7 @@ class RunSummary:
     Attributes:
         steps: optimizer steps recorded.
         skipped: those the GradScaler skipped.
+        tokens: without padding, in all of them.
         seconds: wall-clock time from start to end; the sum of the steps where the end is not known.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if one of them is.
@@ -179,6 +211,7 @@ class RunSummary:
 
     steps: int
     skipped: int
+    tokens: int
     seconds: float
     first_loss: float | None
     final_loss: float | None
@@ -199,6 +232,7 @@ def summarize(record: RunRecord) -> RunSummary:
     return RunSummary(
         steps=len(steps),
         skipped=sum(step.skipped for step in steps),
+        tokens=sum(step.tokens for step in steps),
         seconds=seconds,
         first_loss=_mean([step.loss for step in steps[:window]]),
         final_loss=_mean([step.loss for step in steps[-window:]]),
@@ -239,7 +273,9 @@ def _training_sentence(record: RunRecord) -> tuple[str, ...]:
     if len(steps) == 1:
         return ("Training loss was ", format_loss(summary.final_loss), " in the only step.")
     means = "" if summary.window == 1 else f" (means of the first and the last {summary.window} steps)"
-    change = _change(summary.first_loss, summary.final_loss)
+    change = _change(
+        summary.first_loss, summary.final_loss, _noise([step.loss for step in steps], summary.window)
+    )
     broken = sum(not math.isfinite(step.loss) for step in steps)
     tail = f". In {broken:,} of {len(steps):,} steps it was not a finite number." if broken else "."
     return (f"Training loss {change[0]}", *change[1:], f"{means}{tail}")
@@ -255,7 +291,8 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
             format_loss(first.loss),
             f" at step {first.step:,}, the only time it was measured.",
         )
-    change = _change(first.loss, last.loss)
+    # The same rows are measured each time: there is no noise of sampling.
+    change = _change(first.loss, last.loss, _SAME * abs(first.loss))
     finite = [record for record in evals if math.isfinite(record.loss)]
     best = min(finite, key=lambda record: record.loss, default=last)
     if format_loss(best.loss) in (format_loss(first.loss), format_loss(last.loss)):
@@ -269,12 +306,30 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
     )
 
 
-def _change(first: float, last: float) -> tuple[str, ...]:
+_SAME = 1e-3
+"""Relative difference of two losses that nobody would call a change."""
+
+
+def _noise(losses: Sequence[float], window: int) -> float:
+    """The difference of the means of the first and the last `window` losses that noise alone may make.
+
+    Twice its standard error. The noise of one loss is read off the differences between neighbours, whose median
+    magnitude is 0.954 standard deviations of it for normal noise: a trend over the run hardly moves them. In fewer
+    than ten steps noise and trend cannot be told apart.
+    """
+    steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
+    spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if len(steps) >= 10 else 0.0
+    return max(spread, _SAME * abs(losses[0]))
+
+
+def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
     before, after = format_loss(first), format_loss(last)
     if before == after:
         return ("stayed at ", after)
     if not (math.isfinite(first) and math.isfinite(last)):
         return ("went from ", before, " to ", after)
+    if abs(last - first) <= noise:
+        return ("shows no clear change: ", before, " to ", after)
     return (f"{'fell' if last < first else 'rose'} from ", before, " to ", after)
 
 

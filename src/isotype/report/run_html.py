@@ -1,34 +1,24 @@
-"""A run report as one HTML file that needs nothing else: no network, no script, no font, no second file.
+"""A run report as one HTML file that needs nothing else: no network, no font, no second file.
 
-Its content security policy forbids every load from outside and every script but the small one below, which only
-adds to what the page already shows: one cross-hair through all charts, and a button that copies the command.
+Its content security policy forbids every load from outside and every script but the two it carries: uPlot, and
+`run.js`, which draws the curves with it.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import PurePath
 
-from isotype.report.charts import (
-    Chart,
-    Column,
-    Part,
-    Series,
-    columns,
-    escape,
-    format_number,
-    line_chart,
-    smooth,
-    stacked_bar,
-)
+from isotype.report.charts import Part, escape, format_number, stacked_bar
+from isotype.report.html import pair_list
 from isotype.report.palette import dtype_class, palette_css
 from isotype.report.run import (
     JSON_NAME,
+    DataSummary,
     PolicyRow,
     RunRecord,
     RunSummary,
@@ -37,47 +27,9 @@ from isotype.report.run import (
     loss_sentences,
     parse_time,
     summarize,
-    tokens_per_second,
 )
-
-_SCRIPT = """
-"use strict";
-const plots = [...document.querySelectorAll(".chart")].map((chart) => ({
-  hits: [...chart.querySelectorAll(".hit")].map((hit) => {
-    const title = hit.querySelector("title");
-    const text = title.textContent;
-    title.remove();
-    return { hit, text };
-  }),
-  readout: chart.querySelector(".readout"),
-  rest: chart.querySelector(".readout").textContent,
-}));
-let current = -1;
-const point = (index) => {
-  if (index === current) return;
-  for (const { hits, readout, rest } of plots) {
-    hits[current]?.hit.classList.remove("on");
-    hits[index]?.hit.classList.add("on");
-    readout.textContent = hits[index]?.text ?? rest;
-  }
-  current = index;
-};
-for (const { hits } of plots) hits.forEach(({ hit }, index) => {
-  hit.addEventListener("pointerenter", () => point(index));
-  hit.addEventListener("pointerleave", () => point(-1));
-});
-if (navigator.clipboard) for (const block of document.querySelectorAll(".command")) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "copy";
-  button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(block.querySelector("code").textContent);
-    button.textContent = "copied";
-    setTimeout(() => { button.textContent = "copy"; }, 1500);
-  });
-  block.append(button);
-}
-"""
+from isotype.report.run_charts import Chart, charts_of, in_words, page_data
+from isotype.report.text import format_bytes, format_count, format_duration, format_share
 
 _MEMORY = (
     "Peak memory is the most that was in use during a step. On a GPU it is what torch had allocated there; on a CPU "
@@ -85,26 +37,30 @@ _MEMORY = (
     "evaluation and saving are not in it."
 )
 
-_STATUS = {"finished": "✓ finished", "interrupted": "◐ interrupted", "failed": "✕ failed"}
+_STATUS = {
+    "running": "▶ running",
+    "finished": "✓ finished",
+    "interrupted": "◐ interrupted",
+    "failed": "✕ failed",
+}
 
 
 def to_html(record: RunRecord) -> str:
     """The whole report as one HTML document."""
-    style = (
-        resources.files("isotype.report").joinpath("style.css").read_text(encoding="utf-8") + palette_css()
-    )
-    summary = summarize(record)
+    style = _file("vendor/uplot/uPlot.min.css") + _file("style.css") + palette_css()
+    summary, charts = summarize(record), charts_of(record)
+    data, script = _curves(record, charts) if charts else ("", _file("copy.js"))
     sections = [
         _header(record, summary),
         _sentences(record),
         _samples(record.samples),
-        _charts(record, summary),
+        _charts(record, charts),
         _policy(record.policy),
         _warnings(record.warnings),
         _weights(record),
         '<div class="columns">',
-        _pairs("Settings", [*_places(record), *record.settings]),
-        _pairs("Versions", record.versions),
+        _section("Settings", pair_list([*_places(record), *_data(record.data), *record.settings])),
+        _section("Versions", pair_list(record.versions)) if record.versions else "",
         "</div>",
         _section(
             "Command",
@@ -118,7 +74,7 @@ def to_html(record: RunRecord) -> str:
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src '{_digest(style)}'; \
-script-src '{_digest(_SCRIPT)}'; base-uri 'none'; form-action 'none'">
+script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="generator" content="isotype">
@@ -130,10 +86,24 @@ script-src '{_digest(_SCRIPT)}'; base-uri 'none'; form-action 'none'">
 {body}
 </main>
 <footer>made by <b>isotype</b> · the numbers behind this page are in <code>{JSON_NAME}</code></footer>
-<script>{_SCRIPT}</script>
+{data}<script>{script}</script>
 </body>
 </html>
 """
+
+
+def _curves(record: RunRecord, charts: Sequence[Chart]) -> tuple[str, str]:
+    """The data of the curves as an element, and the script that draws them."""
+    # The first line of uPlot names a web address; its licence lies beside it in the package.
+    library = _file("vendor/uplot/uPlot.iife.min.js").partition("*/")[2]
+    parts = ["/* uPlot 1.6.32, (c) Leon Sorokin, MIT licence */", library, _file("run.js"), _file("copy.js")]
+    data = page_data(record, charts)
+    return f'<script type="application/json" id="run-data">{data}</script>\n', "\n".join(parts)
+
+
+@cache
+def _file(name: str) -> str:
+    return resources.files("isotype.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:
@@ -177,8 +147,11 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
     final = "not measured" if summary.final_loss is None else format_loss(summary.final_loss)
     mean = f"mean of the last {summary.window}" if summary.window > 1 else ""
     rate, peak = summary.tokens_per_second, summary.peak_memory_bytes
+    epochs = "" if record.data is None else f"{format_number(record.data.epochs, 3)} epochs"
+    steps = ", ".join(filter(None, (epochs, skipped)))
     return [
-        ("Steps", f"{summary.steps:,}", skipped),
+        ("Steps", f"{summary.steps:,}", steps),
+        ("Tokens", format_count(summary.tokens) if summary.tokens else "not measured", ""),
         ("Time", format_duration(summary.seconds), "" if record.finished else "in steps"),
         ("Final loss", final, mean if summary.final_loss is not None else ""),
         (
@@ -232,129 +205,36 @@ def _sample(sample: Sample) -> str:
 
 # --- charts -----------------------------------------------------------------------------------------------
 
+_CONTROLS = """<div class="controls">
+<label>over <select id="axis"><option value="step">steps</option><option value="tokens">tokens</option>\
+<option value="minutes">time</option></select></label>
+<label>smoothing <input id="smoothing" type="range" min="0" max="50" value="0" \
+title="leftmost: fitted to the run's length"></label>
+<label title="a single spike does not stretch an axis unless this is ticked">\
+<input id="all-values" type="checkbox"> stretch axes to every value</label>
+<button type="button" id="csv">CSV</button>
+<label class="file">lay another run over it <input id="compare" type="file" accept=".json" \
+title="the run_report.json of the other run"></label><span id="compared"></span>
+<button type="button" id="reset-zoom" hidden>reset zoom</button>
+<small>drag over a chart to zoom, double-click to reset</small>
+</div>"""
 
-def _charts(record: RunRecord, summary: RunSummary) -> str:
-    if not record.steps and not record.evals:
+
+def _charts(record: RunRecord, charts: Sequence[Chart]) -> str:
+    if not charts:
         return ""
-    over = columns([step.step for step in record.steps] + [held.step for held in record.evals])
-    others = [
-        figure
-        for figure in (
-            _rate(record),
-            _norm(record),
-            _speed(record, summary),
-            _memory(record, summary),
-            _scale(record),
-        )
-        if figure
-    ]
-    drawn = "".join(_chart(chart, remark, over) for chart, remark in others)
-    return _section("Curves", _loss_chart(record, over) + f'<div class="charts">{drawn}</div>')
+    first, *others = (_chart(chart, record, "wide" if chart.id == "loss" else "") for chart in charts)
+    drawn = f'<div class="charts">{"".join(others)}</div>'
+    silent = "<noscript><p>The curves need JavaScript; every number is in <code>run_report.json</code>.</p></noscript>"
+    return _section("Curves", f"{_CONTROLS}{silent}{first}{drawn}")
 
 
-def _loss_chart(record: RunRecord, over: Sequence[Column]) -> str:
-    steps, losses = _over(record), tuple(step.loss for step in record.steps)
-    window = max(3, min(101, len(losses) // 12)) | 1
-    held = Series(
-        "held-back",
-        tuple(float(e.step) for e in record.evals),
-        tuple(e.loss for e in record.evals),
-        "diamonds",
-        "accent",
-    )
-    series = [
-        Series("training", steps, losses, "dots", "soft"),
-        Series("smoothed", steps, smooth(losses, window)),
-    ]
-    chart = Chart("Loss", (*series, *([held] if record.evals else [])), number=format_loss, intervals=(8, 6))
-    keys = [("dot soft", "training step"), ("rule main", f"smoothed over {window} steps")]
-    keys += [("diamond accent", "held-back")] if record.evals else []
-    keys += [("block broken", "not finite")] if not all(map(math.isfinite, losses)) else []
-    legend = "".join(f'<span class="key {kind}">{text}</span>' for kind, text in keys)
-    return _chart(chart, f"step {record.steps[-1].step:,}" if record.steps else "", over, legend, "wide")
-
-
-def _chart(chart: Chart, remark: str, over: Sequence[Column], legend: str = "", size: str = "") -> str:
+def _chart(chart: Chart, record: RunRecord, size: str) -> str:
     return (
-        f'<figure class="chart {size}"><figcaption><b>{escape(chart.title)}</b>{legend}'
-        f'<span class="readout">{escape(remark)}</span></figcaption>{line_chart(chart, over)}</figure>'
+        f'<figure class="chart {size}" id="chart-{chart.id}"><figcaption><b>{escape(chart.title)}</b>'
+        f'<span class="readout">{escape(chart.remark)}</span><span class="keys"></span></figcaption>'
+        f'<div class="plot" role="img" aria-label="{escape(in_words(chart, record))}"></div></figure>'
     )
-
-
-def _over(record: RunRecord) -> tuple[float, ...]:
-    return tuple(float(step.step) for step in record.steps)
-
-
-_Titled = tuple[Chart, str]
-
-
-def _rate(record: RunRecord) -> _Titled | None:
-    rates = tuple(step.learning_rate for step in record.steps)
-    if not rates:
-        return None
-    series = Series("learning rate", _over(record), rates, "area")
-    return Chart("Learning rate", (series,), zero=True), f"peak {format_number(max(rates), 3)}"
-
-
-def _norm(record: RunRecord) -> _Titled | None:
-    norms = tuple(step.grad_norm for step in record.steps)
-    finite = [norm for norm in norms if norm is not None and math.isfinite(norm)]
-    if all(norm is None for norm in norms):
-        return None
-    remark = f"median {format_number(statistics.median(finite), 3)}" if finite else "never finite"
-    series = Series("gradient norm", _over(record), norms)
-    return Chart("Gradient norm before clipping", (series,), zero=True), remark
-
-
-def _speed(record: RunRecord, summary: RunSummary) -> _Titled | None:
-    if summary.tokens_per_second is None:
-        return None
-    series = Series("tokens/s", _over(record), tuple(tokens_per_second(step) for step in record.steps))
-    median = summary.tokens_per_second
-    return Chart(
-        "Tokens per second", (series,), zero=True, reference=median
-    ), f"median {format_number(median, 3)}"
-
-
-def _memory(record: RunRecord, summary: RunSummary) -> _Titled | None:
-    if summary.peak_memory_bytes is None:
-        return None
-    gib = tuple(step.memory_bytes / 2**30 or None for step in record.steps)
-    series = Series("memory", _over(record), gib, "area")
-    chart = Chart(
-        "Peak memory of a step, GiB",
-        (series,),
-        zero=True,
-        number=lambda value: f"{format_number(value, 3)} GiB",
-    )
-    return chart, f"peak {format_bytes(summary.peak_memory_bytes)}"
-
-
-def _scale(record: RunRecord) -> _Titled | None:
-    scales = [step.loss_scale for step in record.steps]
-    if all(scale is None for scale in scales):
-        return None
-    # A scale that is not positive has no exponent; it shows as a value that is not finite.
-    exponents = tuple(None if s is None else math.log2(s) if s > 0 else math.nan for s in scales)
-    skipped = tuple(float(step.step) for step in record.steps if step.skipped)
-    series = Series("scale", _over(record), exponents, "stairs")
-    chart = Chart(
-        "Loss scale",
-        (series,),
-        powers_of_two=True,
-        marked_steps=skipped,
-        marked_label="step skipped",
-        number=_power,
-    )
-    return chart, f"{len(skipped):,} {'step' if len(skipped) == 1 else 'steps'} skipped"
-
-
-def _power(exponent: float) -> str:
-    if not math.isfinite(exponent):
-        return format_number(exponent)
-    # log2 of the largest floats rounds up to 1024, which has no power in a float.
-    scale = 2.0 ** min(exponent, 1023.0)
-    return f"{scale:,.0f}" if 1 <= scale < 1e9 else format_number(scale)
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -407,9 +287,28 @@ def _places(record: RunRecord) -> list[tuple[str, str]]:
     return [("model", record.model), ("dataset", record.dataset), ("output directory", record.output_dir)]
 
 
-def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
-    return _section(title, f'<dl class="pairs">{rows}</dl>') if rows else ""
+def _data(data: DataSummary | None) -> list[tuple[str, str]]:
+    """What was trained on, as name and value."""
+    if data is None:
+        return []
+    rows = [("rows", f"{data.rows:,}" + (f", {data.held_back:,} held back" if data.held_back else ""))]
+    rows += [
+        ("effective batch", f"{data.effective_batch:,} rows a step"),
+        ("epochs", format_number(data.epochs, 3)),
+    ]
+    if data.lengths is not None:
+        middle, long, longest = data.lengths
+        rows.append(("tokens a row", f"{middle:,} in the middle, {long:,} at 90 %, {longest:,} at 99 %"))
+    if data.cut_rows:
+        rows.append(
+            (
+                "cut to the length limit",
+                f"{data.cut_rows:,} rows, {format_share(data.cut_share)} of all tokens",
+            )
+        )
+    if data.padding_share is not None:
+        rows.append(("padding", f"{format_share(data.padding_share)} of the tokens in a batch"))
+    return rows
 
 
 def _notes(notes: Sequence[str]) -> str:
@@ -421,33 +320,5 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
-# --- numbers as text --------------------------------------------------------------------------------------
-
-
-def format_bytes(amount: int) -> str:
-    """`512 B`, `1.50 KiB`, `34.5 MiB`, `1.84 GiB`."""
-    value, unit = float(amount), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return (
-        f"{amount:,} B"
-        if unit == "B"
-        else f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    )
-
-
-def format_duration(seconds: float) -> str:
-    """`0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
-    if not math.isfinite(seconds) or seconds < 60:
-        return f"{format_number(seconds, 3)} s"
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    whole = round(seconds)
-    i = next(i for i, (_, size) in enumerate(units) if whole >= size)
-    (large, size), (small, part) = units[i], units[i + 1]
-    return f"{whole // size:,} {large} {whole % size // part:02d} {small}"
-
-
 def _share(part: int, whole: int) -> str:
-    return f"{format_number(100 * part / whole, 3)} %" if whole else "no share"
+    return format_share(part / whole) if whole else "no share"

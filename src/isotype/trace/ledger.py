@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from isotype.trace.record import Memory, MemoryKind, Phase
+from isotype.trace.record import Memory, MemoryKind, MemoryPoint, Phase
+
+_MOST_POINTS = 512  # of the timeline; from there on two neighbours become one
 
 
 class Ledger:
@@ -27,6 +29,9 @@ class Ledger:
         self._live: dict[int, tuple[Any, int, MemoryKind]] = {}
         self._peaks: dict[Phase, dict[MemoryKind, int]] = {}
         self._peak_totals: dict[Phase, int] = {}
+        self._points: list[MemoryPoint] = []
+        self._point_total = -1
+        self._stride, self._changes = 1, 0
         self._phase: Phase = "load"
         self._surplus: dict[str, int] = {}
         self._in_backward = ""
@@ -34,6 +39,7 @@ class Ledger:
     def begin(self, phase: Phase) -> None:
         """What is alive from now on counts towards the peak of `phase`."""
         self._release_all(phase)
+        self._close_point()
         self._phase = phase
         self._note_peak()
 
@@ -69,8 +75,8 @@ class Ledger:
         self._change(kind, size)
 
     def record(self) -> Memory:
-        """The peaks so far."""
-        return Memory({phase: dict(kinds) for phase, kinds in self._peaks.items()})
+        """The peaks so far, and how it came to them."""
+        return Memory({phase: dict(kinds) for phase, kinds in self._peaks.items()}, tuple(self._points))
 
     def _release_all(self, phase: Phase) -> None:
         if phase not in ("forward", "backward"):
@@ -89,17 +95,48 @@ class Ledger:
         _, size, kind = self._live.pop(key)
         self.total -= size
         self._now[kind] -= size
+        self._note_point()
 
     def _change(self, kind: MemoryKind, size: int) -> None:
         self.total += size
         self._now[kind] = self._now.get(kind, 0) + size
         if size > 0:
             self._note_peak()
+        self._note_point()
+
+    def _note_point(self) -> None:
+        """The worst moment of every `_stride` changes is a point of the timeline."""
+        self._changes += 1
+        if self._changes >= self._stride:
+            self._close_point()
+        if self.total > self._point_total:
+            if self._point_total >= 0:
+                self._points.pop()
+            self._point_total = self.total
+            self._points.append(MemoryPoint(self._phase, dict(self._now)))
+
+    def _close_point(self) -> None:
+        self._point_total, self._changes = -1, 0
+        if len(self._points) >= _MOST_POINTS:
+            self._points, self._stride = _halved(self._points), self._stride * 2
 
     def _note_peak(self) -> None:
         if self.total > self._peak_totals.get(self._phase, -1):
             self._peak_totals[self._phase] = self.total
             self._peaks[self._phase] = dict(self._now)
+
+
+def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
+    """The higher of every two neighbours within a phase."""
+    kept: list[MemoryPoint] = []
+    paired = False
+    for point in points:
+        paired = bool(kept) and not paired and kept[-1].phase == point.phase
+        if not paired:
+            kept.append(point)
+        elif point.total > kept[-1].total:
+            kept[-1] = point
+    return kept
 
 
 def _inside(module: str, name: str) -> bool:

@@ -284,15 +284,31 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class MemoryPoint:
+    """Bytes of tensors alive at one moment, by kind."""
+
+    phase: Phase
+    kinds: Mapping[MemoryKind, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes of tensors alive at the worst moment of each phase.
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
+        timeline: moments of the step in order, at most about five hundred: of each stretch between two of them
+            the highest.
         peak_phase: the phase with the highest sum.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
+    timeline: tuple[MemoryPoint, ...] = ()
 
     @property
     def peak_phase(self) -> Phase | None:

@@ -16,7 +16,7 @@ from isotype.dtypes import dtype_name
 from isotype.precision.hardware import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
-from isotype.report.run import PolicyRow, RunRecord, Sample
+from isotype.report.run import DataSummary, PolicyRow, RunRecord, Sample
 from isotype.train.generate import Prompt
 from isotype.train.record import RunRecorder
 from isotype.train.settings import Settings
@@ -205,6 +205,25 @@ def record(
         samples=(sample,) if sample else (),
         notes=(*model_notes(trainer.model), *notes),
         resumed_from=recorder.resumed_from,
+        data=data_summary(trainer),
+    )
+
+
+def data_summary(trainer: Any) -> DataSummary | None:
+    """What `trainer` trains on; None for a stream, whose rows nobody has counted."""
+    rows, held = trainer.train_dataset, trainer.eval_dataset
+    if not hasattr(rows, "__len__"):
+        return None
+    args, state = trainer.args, trainer.state
+    return DataSummary(
+        rows=len(rows),
+        held_back=0
+        if held is None
+        else sum(map(len, held.values()))
+        if isinstance(held, dict)
+        else len(held),
+        effective_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        epochs=float(state.epoch or 0.0),
     )
 
 

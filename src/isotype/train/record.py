@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import psutil
@@ -14,6 +14,10 @@ import torch
 from transformers import TrainerCallback
 
 from isotype.report.run import EvalRecord, StepRecord
+
+_LOGGED_ANYWAY = frozenset(
+    {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
+)
 
 SAMPLING_SECONDS = 0.02
 """Time between two looks at the resident size of the process."""
@@ -90,6 +94,21 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         metrics = kwargs.get("metrics") or {}
         if "eval_loss" in metrics:
             self.evals.append(EvalRecord(step=state.global_step, loss=float(metrics["eval_loss"])))
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep what the trainer logs of its own (rewards, margins, accuracies) with the step it has just made."""
+        logs = kwargs.get("logs") or {}
+        if not self.steps or self.steps[-1].step != state.global_step:
+            return
+        own = {
+            name: float(value)
+            for name, value in logs.items()
+            if isinstance(value, (int, float))
+            and name not in _LOGGED_ANYWAY
+            and not name.startswith(("eval_", "train_"))
+        }
+        if own:
+            self.steps[-1] = replace(self.steps[-1], metrics=tuple(own.items()))
 
     def _show(self, state: Any, record: StepRecord | None) -> None:
         if self.on_progress is not None and state.is_world_process_zero:
