@@ -109,6 +109,8 @@ def odd_operand(call: Call, compute: torch.dtype, owners: Mapping[str, Weight]) 
         return scratch[0]  # what another module needed it for says nothing about this one
     foreign = [operand for operand in floats if operand.dtype != compute]
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
+    # One without dimensions gives its dtype to nothing that it meets.
+    foreign = [operand for operand in foreign if operand.shape] or foreign
     # What the model itself did explains more than a gradient or a conversion that came of it.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
     first = (telling or foreign or floats)[0]

@@ -61,7 +61,10 @@ def evidence(origin: Origin) -> tuple[str, ...]:
     lines = []
     for step in reversed(origin.way()):
         line = cause_text(step)
-        if step.kind == "promotion":
+        if step.like is not None:
+            line = f"{step.name} takes that dtype at {short(step.source)}"
+            line += f" in {step.module}" if step.module else ""
+        elif step.kind == "promotion":
             line = (
                 f"{step.name} with another dtype promotes to {dtype_name(step.dtype)} at {short(step.source)}"
             )

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from isotype.precision.hardware import DeviceProfile
 from isotype.trace.device import cpu_stands_for, names_of, on_cpu
 from isotype.trace.fake_recorder import FakeRecorder
+from isotype.trace.taken import DTYPE
 from isotype.trace.values import HALVES
 
 # Python's own functions that end in a listed one.
@@ -62,6 +63,9 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs or {})
+        if getattr(func, "__self__", None) is DTYPE:
+            self._recorder.reads.note(self._recorder.origin(args[0]))
+            return func(*args)
         if func is torch.Tensor.numpy:
             return self._recorder.array(args[0])
         if func is torch.Tensor.tolist:
@@ -75,15 +79,16 @@ class Functions(TorchFunctionMode):
         if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
         name, recorder = name_of(func), self._recorder
-        before = recorder.function, recorder.autocast
+        before = recorder.function, recorder.autocast, recorder.like
         cast = torch.is_autocast_enabled("cpu")
+        recorder.like = recorder.told(name, args, kwargs)
         recorder.function, recorder.autocast = name, torch.get_autocast_dtype("cpu") if cast else None
         try:
             if self._foreign and cast:
                 return self._autocast(func, _ALIASES.get(name, name), args, kwargs)
             return self._call(func, args, kwargs)
         finally:
-            recorder.function, recorder.autocast = before
+            recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
         """An index that lies in `tensor`: of the experts taken to be hit the last may stand for tokens without one."""

@@ -7,7 +7,7 @@ Everything the recorder needs for itself is booked beside the step. Should its b
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from isotype.trace.modes import put_under, take_out
 from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
 from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
 from isotype.trace.source import first_line
+from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
 aten = torch.ops.aten
@@ -101,6 +102,19 @@ class LiveRecorder(Recorder):
             return
         self.failure_text = str(error)
         self.note(f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, None))
+
+    def reads_dtype(self, tensor: torch.Tensor) -> None:
+        """The script reads `tensor.dtype`."""
+        if not self.fault:
+            self._book(lambda: self.reads.note(self.origin(tensor)))
+
+    def told(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+        """As any recorder; where the bookkeeping fails it stops."""
+        if self.fault:
+            return None
+        found: list[Origin | None] = []
+        self._book(lambda: found.append(super(LiveRecorder, self).told(name, args, kwargs)))
+        return found[0] if found else None
 
     # -------------------------------------------------------------------------------------------------- phases
 
@@ -205,10 +219,14 @@ class LiveFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self._recorder
+        if getattr(func, "__self__", None) is DTYPE:
+            recorder.reads_dtype(args[0])
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        before = recorder.function, recorder.autocast
+        before = recorder.function, recorder.autocast, recorder.like
         device = recorder.autocast_device
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        recorder.like = recorder.told(name, args, kwargs)
         recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, cast
         try:
             return func(*args, **kwargs)
@@ -216,7 +234,7 @@ class LiveFunctions(TorchFunctionMode):
             recorder.refused(func, args, kwargs, error)
             raise
         finally:
-            recorder.function, recorder.autocast = before
+            recorder.function, recorder.autocast, recorder.like = before
 
 
 # --------------------------------------------------------------------------------------------------- measurement

@@ -75,6 +75,8 @@ class Origin:
         module: fully qualified name of the module it happened in ("" is the model itself).
         source: `file:line` of the code that asked for it, "" where there is none.
         before: what it was made from: a cast's operand, the operand that won a promotion.
+        like: of a cast, or a tensor made from no other: who made the dtype that it takes, where the code names another
+            tensor's (`y.to(x.dtype)`); None where the code chose the dtype itself.
     """
 
     kind: OriginKind
@@ -83,24 +85,29 @@ class Origin:
     module: str = ""
     source: str = ""
     before: Origin | None = None
+    like: Origin | None = None
 
     def way(self) -> tuple[Origin, ...]:
         """From this origin back to the first."""
         steps: list[Origin] = [self]
-        while steps[-1].before is not None:
-            steps.append(steps[-1].before)
+        while (earlier := steps[-1].like or steps[-1].before) is not None:
+            steps.append(earlier)
         return tuple(steps)
 
     @property
     def cause(self) -> Origin:
         """The origin to blame for the dtype: the first one on the way back that chose it.
 
-        A promotion passes the blame on to the operand that won; a cast, a parameter or an input chose.
+        A promotion passes the blame on to the operand that won, a cast to another tensor's dtype to that tensor; a
+        cast to a dtype that the code writes out, a parameter or an input chose.
         """
         blamed = self
-        while blamed.kind in ("promotion", "gradient") and blamed.before is not None:
-            blamed = blamed.before
-        return blamed
+        while True:
+            passes_on = blamed.kind in ("promotion", "gradient")
+            earlier = blamed.like or (blamed.before if passes_on else None)
+            if earlier is None:
+                return blamed
+            blamed = earlier
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ watches a real one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -25,11 +25,15 @@ from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
 from isotype.trace.record import FLOATS, Breach, Call, Operand, Origin, Phase
 from isotype.trace.source import asking_line, shown
+from isotype.trace.taken import DtypeReads
 
 aten = torch.ops.aten
 
 ORIGIN = "_isotype_origin"
 """Name of the attribute in which a tensor keeps who made its dtype."""
+
+# The node of a `torch.autograd.Function`.
+_WRITTEN: Any = torch.autograd.function.BackwardCFunction
 
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
@@ -41,6 +45,8 @@ _CAST_FUNCTIONS = frozenset(
 )
 # These make a real tensor first, which the dispatcher then lifts into the fakes.
 _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor"})
+# Take the dtype of another tensor: the argument that it is.
+_TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
 
 
 @dataclass(slots=True)
@@ -51,6 +57,13 @@ class Place:
     source: Any
     repeats: int
     breached: bool = False
+    backward: dict[Any, Place] = field(default_factory=dict)
+
+    def written_at(self, source: Any) -> Place:
+        """The place of a line of a backward that is written out (`torch.autograd.Function`), not derived by autograd."""
+        if source is None:
+            return self  # torch's own code (checkpointing) asked
+        return self.backward.setdefault(source, Place(self.module, source, self.repeats))
 
 
 @dataclass
@@ -74,6 +87,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.function = ""
         # The state where Python called the function: inside of autocast's own kernels it is off.
         self.autocast: torch.dtype | None = None
+        self.reads = DtypeReads()
+        # Who made the dtype that the function was told, where that is another tensor's.
+        self.like: Origin | None = None
         self.names: dict[int, Origin] = {}
         self._frames: list[_Frame] = []
         self._places: dict[int, Place] = {}
@@ -169,12 +185,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The origin of a tensor that nothing in the step made: a number, or one that the code keeps for itself."""
         source = shown(asking_line())
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
-            return Origin("constant", tensor.dtype, self._said("a tensor"), self.module, source)
+            said, like = self._said("a tensor"), self._like(tensor.dtype)
+            return Origin("constant", tensor.dtype, said, self.module, source, like=like)
         return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """From now on the dtype of `tensor` is `origin`'s."""
         setattr(tensor, ORIGIN, origin)
+
+    def told(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+        """Who made the dtype that a function is told to cast to, or to make a tensor in, where another tensor has it.
+
+        None: it is told none, or one that the code chose itself. To be asked where Python calls the function.
+        """
+        if name in _TAKE_FROM:
+            given = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
+            if isinstance(given, torch.Tensor) and kwargs.get("dtype") is None:
+                return self.origin(given)
+        dtype = kwargs.get("dtype") or next((each for each in args if isinstance(each, torch.dtype)), None)
+        return self.reads.taken_by(dtype) if isinstance(dtype, torch.dtype) else self.like
+
+    def _like(self, dtype: torch.dtype) -> Origin | None:
+        return self.like if self.like is not None and self.like.dtype == dtype else None
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
         """Tensors with their roles as operands, each with who made its dtype."""
@@ -264,23 +296,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = operands[0].origin if operands else None
             if before is not None and before.kind == "gradient":
                 before = before.before  # a gradient is cast in every layer; one step says it
-            return Origin(
-                self._cast_kind() if operands else "constant",
-                dtype,
-                self._said(name),
-                place.module,
-                shown(source),
-                before,
-            )
+            kind: Any = self._cast_kind() if operands else "constant"
+            like = self._like(dtype) if kind in ("cast", "constant") else None
+            return Origin(kind, dtype, self._said(name), place.module, shown(source), before, like)
         if "dequantize" in name and operands and operands[0].origin.kind == "parameter":
             layer = operands[0].origin.name.rpartition(".")[0]
             return Origin("state", dtype, layer, place.module, shown(source))
         alike = [operand for operand in operands if operand.dtype == dtype]
-        winner = min(alike, key=_tells, default=None)
+        # A tensor without dimensions takes no part in promotion; it counts where there is nothing else of its kind.
+        winner = min([operand for operand in alike if operand.shape] or alike, key=_tells, default=None)
         if winner is None:
             before = operands[0].origin if operands else None
             kind = "operator" if operands else "constant"
-            return Origin(kind, dtype, self._said(name), place.module, shown(source), before)  # type: ignore[arg-type]
+            return Origin(kind, dtype, self._said(name), place.module, shown(source), before)
         floats = {operand.dtype for operand in operands if operand.dtype in FLOATS and operand.shape}
         promoted = len(floats) > 1 and dtype == max(floats, key=width)
         if promoted and dtype in FLOATS and winner.origin.kind != "promotion":
@@ -305,7 +333,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = self._places.get(node._sequence_nr())
             if known is not None:
                 self.ledger.backward_in(known.module)
-                return known
+                return known.written_at(asking_line()) if isinstance(node, _WRITTEN) else known
             return Place("", asking_line(), 1)
         frame = self._frames[-1] if self._frames else None
         place = Place(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)

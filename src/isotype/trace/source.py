@@ -23,7 +23,8 @@ _STEP = str(_PACKAGE / "trace" / "step.py")
 
 
 @cache
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a file is torch's or this package's own: never what asked for an operator."""
     return filename.startswith((_TORCH, *_OURS, "<frozen"))
 
 
@@ -33,7 +34,7 @@ def asking_line() -> Any:
     None where torch's own modules asked alone: who called the preflight asked for the whole step.
     """
     frame = sys._getframe(2)
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_filename == _STEP:
             return None
         frame = frame.f_back  # type: ignore[assignment]
@@ -44,7 +45,7 @@ def raising_frame(error: Exception) -> Any:
     """The innermost frame of an error's traceback outside of torch and this package."""
     found, step = None, error.__traceback__
     while step is not None:
-        if not _is_library(step.tb_frame.f_code.co_filename):
+        if not is_library(step.tb_frame.f_code.co_filename):
             found = step.tb_frame
         step = step.tb_next
     return found

@@ -1,0 +1,253 @@
+"""Whose dtype a line of code takes: `y.to(x.dtype)` has x's because of x, `y.to(torch.float32)` by its own choice.
+
+A dtype is one object for all tensors and remembers none. What can be known is where `Tensor.dtype` was read: the
+instruction of every frame up to the module's. A cast asks which of these reads lie in its own arguments, or in what was
+stored under the name that stands there (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.trace.record import Origin
+from isotype.trace.source import is_library
+
+DTYPE = torch.Tensor.dtype
+"""What a function mode's function is bound to where code reads `tensor.dtype`."""
+
+_MODULE_CALL = nn.Module._call_impl.__code__
+_MOST_FRAMES = 8
+# How many calls a dtype is followed back through as an argument.
+_MOST_CALLERS = 4
+
+Span = tuple[
+    int, int, int, int
+]  # first line, its column, last line, its column: columns in bytes, as Python has them
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    frame: int
+    code: CodeType
+    at: int
+    dtype: torch.dtype
+    origin: Origin
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """An argument of a call in the source: where it stands, the dtypes and the names in it."""
+
+    keyword: str | None
+    span: Span
+    literals: frozenset[torch.dtype]
+    names: tuple[str, ...]
+
+
+class DtypeReads:
+    """The reads of `Tensor.dtype` in a step, by the instruction that read; each instruction's last one is kept."""
+
+    def __init__(self) -> None:
+        self._reads: dict[CodeType, dict[int, _Read]] = {}
+        self._count = 0
+
+    def note(self, origin: Origin) -> None:
+        """The dtype that `origin` made has been read off its tensor by the code that runs now."""
+        self._count += 1
+        for frame in _frames(sys._getframe(1)):
+            read = _Read(id(frame), frame.f_code, frame.f_lasti, origin.dtype, origin, self._count)
+            self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
+
+    def taken_by(self, dtype: torch.dtype) -> Origin | None:
+        """Who made the `dtype` that the innermost call of the model's code names; None where the code chose it."""
+        if not self._reads:
+            return None
+        frame = next(_frames(sys._getframe(1)), None)
+        arguments = () if frame is None else _arguments(frame.f_code, frame.f_lasti)
+        named = [each for each in arguments if each.keyword == "dtype"]
+        read = None if frame is None else self._in(frame, named or arguments, dtype, _MOST_CALLERS)
+        return None if read is None else read.origin
+
+    def _in(
+        self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
+    ) -> _Read | None:
+        """The read that the arguments of the call in `frame` have `dtype` from."""
+        here = [
+            read
+            for read in self._reads.get(frame.f_code, {}).values()
+            if read.frame == id(frame) and read.dtype == dtype
+        ]
+        found = [
+            read
+            for read in here
+            if any(_lies_in(_position(read.code, read.at), each.span) for each in arguments)
+        ]
+        if found:
+            return max(found, key=lambda read: read.number)
+        if any(dtype in each.literals for each in arguments):
+            return None
+        for name in (name for each in arguments for name in each.names):
+            read = self._stored(frame, here, name, dtype)
+            if read is None and callers and name in _parameters(frame.f_code):
+                read = self._given(frame, name, dtype, callers)
+            if read is not None:
+                return read
+        return None
+
+    def _stored(self, frame: FrameType, here: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
+        """The last read that was stored under `name`: in this call of the function, or, of an attribute and a variable
+        of an outer function, anywhere in the file."""
+        local = name in frame.f_code.co_varnames or name in frame.f_code.co_cellvars
+        reads = here if local else self._of_file(frame.f_code.co_filename, dtype)
+        into = [read for read in reads if _is_stored(read.code, read.at, name)]
+        return max(into, key=lambda read: read.number, default=None)
+
+    def _of_file(self, filename: str, dtype: torch.dtype) -> list[_Read]:
+        return [
+            read
+            for code, reads in self._reads.items()
+            if code.co_filename == filename
+            for read in reads.values()
+            if read.dtype == dtype
+        ]
+
+    def _given(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
+        """The read that a parameter's dtype was given from."""
+        caller = next(_frames(frame.f_back), None)
+        if caller is None:
+            return None
+        arguments = _arguments(caller.f_code, caller.f_lasti)
+        by_name = [each for each in arguments if each.keyword == name]
+        parameters = _parameters(frame.f_code)
+        position = parameters.index(name) - (parameters[0] in ("self", "cls"))
+        plain = [each for each in arguments if each.keyword is None]
+        given = by_name or plain[position : position + 1]
+        return self._in(caller, given, dtype, callers - 1) if given else None
+
+
+# ------------------------------------------------------------------------------------------------------ frames
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the model's code from `frame` outwards, up to the module's that runs."""
+    found = 0
+    while frame is not None and found < _MOST_FRAMES:
+        if frame.f_code is _MODULE_CALL and found:
+            return
+        if not is_library(frame.f_code.co_filename):
+            found += 1
+            yield frame
+        frame = frame.f_back
+
+
+# -------------------------------------------------------------------------------------------------- source code
+
+
+@lru_cache(maxsize=4096)
+def _position(code: CodeType, at: int) -> Span | None:
+    """Where the instruction at byte `at` stands in the source; None where the code does not say."""
+    found = list(code.co_positions())[at // 2]
+    line, last, column, end = found
+    return None if None in found else (line, column, last, end)  # type: ignore[return-value]
+
+
+def _lies_in(span: Span | None, outer: Span) -> bool:
+    return span is not None and outer[:2] <= span[:2] and span[2:] <= outer[2:]
+
+
+@lru_cache(maxsize=4096)
+def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
+    """The arguments of the call at byte `at`; none where it is no call, or where there is no source to read."""
+    span = _position(code, at)
+    if span is None:
+        return ()
+    line, column, last, end = span
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(line, last + 1)]
+    if not all(lines):
+        return ()
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][column:]
+    try:
+        tree = ast.parse(b"(" + b"".join(lines) + b"\n)", mode="eval")
+    except SyntaxError:
+        return ()  # the file is another one than that which runs
+    call = tree.body
+    if not isinstance(call, ast.Call):
+        return ()
+    given = [(None, each) for each in call.args] + [(each.arg, each.value) for each in call.keywords]
+    return tuple(
+        _Argument(keyword, _span_of(node, line, column), frozenset(_literals(node)), tuple(_names(node)))
+        for keyword, node in given
+    )
+
+
+def _span_of(node: ast.expr, line: int, column: int) -> Span:
+    """Where a node of an expression that begins at `line` and `column` stands in its file."""
+
+    def moved(row: int, offset: int) -> tuple[int, int]:
+        return line + row - 1, offset + (column - 1 if row == 1 else 0)
+
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return *moved(node.lineno, node.col_offset), *moved(node.end_lineno, node.end_col_offset)
+
+
+def _literals(node: ast.expr) -> Iterator[torch.dtype]:
+    """The dtypes that an expression writes out: `torch.float32`."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "torch":
+            dtype = getattr(torch, each.attr, None)
+            if isinstance(dtype, torch.dtype):
+                yield dtype
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """The variables in an expression, and attributes of variables (`ctx.dtype`)."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        yield f"{node.value.id}.{node.attr}"
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _names(child)
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+@lru_cache(maxsize=1024)
+def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
+    """(byte, line, name) of every instruction that stores; an attribute of a variable is named with it."""
+    found: list[tuple[int, int, str]] = []
+    before: Any = None
+    for each in dis.get_instructions(code):
+        line = each.positions.lineno if each.positions is not None else None
+        if line is not None and each.opname == "STORE_ATTR":
+            found.append((each.offset, line, f"{getattr(before, 'argval', '')}.{each.argval}"))
+        elif line is not None and each.opname.startswith("STORE_") and each.argval is not None:
+            # Python 3.13 joins two stores in one instruction.
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            found += [(each.offset, line, str(name)) for name in names]
+        before = each
+    return tuple(found)
+
+
+def _is_stored(code: CodeType, at: int, name: str) -> bool:
+    """Whether what the instruction at byte `at` reads is a part of what the statement stores under `name`."""
+    span = _position(code, at)
+    return span is not None and any(
+        store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)
+    )
