@@ -171,12 +171,13 @@ def test_a_truncated_checkpoint(capsys, model, data, tmp_path):
 def test_a_device_that_is_not_here(capsys, model, data, tmp_path):
     status, _, err = sft(capsys, model, data, "--device", "t4", "--output_dir", tmp_path / "out")
     assert status == 2
-    assert err == (
+    assert err.startswith(
         "error: NVIDIA T4 is not in this machine\n"
         "  - --device t4\n"
         "    expected  a device that is here\n"
-        "    fix       leave --device out\n"
+        "    fix       leave --device out to train on "
     )
+    assert "; isotype check sft … --device t4 says how it would run there\n" in err
 
 
 def test_conflicting_flags_name_both(capsys, model, data):

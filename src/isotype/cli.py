@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import gc
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from isotype.arguments import Parser
 from isotype.errors import IsotypeError
 
 TRAINING = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
@@ -215,7 +215,7 @@ def _explain(rest: list[str], console: Console) -> int:
 
 
 def _doctor(rest: list[str], console: Console) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="isotype doctor",
         description="What this machine and these library versions can do: dtypes, what each costs here (measured), "
         "and versions that do not fit each other.",
@@ -236,9 +236,7 @@ def _doctor(rest: list[str], console: Console) -> int:
 
 
 def _merge(rest: list[str], console: Console) -> int:
-    parser = argparse.ArgumentParser(
-        prog="isotype merge", description="Merge an adapter into its base model."
-    )
+    parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
     parser.add_argument("adapter", type=Path, help="directory of the adapter")
     parser.add_argument("-o", "--output", type=Path, required=True, help="directory for the merged model")
     parser.add_argument(
@@ -259,11 +257,13 @@ def _merge(rest: list[str], console: Console) -> int:
 
 
 def _chat(rest: list[str], console: Console) -> int:
-    parser = argparse.ArgumentParser(prog="isotype chat", description="Talk to a model or an adapter.")
+    from isotype.dtypes import QUANTIZATIONS
+
+    parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
     parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
     parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
     parser.add_argument("--dtype", default="auto", help="compute dtype")
-    parser.add_argument("--quantization", default=None, help="nf4, fp4 or int8")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default=None)
     parser.add_argument("--device", default="auto", help="device to run on")
     parser.add_argument("--max_new_tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")

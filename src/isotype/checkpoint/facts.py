@@ -20,6 +20,7 @@ from isotype.errors import CheckpointError, PrecisionError, Problem
 
 # Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
 _PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4, "int8": 8}
+_OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
 # Where llama.cpp's name of an architecture is not transformers' model_type, apart from dashes.
 _GGUF_MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
@@ -330,6 +331,15 @@ def _weigh(
     return dict(counts), trained
 
 
+def _instead_of(path: Path) -> str:
+    if path.suffix == ".py":
+        name = f"{path.stem}:FUNCTION"
+        return f"isotype check {name} checks a function of it that returns (model, inputs); isotype run {path} runs it"
+    return (
+        f"give the directory {path.parent}" if path.name.startswith(_OF_A_CHECKPOINT) else "give a checkpoint"
+    )
+
+
 def _of_file(path: Path) -> ModelFacts:
     if path.suffix != ".gguf":
         raise CheckpointError(
@@ -338,7 +348,7 @@ def _of_file(path: Path) -> ModelFacts:
                 Problem(
                     f"the file {path}",
                     "a checkpoint directory or a .gguf file",
-                    f"give the directory {path.parent}",
+                    _instead_of(path),
                 )
             ],
         )

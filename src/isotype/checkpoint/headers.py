@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,14 +194,23 @@ def _listed(files: Sequence[Path], most: int = 6) -> str:
 
 
 def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
+    path = files[0]
+    if path.name == "adapter_model.bin":
+        # Plain tensors: torch reads them without running code.
+        fix = (
+            f'cd {shlex.quote(str(path.parent))} && python -c "import torch; from safetensors.torch import save_file; '
+            "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True).items()}, "
+            "'adapter_model.safetensors')\""
+        )
+    else:
+        fix = "if you trust its author, load it with transformers once and save_pretrained() it: that writes safetensors"
     return CheckpointError(
         "the weights are pickled",
         [
             Problem(
                 f"{_listed(files)} in {files[0].parent}",
                 "safetensors: reading a pickle runs whatever code its author put in it",
-                "if you trust its author, load it with transformers once and save_pretrained() it: "
-                "that writes safetensors",
+                fix,
             )
         ],
     )

@@ -8,14 +8,16 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from isotype.commands.plan import DEFAULT_LENGTH, Options, Parser, Plan, parse_options, plan_of
+from isotype.arguments import Parser
+from isotype.commands.function import function_arguments
+from isotype.commands.plan import DEFAULT_LENGTH, Options, Plan, parse_options, plan_of
 from isotype.errors import Problem, UsageError
 
 if TYPE_CHECKING:
@@ -226,6 +228,7 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, str]
     parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default=None)
     known, unknown = parser.parse_known_args(list(rest))
+    parser.refuse(parser.problems)
     if unknown or options.batch or options.length:
         given = " ".join(
             [*unknown, *(("--batch",) if options.batch else ()), *(("--length",) if options.length else ())]
@@ -250,43 +253,6 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, str]
     from isotype.fixes.repair import repair
 
     return report, str(repair(model, report))
-
-
-def function_arguments(text: str) -> dict[str, Any]:
-    """What `package.module:function` returns, as the arguments of `isotype.check`.
-
-    Raises:
-        UsageError: no such module or function, or it returns something else.
-    """
-    name, _, attribute = text.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a module that the user's own module imports
-        problem = Problem(
-            f"{text}: no module {error.name}", "a module that can be imported from here", "check it"
-        )
-        raise UsageError("no such module", [problem]) from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        import difflib
-
-        near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], n=3)
-        fix = f"did you mean {' or '.join(near)}?" if near else "check its name"
-        problem = Problem(f"{text}: no function {attribute} in {module.__file__}", "a function", fix)
-        raise UsageError("no such function", [problem])
-    result = function()
-    if isinstance(result, tuple) and len(result) == 2:
-        return {"model": result[0], "inputs": result[1]}
-    if isinstance(result, Mapping) and {"model", "inputs"} <= set(result):
-        return dict(result)
-    given = f"{text} returns {type(result).__name__}"
-    expected = "(model, inputs), or a dict with model, inputs and other arguments of isotype.check"
-    raise UsageError("the function returns something else", [Problem(given, expected, "return one of these")])
 
 
 # Fixes

@@ -17,6 +17,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
+from isotype.arguments import Parser
 from isotype.errors import Problem, SaveError, UsageError
 from isotype.rules import Rule, all_rules
 
@@ -41,7 +42,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     Raises:
         UsageError: an unknown code, with the nearest ones.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="isotype explain", description="What a finding of `isotype check` means, and what repairs it."
     )
     parser.add_argument(
@@ -63,7 +64,7 @@ def find_rule(code: str) -> Rule:
     """
     rules = {rule.code: rule for rule in all_rules()}
     wanted = code.upper()
-    wanted = wanted if wanted.startswith("IST") else f"IST{wanted}"
+    wanted = f"IST{wanted}" if wanted.isdigit() else wanted
     if wanted in rules:
         return rules[wanted]
     near = difflib.get_close_matches(wanted, rules, n=3, cutoff=0.5)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 
 from rich.console import Console
+
+from isotype.arguments import Parser
 
 
 def run(argv: Sequence[str], console: Console) -> int:
@@ -15,7 +16,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="isotype inspect",
         description="The dtypes, bytes and quantization that a checkpoint holds, by groups of equal tensors of all "
         "layers. Reads headers only.",

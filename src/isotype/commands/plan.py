@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from isotype.arguments import Parser
 from isotype.dtypes import QUANTIZATIONS
 from isotype.errors import Problem, UsageError
 from isotype.precision.decide import Wishes
+from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
     from isotype.train.settings import Settings
@@ -116,11 +119,20 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     # `--fsdp full_shard` is TRL's own argument of that name.
     tokens, fsdp = _take_fsdp(tokens)
     known, rest = parser.parse_known_args(tokens)
+    problems = list(parser.problems)
     for name in ("batch", "length"):
         value = getattr(known, name)
-        if value is not None and value < 1:
-            problem = Problem(f"--{name} {value}", "at least 1", "give a larger one")
-            raise UsageError("arguments that cannot work", [problem])
+        if isinstance(value, int) and value < 1:
+            problems.append(Problem(f"--{name} {value}", "at least 1", "give at least 1"))
+    if model is None and not rest:
+        problems.append(
+            Problem(
+                "no model",
+                "a model, a training command with its arguments, or package.module:function",
+                "isotype check MODEL --device t4, or isotype check sft --model_name_or_path MODEL …",
+            )
+        )
+    parser.refuse(problems)
     return Options(model=model, fsdp=fsdp, **vars(known)), rest
 
 
@@ -139,15 +151,7 @@ def _take_fsdp(tokens: list[str]) -> tuple[list[str], int | None]:
     return rest, version
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
-        raise UsageError(f"isotype check: {message}", hint="isotype check --help lists the arguments")
-
-
-def _own_parser() -> argparse.ArgumentParser:
+def _own_parser() -> Parser:
     parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
     _add_own(parser)
     return parser
@@ -170,7 +174,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def light_parser() -> argparse.ArgumentParser:
+def light_parser() -> Parser:
     """The training arguments used most; their defaults are those of `isotype sft`, as the tests hold them to."""
     parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
     add = parser.add_argument
@@ -213,20 +217,36 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[Plan, tuple[str, ...
         UsageError: no model, or an argument that no one knows.
     """
     if options.model is not None:
-        light, unknown = light_parser().parse_known_args(list(rest))
+        parser = light_parser()
+        light, unknown = parser.parse_known_args(list(rest))
         if not unknown:
+            parser.refuse([*parser.problems, *number_problems(lambda name: getattr(light, name, None))])
             command = ("isotype", "sft", "--model_name_or_path", options.model, *rest)
             return _light_plan(options, light), command
     method, arguments = "sft", list(rest)
     if arguments and arguments[0] in METHODS:
         method, arguments = arguments[0], arguments[1:]
     if options.model is not None:
+        _refuse_second_model(options.model, arguments)
         arguments = ["--model_name_or_path", options.model, *arguments]
+    from isotype.train.check import argument_problems
     from isotype.train.methods import METHODS as TRAINERS
     from isotype.train.settings import parse_settings
 
     settings = parse_settings(TRAINERS[method], arguments)
+    problems = argument_problems(settings)
+    if problems:
+        raise UsageError("arguments that cannot work", problems)
     return _full_plan(options, settings), ("isotype", method, *arguments)
+
+
+def _refuse_second_model(first: str, arguments: Sequence[str]) -> None:
+    named = [each for each in arguments if each.replace("-", "_").startswith("__model_name_or_path")]
+    if not named:
+        return
+    near = difflib.get_close_matches(first.lower(), METHODS, n=1)
+    fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
+    raise UsageError("two models", [Problem(f"{first} and --model_name_or_path", "one model", fix)])
 
 
 def _light_plan(options: Options, light: argparse.Namespace) -> Plan:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from isotype.arguments import Parser
 from isotype.commands.traceback import cleaned
 from isotype.errors import IsotypeError, Problem, UsageError
 
@@ -94,7 +95,7 @@ def parse(argv: Sequence[str]) -> Options:
         UsageError: no script, one that does not exist, or less than one step.
     """
     own, rest = _split(list(argv))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="isotype run",
         usage="isotype run [--steps N] [--device PROFILE] [--no-preflight] (SCRIPT | -m MODULE) [ARGUMENT …]",
         description=_DESCRIPTION,

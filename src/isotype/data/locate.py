@@ -24,6 +24,7 @@ _SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _SPLIT_OF_WORD = {word: split for split, words in _SPLIT_WORDS.items() for word in words}
+_OF_A_MODEL = ("model.safetensors", "model.safetensors.index.json", "adapter_config.json", "tokenizer.json")
 # What `datasets` keeps beside data, as in its own list of files to ignore.
 _NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
@@ -140,6 +141,10 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
         return LocalData(name, {item.name: (item,) for item in saved}, saved=True)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return LocalData(name, {"train": (folder,)}, saved=True)
+    if any((folder / each).is_file() for each in _OF_A_MODEL):
+        given = f"the directory '{folder}' holds a model: {quoted(sorted(item.name for item in folder.iterdir()))}"
+        fix = f"--model_name_or_path {name} if that was meant, and the data in --dataset_name"
+        raise data_error(name, [Problem(given, "a directory of data", fix)])
     files = _data_files(folder.glob("*")) or _data_files(folder.glob("*/*"))
     if not files:
         held = sorted(item.name for item in folder.iterdir())

@@ -485,7 +485,8 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
     fix = (
         f"use {kind}:{count - 1}"
         if count
-        else f"use auto, or a profile name such as {profile} to plan for one"
+        else f"use auto (a CPU, where there is no other), or install a torch built for {kind}; to plan for one with "
+        f"isotype check, name a profile such as {profile}"
     )
     return PrecisionError(
         "device not in this machine", [Problem(f"device {name!r}", f"a device that torch sees; {seen}", fix)]

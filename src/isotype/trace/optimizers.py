@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -96,5 +97,6 @@ def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str,
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
     """The problem with a name that no trainer knows; none for other names and for what is no name."""
     if isinstance(asked, str) and asked not in OPTIMIZERS and not any(part in asked for part in _OWN_KERNELS):
-        names = ", ".join(OPTIMIZERS)
-        yield Problem(f"optimizer {asked!r}", f"one of {names}", "give one of these, or a callable")
+        near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
+        fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"
+        yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
-from math import isfinite
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from isotype.checkpoint.headers import contents, find_weights
 from isotype.checkpoint.locate import resolve_source
 from isotype.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.limits import name_problems, number_problems
 from isotype.train.settings import Settings
 
-# (where, argument, least value)
-_LEAST = (
-    ("training", "per_device_train_batch_size", 1),
-    ("training", "per_device_eval_batch_size", 1),
-    ("training", "gradient_accumulation_steps", 1),
-    ("training", "max_length", 1),
-    ("model", "lora_r", 1),
-)
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _REPORTERS = {
     name: name for name in ("wandb", "tensorboard", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
@@ -49,33 +45,30 @@ def check_settings(settings: Settings) -> None:
     Raises:
         UsageError: with every problem found.
     """
-    problems = [
-        *_numbers(settings),
-        *_lengths_of_training(settings),
-        *_paths(settings),
-        *_packages(settings),
-        *_model_arguments(settings),
-    ]
+    problems = [*argument_problems(settings), *_paths(settings), *_packages(settings)]
+    problems = problems or [*_optimizer(settings), *_hub(settings)]
     if problems:
         raise UsageError("arguments that cannot work", problems)
 
 
-def _numbers(settings: Settings) -> Iterator[Problem]:
-    rate = settings.training.learning_rate
-    if not (isfinite(rate) and rate >= 0):
-        yield Problem(f"--learning_rate {rate}", "a finite number, not below 0", "1e-4 is a common start")
-    for where, name, least in _LEAST:
-        value = getattr(getattr(settings, where), name, None)
-        if value is not None and value < least and (name != "lora_r" or settings.model.use_peft):
-            yield Problem(f"--{name} {value}", f"at least {least}", "give a larger one")
+def argument_problems(settings: Settings) -> list[Problem]:
+    """What is wrong with the arguments by themselves, on whatever machine they are for."""
+    read = partial(_read, settings)
+    return [
+        *number_problems(read),
+        *name_problems(read),
+        *_stream_without_steps(settings),
+        *_model_arguments(settings),
+    ]
 
 
-def _lengths_of_training(settings: Settings) -> Iterator[Problem]:
+def _read(settings: Settings, name: str) -> Any:
+    holders = (settings.training, settings.model, settings.script, settings.extra)
+    return next((getattr(holder, name) for holder in holders if hasattr(holder, name)), None)
+
+
+def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
     training = settings.training
-    if training.max_steps == 0:
-        yield Problem("--max_steps 0", "at least 1 step", "give a larger one, or leave it out")
-    if training.max_steps <= 0 and not training.num_train_epochs > 0:
-        yield Problem(f"--num_train_epochs {training.num_train_epochs:g}", "more than 0", "give a larger one")
     streaming = settings.script.dataset_streaming or getattr(settings.dataset, "streaming", False)
     if streaming and training.max_steps <= 0:
         yield Problem(
@@ -134,6 +127,56 @@ def _packages(settings: Settings) -> Iterator[Problem]:
 def _attention(settings: Settings) -> str | None:
     given = settings.training.model_init_kwargs or {}
     return settings.model.attn_implementation or given.get("attn_implementation")
+
+
+def _optimizer(settings: Settings) -> Iterator[Problem]:
+    """Whether optimizer and schedule can be made of their arguments, tried on one parameter."""
+    from transformers import Trainer, get_scheduler
+
+    training = settings.training
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    name = getattr(training.optim, "value", training.optim)
+    given = f"--optim {name}"
+    try:
+        made, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
+        optimizer = made([parameter], **arguments)
+        given = (
+            f"--lr_scheduler_type {getattr(training.lr_scheduler_type, 'value', training.lr_scheduler_type)}"
+        )
+        if training.lr_scheduler_kwargs:
+            given += f" --lr_scheduler_kwargs {json.dumps(training.lr_scheduler_kwargs)}"
+        get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
+    except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        yield Problem(f"{given}: {said}", "arguments that it can be made of", "change what it names")
+
+
+def _hub(settings: Settings) -> Iterator[Problem]:
+    """Whether what is trained can be uploaded: asked now, and not after hours of training."""
+    training = settings.training
+    if not training.push_to_hub or not training.should_save:
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    name = training.hub_model_id or Path(training.output_dir).name
+    later = f"leave --push_to_hub out, and upload afterwards: hf upload {name} {training.output_dir}"
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        said = str(error).partition(":")[0]
+        yield Problem(f"--hub_model_id {name!r}", f"NAME or OWNER/NAME ({said})", "--hub_model_id OWNER/NAME")
+        return
+    try:
+        HfApi(token=training.hub_token).whoami()
+    except LocalTokenNotFoundError:
+        fix = f"hf auth login, or --hub_token; or {later}"
+        yield Problem(f"--push_to_hub to {name} without a token", "a token that may write there", fix)
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client has; it is told as it is
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        given = f"--push_to_hub to {name}: the hub does not answer as it should ({reason})"
+        yield Problem(given, "a hub that can be reached, and a token that it takes", later)
 
 
 def _model_arguments(settings: Settings) -> Iterator[Problem]:

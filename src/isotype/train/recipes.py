@@ -114,11 +114,12 @@ def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
 
 
 def _training_device(settings: Settings) -> DeviceProfile:
-    profile = device_profile(settings.extra.device)
+    device = settings.extra.device
+    profile = device_profile(device)
     if not profile.present:
         raise UsageError(
             f"{profile.title} is not in this machine",
-            [Problem(f"--device {settings.extra.device}", "a device that is here", "leave --device out")],
+            [Problem(f"--device {device}", "a device that is here", _other_device(settings))],
         )
     index = torch.device(profile.name).index
     if index:
@@ -135,8 +136,14 @@ def _training_device(settings: Settings) -> DeviceProfile:
     return profile
 
 
+def _other_device(settings: Settings) -> str:
+    here = device_profile("auto").title
+    planned = f"isotype check {settings.method.name} … --device {settings.extra.device}"
+    return f"leave --device out to train on {here}; {planned} says how it would run there"
+
+
 def _place_outputs(settings: Settings) -> None:
-    if "output_dir" not in settings.explicit:
+    if "output_dir" not in settings.explicit or not settings.training.output_dir:
         # Not the stem: "Qwen3-0.6B" has no suffix.
         name = Path(str(settings.model.model_name_or_path)).resolve().name
         name = name.removeprefix("embedded:").removesuffix(".gguf") or "model"

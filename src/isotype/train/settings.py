@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from isotype.arguments import Parser, closest
 from isotype.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.errors import PrecisionError, Problem, UsageError
 from isotype.precision.decide import Wishes
+from isotype.train.limits import number_problems
 from isotype.train.methods import Method
 
 _UNSET = object()
+_JSON = {
+    "model_init_kwargs": '{"attn_implementation": "eager"}',
+    "lr_scheduler_kwargs": '{"num_cycles": 2}',
+    "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
+    "activation_checkpointing_kwargs": '{"use_reentrant": false}',
+    "accelerator_config": '{"split_batches": true}',
+    "fsdp_config": '{"version": 2}',
+    "dataset_kwargs": '{"skip_prepare_dataset": true}',
+    "generation_kwargs": '{"top_k": 50}',
+}
 _FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 
 
@@ -86,23 +98,39 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     parser = _parser(method)
     config_keys = _apply_config(parser, argv)
     arguments = _without_config(argv)
-    given = parser.parse_known_args(arguments, _unset_namespace(parser))[0]
+    parser.parse_known_args(arguments)
+    problems = list(parser.problems)  # of the config file's values too, which are the defaults
+    given, unknown = parser.parse_known_args(arguments, _unset_namespace(parser))
+    problems += parser.unknown(unknown)
+    model_path = _given_value(parser, given, "model_name_or_path", config_keys)
+    if model_path is None:
+        problems.append(_no_model(unknown))
+    parser.refuse(problems)
     explicit = {name for name, value in vars(given).items() if value is not _UNSET} | config_keys
     flags = {name: _given_value(parser, given, name, config_keys) for name in ("bf16", "fp16")}
     # transformers refuses bf16 on some machines while it parses; what the flags ask for is judged by the policy.
     neutral = ["--bf16", "False", "--fp16", "False"]
     if _given_value(parser, given, "device", config_keys) == "cpu":
         neutral += ["--use_cpu", "True"]
-    _check_model_init_kwargs(_given_value(parser, given, "model_init_kwargs", config_keys))
+    eight_bit = bool(_given_value(parser, given, "load_in_8bit", config_keys))
+    if eight_bit:  # TRL refuses it beside 4 bit, alone; it is judged with all that is said about precision
+        neutral += ["--load_in_8bit", "False"]
+    for name in _JSON:
+        _check_json(name, _given_value(parser, given, name, config_keys))
     try:
         parsed = parser.parse_args_into_dataclasses(args=[*arguments, *neutral])
-    except ValueError as error:
-        raise _usage_error(parser, str(error), arguments) from error
+    except (ValueError, TypeError, OSError) as error:
+        wrong = list(number_problems(partial(_given_value, parser, given, config_keys=config_keys)))
+        fix = "change what it names"
+        said = Problem(" ".join(str(error).split()), f"arguments that trl {method.name} takes together", fix)
+        raise UsageError("arguments that cannot work", wrong or [said]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
-        raise UsageError(f"an argument needs a package that is not installed: {error}") from error
+        raise UsageError(
+            "an argument needs a package that is not installed",
+            [Problem(_missing_package(error), "the package", "install it, or leave the argument out")],
+        ) from error
     script, training, model, dataset, extra = parsed
-    if model.model_name_or_path is None:
-        parser.error("--model_name_or_path is required")
+    model.load_in_8bit = eight_bit
     model.lora_target_modules = target_modules(model.lora_target_modules)
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"
@@ -111,6 +139,18 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     return Settings(
         method, script, training, model, dataset, extra, wishes, frozenset(explicit), tuple(argv), refused
     )
+
+
+def _no_model(stray: Sequence[str]) -> Problem:
+    """The model is missing; a path or hub id that stands there without a name is most likely it."""
+    meant = next((token for token in stray if not token.startswith("-")), "MODEL")
+    expected = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
+    return Problem("no --model_name_or_path", expected, f"--model_name_or_path {meant}")
+
+
+def _missing_package(error: ImportError) -> str:
+    found = re.search(r"'([\w.-]+)[^']*' distribution was not found", str(error))
+    return f"no package {found[1]}" if found else str(error)
 
 
 def target_modules(value: Any) -> Any:
@@ -123,8 +163,9 @@ def target_modules(value: Any) -> Any:
     return value
 
 
-def _check_model_init_kwargs(value: Any) -> None:
-    if value is None or isinstance(value, dict):
+def _check_json(name: str, value: Any) -> None:
+    path = name != "model_init_kwargs" and not str(value).startswith("{")  # some are read from files too
+    if value is None or isinstance(value, dict) or path:
         return
     try:
         wrong = None if isinstance(json.loads(value), dict) else "it is no object"
@@ -135,9 +176,9 @@ def _check_model_init_kwargs(value: Any) -> None:
             "an argument is not JSON",
             [
                 Problem(
-                    f"--model_init_kwargs {value}: {wrong}",
+                    f"--{name} {value}: {wrong}",
                     "a JSON object",
-                    """write it like '{"attn_implementation": "eager"}'""",
+                    f"""write it like '{_JSON[name]}'""",
                 )
             ],
         )
@@ -299,7 +340,7 @@ def _wished_quantization(
 
 def _given_value(parser: Any, given: argparse.Namespace, name: str, config_keys: set[str]) -> Any:
     """An argument as typed, else as the config file has it, else None."""
-    if getattr(given, name) is not _UNSET:
+    if getattr(given, name, _UNSET) is not _UNSET:
         return getattr(given, name)
     return parser.get_default(name) if name in config_keys else None
 
@@ -309,14 +350,11 @@ def _parser(method: Method) -> Any:
 
     script, training, model, dataset = method.dataclass_types()
 
-    class Parser(TrlParser):  # type: ignore[misc]  # trl ships no types
-        def error(self, message: str) -> NoReturn:
-            raise UsageError(
-                f"isotype {method.name}: {message}",
-                hint=f"see isotype {method.name} --help; the arguments are those of trl {method.name}",
-            )
+    class TrainingParser(Parser, TrlParser):  # type: ignore[misc]  # trl ships no types
+        """TRL's arguments, with our complaints."""
 
-    parser = Parser((script, training, model, dataset, IsotypeArguments), prog=f"isotype {method.name}")
+    make: Any = TrainingParser
+    parser = make((script, training, model, dataset, IsotypeArguments), prog=f"isotype {method.name}")
     parser.description = (
         f"{method.title}, under one precision policy. Takes the arguments of `trl {method.name}`."
     )
@@ -351,19 +389,28 @@ def _apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
             "unreadable config file",
             [Problem(f"--config {path}: {error.strerror}", "a YAML file", "check the path")],
         ) from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
         raise UsageError(
-            "config file is not YAML",
-            [Problem(f"--config {path}: {error}", "a YAML mapping", "mend that line")],
-        ) from error
-    if not isinstance(values, dict):
-        raise UsageError(
-            "config file is not a mapping",
+            "unreadable config file",
             [
                 Problem(
-                    f"--config {path} holds {type(values).__name__}", "`name: value` lines", "see trl's docs"
+                    f"--config {path}: not UTF-8 at byte {error.start}", "a YAML file", "convert it to UTF-8"
                 )
             ],
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UsageError(
+            "config file is not YAML",
+            [Problem(f"--config {path}{at}: {said}", "`name: value` lines", "correct that line")],
+        ) from error
+    if not isinstance(values, dict):
+        held = "nothing" if values is None else f"a {type(values).__name__}"
+        raise UsageError(
+            "config file is not a mapping",
+            [Problem(f"--config {path} holds {held}", "`name: value` lines", "write learning_rate: 1e-4")],
         )
     for name, value in (values.pop("env", None) or {}).items():
         os.environ[name] = str(value)
@@ -372,7 +419,7 @@ def _apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
     if unknown:
         raise UsageError(
             f"unknown names in {path}",
-            [Problem(key, *_closest(key, known, "")) for key in unknown],
+            [_unknown_key(key, sorted(known)) for key in unknown],
         )
     parser.set_defaults_with_config(**_yaml_choices(parser, values))
     return set(values)
@@ -386,7 +433,10 @@ def _yaml_choices(parser: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_path(argv: Sequence[str]) -> str | None:
     for position, token in enumerate(argv):
-        if token == "--config" and position + 1 < len(argv):
+        if token == "--config":
+            if position + 1 == len(argv):
+                problem = Problem("--config without a value", "a YAML file", "--config FILE.yaml")
+                raise UsageError("arguments that cannot work", [problem])
             return argv[position + 1]
         if token.startswith("--config="):
             return token.removeprefix("--config=")
@@ -410,21 +460,7 @@ def _unset_namespace(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return argparse.Namespace(**{action.dest: _UNSET for action in parser._actions if action.dest != "help"})
 
 
-def _usage_error(parser: argparse.ArgumentParser, message: str, arguments: Sequence[str]) -> UsageError:
-    known = {option for action in parser._actions for option in action.option_strings}
-    unknown = [
-        a
-        for a in arguments
-        if a.startswith("--")
-        and a.split("=")[0].replace("-", "_").replace("__", "--", 1) not in known
-        and a.split("=")[0] not in known
-    ]
-    problems = [Problem(name, *_closest(name, known, "--help lists all")) for name in unknown]
-    return UsageError("arguments not understood" if problems else message, problems)
-
-
-def _closest(name: str, known: set[str], otherwise: str) -> tuple[str, str]:
-    close = difflib.get_close_matches(name, known, n=3)
-    if close:
-        return "a known name: " + ", ".join(close), f"did you mean {close[0]}?"
-    return "a known name", otherwise or "see --help"
+def _unknown_key(name: str, known: Sequence[str]) -> Problem:
+    meant = closest(name, known)
+    fix = f"did you mean {meant[0]}?" if meant else "isotype sft --help lists all"
+    return Problem(name, f"a known name: {', '.join(meant)}" if meant else "a known name", fix)

@@ -1,0 +1,169 @@
+"""What a command says to bad input: one message with all problems and what was meant; never a traceback."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotype.cli import main
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+BUILD = """
+import torch
+
+
+def raises():
+    settings = {}
+    return settings["model"]
+
+
+def needs(size):
+    return size
+
+
+def extra():
+    return {"model": torch.nn.Linear(2, 2), "inputs": {"input": torch.ones(2, 2)}, "devise": "t4"}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("user")
+    save_chat_model(root / "chat")
+    save_rows(root / "sft.jsonl", rows("sft"))
+    (root / "bad_build.py").write_text(BUILD)
+    (root / "bad_syntax.py").write_text("def f(:\n")
+    (root / "bad_import.py").write_text("import no_such_package_of_anybody\n")
+    (root / "bad.yaml").write_text("learning_rate: 1e-4\nmax_steps: [1\n")
+    (root / "type.yaml").write_text("max_steps: three\n")
+    (root / "pickled").mkdir()
+    (root / "pickled" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    torch.save({"a": torch.ones(2)}, root / "pickled" / "adapter_model.bin")
+    return root
+
+
+def said(capsys, folder: Path, monkeypatch, command: str) -> str:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "1000")
+    status = main(shlex.split(command))
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert "Traceback" not in out + err
+    assert "not expected" not in err
+    return " ".join(err.split())
+
+
+SFT = "--model_name_or_path chat --dataset_name sft.jsonl --output_dir out --device cpu"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--max_steps -5", ["--max_steps -5 expected at least 1 step", "--max_steps 5, or leave it out"]),
+        ("--lora_dropout 1", ["--lora_dropout 1.0 expected at least 0, less than 1"]),
+        ("--lora_dropout -0.1 --lora_r 0 --lora_alpha 0", ["lora_dropout -0.1", "lora_r 0", "lora_alpha 0"]),
+        ("--seed -1 --adam_beta1 1.5", ["--seed -1", "at most 4294967295", "--adam_beta1 1.5"]),
+        ("--warmup_steps -1 --logging_steps 0", ["--warmup_steps -1.0 expected", "--logging_steps 0.0"]),
+        ("--neftune_noise_alpha -1 --dataloader_num_workers -1", ["noise_alpha -1", "num_workers -1"]),
+        ("--num_train_epochs nan", ["--num_train_epochs nan"]),
+        ("--learning_rate 1e30", ["--learning_rate 1e+30 expected at least 0, at most 1000"]),
+        (
+            "--load_in_4bit --load_in_8bit --dtype float16 --bf16",
+            ["--dtype float16 and --bf16", "--load_in_8bit and --load_in_4bit"],
+        ),
+        (
+            "--optim adamw_troch --lr_scheduler_type cosin --eval_strategy stesp --max_steps x --lerning_rate 1",
+            [
+                "did you mean adamw_torch",
+                "did you mean cosine?",
+                "did you mean steps?",
+                "--max_steps x expected a whole number",
+                "did you mean --learning_rate?",
+            ],
+        ),
+        ("--report_to wnadb", ["--report_to wnadb", "did you mean wandb"]),
+        ("--attn_implementation flsh", ["--attn_implementation flsh expected one of eager"]),
+        ("--lora_task_type CAUSAL", ["did you mean CAUSAL_LM"]),
+        ("--torch_compile True --torch_compile_backend indctor", ["did you mean inductor?"]),
+        ("--lr_scheduler_kwargs '{\"a\": 1}'", ["unexpected keyword argument 'a'"]),
+        ("--lr_scheduler_kwargs '{bad'", ["--lr_scheduler_kwargs {bad", '{"num_cycles": 2}']),
+        ("--lr 1", ["--lr expected a known name: --learning_rate"]),
+        (
+            "--batch_size 1 --rank 3 --epochs 2",
+            ["--per_device_train_batch_size?", "--lora_r?", "--num_train_"],
+        ),
+        ("--report_to none none", ["none expected a value that belongs to an argument"]),
+        ("--config", ["--config without a value"]),
+        ("--config bad.yaml", ["--config bad.yaml, line 3, column 1: expected ',' or ']'"]),
+        ("--config type.yaml", ["--max_steps three expected a whole number"]),
+        ("--load_best_model_at_end True", ["requires the save and eval strategy to match"]),
+        ("--device cuda:77", ["cuda:77"]),
+        ("--push_to_hub --hub_model_id 'a b'", ["--hub_model_id 'a b' expected NAME or OWNER/NAME"]),
+        ("--dataset_name chat", ["holds a model"]),
+    ],
+)
+def test_training_arguments(capsys, folder, monkeypatch, flags, words):
+    message = said(capsys, folder, monkeypatch, f"sft {SFT} {flags}")
+    assert [word for word in words if word not in message] == []
+    assert "loading" not in message
+
+
+def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, monkeypatch):
+    class Api:
+        def __init__(self, token: str | None) -> None: ...
+
+        def whoami(self) -> None:
+            raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    message = said(capsys, folder, monkeypatch, f"sft {SFT} --push_to_hub")
+    assert "--push_to_hub to out: the hub does not answer as it should (Name or service not known)" in message
+    assert "hf upload out out" in message
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("sft", ["no --model_name_or_path", "--model_name_or_path MODEL"]),
+        ("sft chat", ["--model_name_or_path chat"]),
+        ("sft --model_name_or_path", ["--model_name_or_path: expected one argument"]),
+        ("check", ["no model expected", "isotype check MODEL"]),
+        ("check chat --fail-on eror", ["did you mean error?"]),
+        ("check chat --lora_r -1 --learning_rate -1", ["--lora_r -1", "--learning_rate -1"]),
+        ("check chat --optim adamw_troch", ["did you mean adamw_torch"]),
+        ("check SFT --model_name_or_path chat", ["did you mean isotype check sft?"]),
+        ("check sft --model_name_or_path chat --max_steps -5 --lora_r 0", ["--max_steps -5", "--lora_r 0"]),
+        ("check bad_build.py", ["isotype check bad_build:FUNCTION", "isotype run bad_build.py"]),
+        ("check bad_build.py:raises", ["fix isotype check bad_build:raises"]),
+        ("check bad_build:raises", ["KeyError: 'model'", 'bad_build.py:7 return settings["model"]']),
+        ("check bad_build:needs", ["missing a required argument: 'size'"]),
+        ("check bad_build:extra", ["did you mean 'device'?"]),
+        ("check bad_syntax:f", ["SyntaxError", "bad_syntax.py, line 1"]),
+        ("check bad_import:f", ["no_such_package_of_anybody", "bad_import.py:1"]),
+        ("inspect", ["the following arguments are required: path"]),
+        ("inspect pickled", ["cd pickled && python -c", "weights_only=True"]),
+        ("merge pickled -o merged", ["cd pickled && python -c"]),
+        ("merge pickled", ["the following arguments are required: -o/--output"]),
+        ("chat chat --temperature abc --quantization nf5", ["--temperature abc", "did you mean nf4?"]),
+        ("explain foo", ["isotype explain lists them"]),
+        ("doctor --jsn", ["did you mean --json?"]),
+        ("run --steps x bad_build.py", ["--steps x expected a whole number"]),
+        ("demo --max_steps x", ["--max_steps x expected a whole number"]),
+    ],
+)
+def test_commands(capsys, folder, monkeypatch, command, words):
+    message = said(capsys, folder, monkeypatch, command)
+    assert [word for word in words if word not in message] == []
+
+
+def test_a_pickled_adapter_is_converted_by_the_command_that_is_named(capsys, folder, monkeypatch, tmp_path):
+    copy = shutil.copytree(folder / "pickled", tmp_path / "pickled")
+    message = said(capsys, tmp_path, monkeypatch, "inspect pickled")
+    code = message.partition('python -c "')[2].partition('"')[0]
+    monkeypatch.chdir(copy)
+    exec(code, {})
+    assert (copy / "adapter_model.safetensors").is_file()
