@@ -69,6 +69,12 @@ class UsageError(IsotypeError):
     """Arguments that do not fit together."""
 
 
+class TrainingError(IsotypeError):
+    """A training that cannot go on: its loss or its weights are not finite."""
+
+    exit_code = 1
+
+
 class SaveError(IsotypeError):
     """Something could not be written; what was there before is untouched."""
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -159,35 +160,85 @@ def test_dropped_examples_are_said_and_reported(model, tmp_path):
     assert config["bias"] == "all"
 
 
-def test_a_loss_that_is_no_number_fails_and_still_saves(model, data, tmp_path, capsys):
+def test_weights_that_are_not_finite_are_refused_where_they_are_loaded(model, data, tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
-    broken, out = tmp_path / "broken", tmp_path / "out"
+    broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     weights = load_file(broken / "model.safetensors")
-    weights["model.norm.weight"].fill_(float("nan"))
+    weights["model.norm.weight"][:3] = float("nan")
+    weights["model.layers.0.self_attn.q_proj.weight"][0, 0] = float("inf")
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    argv = [
-        "sft",
-        "--model_name_or_path",
-        broken,
-        "--dataset_name",
-        data,
-        "--max_steps",
-        2,
-        "--output_dir",
-        out,
-    ]
-    assert main([str(a) for a in argv]) == 1
-    assert capsys.readouterr().err.endswith(
-        "error: the loss is not finite: what was trained is of no use\n"
-        "  - loss nan at step 2, not finite since step 1\n"
-        "    expected  a number\n"
-        "    fix       a smaller --learning_rate; if the first step is not finite either, look at the model's weights\n"
-        f"  = saved in {out} all the same\n"
+    argv = ["sft", "--model_name_or_path", broken, "--dataset_name", data, "--output_dir", tmp_path / "out"]
+    assert main([str(a) for a in argv]) == 2
+    assert capsys.readouterr().err == (
+        "error: weights that are not finite\n"
+        f"  - {broken}: 2 tensors with NaN or infinity: model.layers.0.self_attn.q_proj.weight "
+        "(1 infinite of 4,096, float32), model.norm.weight (3 NaN of 64, float32)\n"
+        "    expected  finite numbers\n"
+        "    fix       copy, download or train them again: nothing repairs them\n"
     )
-    assert json.loads((out / "run_report.json").read_text())["status"] == "failed"
-    assert "adapter_model.safetensors" in names(out)
+    assert main(["chat", str(broken), "--ask", "w1"]) == 2
+    assert "2 tensors with NaN or infinity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_a_loss_that_is_no_number_ends_the_run_before_its_update(
+    model, tmp_path, capsys, monkeypatch, method
+):
+    import trl
+
+    trainer = getattr(trl, f"{method.upper()}Trainer")
+    sound = trainer.compute_loss
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = sound(self, *args, **kwargs)
+        scale = float("nan") if self.state.global_step == 1 else 1.0
+        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+
+    monkeypatch.setattr(trainer, "compute_loss", broken)
+    data, out = save_rows(tmp_path / "rows.jsonl", rows(method)), tmp_path / "out"
+    argv = [method, "--model_name_or_path", model, "--dataset_name", data, "--output_dir", out]
+    argv += [
+        "--max_steps",
+        4,
+        "--save_steps",
+        1,
+        "--learning_rate",
+        "1e-3",
+        "--per_device_train_batch_size",
+        2,
+    ]
+    if method == "grpo":
+        argv += ["--reward_funcs", "tests.train.tiny.reward_by_words", "--num_generations", 2]
+        argv += ["--max_completion_length", 4]
+    assert main([str(a) for a in argv]) == 1
+    err = capsys.readouterr().err
+    assert (
+        "error: the loss is not finite: stopped before the update\n  - step 2: loss nan, learning rate" in err
+    )
+    assert "fix       --learning_rate 0.0001; --warmup_steps 0.05" in err
+    assert f"  = {out / 'checkpoint-1'} was saved before and is whole" in err
+    assert not (out / "checkpoint-2").exists()
+    assert not (out / "adapter_model.safetensors").exists()
+    report = json.loads((out / "run_report.json").read_text())
+    assert (report["status"], len(report["steps"])) == ("failed", 2)
+
+
+def test_trained_weights_that_are_not_finite_are_not_saved(model, data, tmp_path, capsys, monkeypatch):
+    from isotype.train.record import RunRecorder
+
+    def ruin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:  # counted after this
+            next(p for p in kwargs["model"].parameters() if p.requires_grad).data.fill_(float("inf"))
+
+    monkeypatch.setattr(RunRecorder, "on_optimizer_step", ruin)
+    out = tmp_path / "out"
+    argv = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--output_dir", out]
+    argv += ["--max_steps", 3, "--save_steps", 2, "--per_device_train_batch_size", 2]
+    assert main([str(a) for a in argv]) == 1
+    assert "not finite" in capsys.readouterr().err
+    assert not list(out.glob("**/*.safetensors"))
 
 
 def test_the_sample_is_asked_in_the_format_of_its_row(model):

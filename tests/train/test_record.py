@@ -15,6 +15,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from isotype.errors import TrainingError
 from isotype.report.run import StepRecord
 from isotype.train.progress import ProgressView
 from isotype.train.record import SAMPLING_SECONDS, RunRecorder, StepMeasures, memory_meter
@@ -134,3 +135,25 @@ def test_the_bar_starts_where_the_run_does_and_messages_go_above_it(width: int):
     assert re.fullmatch(r"step  41/300 .*loss 2\.5000   2,400 tokens/s (0:00:00 )?left [-:0-9]+ *", shown[-1])
     assert max(map(len, lines)) <= width - 3
     assert "a message" in [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize(("scaled", "stops"), [(True, False), (False, True)])
+def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, stops):
+    scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 65536.0) if scaled else None
+    arguments = SimpleNamespace(fp16=scaled, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1.0)
+    trainer = SimpleNamespace(
+        step_so_far=lambda: (2.0, float("inf")),
+        accelerator=SimpleNamespace(scaler=scaler, optimizer_step_was_skipped=False),
+        last_checkpoint=lambda: None,
+        take_step_measures=lambda: StepMeasures(1, 2.0, float("inf"), 0),
+        args=arguments,
+    )
+    recorder = RunRecorder(trainer)
+    state = SimpleNamespace(global_step=4)
+    if not stops:
+        recorder.on_pre_optimizer_step(arguments, state, None)
+        return
+    with pytest.raises(TrainingError, match="step 5: loss 2, learning rate 0, gradient norm inf") as caught:
+        recorder.on_pre_optimizer_step(arguments, state, None)
+    assert "the gradient is not finite" in str(caught.value)
+    assert "--save_steps N" in str(caught.value)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.config import read_json
+from isotype.checkpoint.finite import require_finite
 from isotype.checkpoint.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.load import dense_source, load
 from isotype.errors import CheckpointError, Problem, UsageError
@@ -294,6 +295,7 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     from safetensors.torch import load_file
 
     weights = load_file(str(adapter.headers.tensors[0].file)) if adapter.headers.tensors else {}
+    require_finite(adapter.directory, ((plain_name(name), value) for name, value in weights.items()))
     base = peft_model.get_base_model()
     try:
         result = set_peft_model_state_dict(peft_model, weights)

@@ -12,6 +12,7 @@ from torch import nn
 
 from isotype.checkpoint.config import model_class as class_of
 from isotype.checkpoint.facts import ModelFacts, facts_of
+from isotype.checkpoint.finite import require_finite
 from isotype.checkpoint.gguf import dense_copy
 from isotype.checkpoint.locate import resolve_source
 from isotype.errors import CheckpointError, Problem
@@ -41,7 +42,8 @@ def load(
         **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, `trust_remote_code`, …).
 
     Raises:
-        CheckpointError: `path` is no checkpoint, or holds a format that cannot be loaded as asked.
+        CheckpointError: `path` is no checkpoint, holds a format that cannot be loaded as asked, tensors of other
+            shapes than its config says, or values that are not finite.
         PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
     """
     source = dense_source(path, policy.plain)
@@ -62,6 +64,8 @@ def load(
             source, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **kwargs
         )
     model.__class__ = cls
+    # Not the buffers: a mask may well hold infinity.
+    require_finite(path, model.named_parameters())
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from isotype.checkpoint.finite import all_finite
 from isotype.checkpoint.staging import (
     NO_ROOM,
     STAGING,
@@ -29,6 +30,7 @@ from isotype.checkpoint.staging import (
 from isotype.errors import PrecisionError, Problem, SaveError
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.diverged import not_finite
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 
@@ -109,6 +111,24 @@ class _Governed:
         self._step_tokens, self._step_loss, self._step_norm = 0, None, None
         return measures
 
+    def step_so_far(self: Any) -> tuple[float, float | None]:
+        """(loss, gradient norm) of the step whose update comes next, over all processes; the norm None without one."""
+        values = torch.stack(
+            [
+                torch.as_tensor(0.0 if v is None else v, device=self.args.device)
+                for v in (self._step_loss, self._step_norm)
+            ]
+        )
+        if self.accelerator.num_processes > 1:
+            values = self.accelerator.reduce(values, reduction="mean")
+        loss, norm = values.tolist()
+        return loss, None if self._step_norm is None else norm
+
+    def _check_trained(self: Any) -> None:
+        """Raise TrainingError rather than save weights that are not finite."""
+        if not all_finite(p for p in self.model.parameters() if p.requires_grad):
+            raise not_finite("the trained weights are not finite", self, self.state.global_step, {})
+
     def _get_output_dir(self: Any, trial: Any) -> str:
         if self._staging is not None:
             return str(self._staging)
@@ -116,6 +136,7 @@ class _Governed:
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         """Build the checkpoint aside, bring it to the disk, then rename it: it is whole or not there."""
+        self._check_trained()
         run_dir = Path(super()._get_output_dir(trial))  # type: ignore[misc]
         name = f"checkpoint-{self.state.global_step}"
         built, final = run_dir / STAGING / name, run_dir / name
@@ -159,7 +180,9 @@ class _Governed:
 
         Raises:
             SaveError: the disk is full, or cannot be written.
+            TrainingError: the trained weights are not finite.
         """
+        self._check_trained()
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)
             if self.args.should_save:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,10 +15,10 @@ import torch
 from rich.console import Console
 
 from isotype.checkpoint.staging import recover
-from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, UsageError
+from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, TrainingError, UsageError
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.run import JSON_NAME, RunRecord, Sample, StepRecord, write_run_report
+from isotype.report.run import JSON_NAME, RunRecord, Sample, write_run_report
 from isotype.train import describe
 from isotype.train.check import check_policy, check_settings, check_tokenizer, check_weights, dropped_examples
 from isotype.train.generate import Prompt, answer
@@ -356,6 +355,9 @@ def _train(
         record_of = partial(describe.record, settings, policy, profile, trainer, recorder, notes=built.notes)
         try:
             finished = _train_and_save(trainer, root, resume, console)
+        except TrainingError as failure:
+            record = record_of(sample, started, "failed", str(failure))
+            return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
         except Exception as failure:
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
@@ -365,37 +367,12 @@ def _train(
     if not finished:
         record = record_of(sample, started, "interrupted", None)
         return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
-    if recorder.steps and not math.isfinite(recorder.steps[-1].loss):
-        error = _diverged(recorder.steps, policy, root)
-        record = record_of(sample, started, "failed", error)
-        return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
     try:
         sample = _second_answer(trainer, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
     record = record_of(sample, started, "finished", None)
     return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
-
-
-def _diverged(steps: Sequence[StepRecord], policy: PrecisionPolicy, root: Path) -> str:
-    """What to say of a run whose loss is no number at the end."""
-    first = next(record.step for record in steps if not math.isfinite(record.loss))
-    if policy.compute == torch.float16:
-        hint = "float16 ends at 65504: --dtype bfloat16 or float32 has the range of the weights it was trained in"
-    else:
-        hint = (
-            "a smaller --learning_rate; if the first step is not finite either, look at the model's weights"
-        )
-    problem = Problem(
-        f"loss {steps[-1].loss} at step {steps[-1].step}, not finite since step {first}", "a number", hint
-    )
-    return str(
-        IsotypeError(
-            "the loss is not finite: what was trained is of no use",
-            [problem],
-            f"saved in {root} all the same",
-        )
-    )
 
 
 def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> bool:

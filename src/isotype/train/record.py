@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from isotype.report.run import EvalRecord, StepRecord
+from isotype.train.diverged import not_finite
 
 _LOGGED_ANYWAY = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
@@ -70,13 +72,38 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._began = time.perf_counter()
         self._learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the run before an update that would ruin the weights.
+
+        A gradient that is not finite is ordinary under a GradScaler, which skips its step; a loss never is.
+
+        Raises:
+            TrainingError: loss or gradient are not finite.
+        """
+        loss, norm = self.trainer.step_so_far()
+        scaler = self.trainer.accelerator.scaler
+        scaled = scaler is not None and scaler.is_enabled()
+        if math.isfinite(loss) and (norm is None or math.isfinite(norm) or scaled):
+            return
+        what = "gradient" if math.isfinite(loss) else "loss"
+        seen: dict[str, object] = {"loss": f"{loss:g}", "learning rate": f"{self._learning_rate:g}"}
+        seen |= {"gradient norm": f"{norm:g}"} if norm is not None else {}
+        seen |= {"loss scale": f"{scaler.get_scale():g}"} if scaled else {}
+        self.steps.append(self._record(state.global_step + 1))
+        headline = f"the {what} is not finite: stopped before the update"
+        raise not_finite(headline, self.trainer, state.global_step + 1, seen)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""
+        self.steps.append(self._record(state.global_step))
+        self._show(state, self.steps[-1])
+
+    def _record(self, step: int) -> StepRecord:
         measures = self.trainer.take_step_measures()
         accelerator = self.trainer.accelerator
         scaler = accelerator.scaler
-        record = StepRecord(
-            step=state.global_step,
+        return StepRecord(
+            step=step,
             loss=measures.loss,
             learning_rate=self._learning_rate,
             grad_norm=measures.grad_norm,
@@ -86,8 +113,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None,
             skipped=bool(accelerator.optimizer_step_was_skipped),
         )
-        self.steps.append(record)
-        self._show(state, record)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the held-back loss."""

@@ -1,0 +1,76 @@
+"""Weights that are not finite: looked for where a model is loaded, since nothing that is computed with them is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from isotype.errors import CheckpointError, Problem
+
+_MOST = 12
+
+
+def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse tensors with NaN or infinity; every one of them is named in one error.
+
+    Args:
+        source: where they come from, for the message.
+        named: (name, tensor); of a quantized weight, what it is dequantized with is looked at.
+
+    Raises:
+        CheckpointError: some are not finite.
+    """
+    broken = {
+        name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
+    }
+    if not broken:
+        return
+    listed = ", ".join(f"{name} ({words})" for name, words in list(broken.items())[:_MOST])
+    more = f" and {len(broken) - _MOST} more" if len(broken) > _MOST else ""
+    overflowed = (
+        "; if the file itself is sound, float16 is too small for it: give --dtype bfloat16 or float32"
+    )
+    half = any(words.endswith("float16") for words in broken.values())
+    fix = f"copy, download or train them again: nothing repairs them{overflowed if half else ''}"
+    count = f"{len(broken)} tensor{'s' if len(broken) > 1 else ''}"
+    raise CheckpointError(
+        "weights that are not finite",
+        [Problem(f"{source}: {count} with NaN or infinity: {listed}{more}", "finite numbers", fix)],
+    )
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no tensor holds NaN or infinity."""
+    return all(_finite(values) for tensor in tensors for values in _values(tensor))
+
+
+def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The float tensors that a weight's values come of."""
+    state: Any = getattr(weight, "quant_state", None)
+    scales: Any = getattr(weight, "SCB", None)
+    if state is not None:
+        constants = (state.state2.absmax, state.offset) if state.nested else (state.absmax,)
+        yield from (each for each in constants if torch.is_tensor(each))
+    elif torch.is_tensor(scales):
+        yield scales
+    elif weight.is_floating_point() and weight.device.type != "meta":
+        # Of a sharded parameter, the part that lies here.
+        yield weight.to_local() if hasattr(weight, "to_local") else weight.detach()
+
+
+def _finite(values: torch.Tensor) -> bool:
+    if values.numel() == 0:
+        return True
+    if values.dtype.itemsize == 1:  # no kernel looks at float8
+        values = values.to(torch.float32)
+    least, most = torch.aminmax(values)  # one pass, nothing allocated; NaN comes through
+    return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def _words(values: torch.Tensor) -> str:
+    wide = values.to(torch.float32)
+    nan, infinite = int(wide.isnan().sum()), int(wide.isinf().sum())
+    counts = " and ".join(f"{n:,} {what}" for n, what in ((nan, "NaN"), (infinite, "infinite")) if n)
+    return f"{counts} of {values.numel():,}, {str(values.dtype).removeprefix('torch.')}"
