@@ -282,7 +282,8 @@ def rows_of(values: Mapping[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[l
 
 
 PLAIN_KTO = rows_of({"prompt": TEXTS, "completion": TEXTS, "label": st.booleans()})
-SPOKEN_KTO = rows_of({"prompt": TURNS, "completion": TURNS, "label": st.booleans()})
+ANSWERED = TURNS.map(lambda turns: [*turns, *ASSISTANT])
+SPOKEN_KTO = rows_of({"prompt": TURNS, "completion": ANSWERED, "label": st.booleans()})
 
 
 def round_trip(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isotype.data.roles import CHATS, chat_problems
 from isotype.data.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
 from isotype.errors import Problem
 
@@ -370,6 +371,7 @@ class _Plan:
     checks: tuple[tuple[str, Column], ...]
     turns: tuple[str, ...]
     plain: bool
+    chats: tuple[str, ...]
 
     def faults(self, row: Row) -> Iterator[Problem]:
         sound = True
@@ -380,7 +382,11 @@ class _Plan:
                 sound = False
                 empty = value is None or value == "" or value == []
                 yield Problem(f"column '{name}' {fault}", column.expected, _REFILL if empty else column.fix)
-        if not sound or not self.turns:
+        if not sound:
+            return
+        for name in self.chats:
+            yield from chat_problems(name, row[name])
+        if not self.turns:
             return
         mixed = _turns_fault(row, self.turns)
         if mixed:
@@ -406,6 +412,7 @@ def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
         checks=tuple((name, known[name]) for name in judged if name in row and name in known),
         turns=turns,
         plain=all(isinstance(row[name], str) for name in turns),
+        chats=tuple(name for name in judged if name in row and name in CHATS),
     )
 
 

@@ -1,0 +1,60 @@
+"""Who speaks in a chat: roles that no chat template knows, and chats in which nobody answers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from isotype.errors import Problem
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+"""The roles that chat templates write."""
+
+ANSWERS = frozenset({"messages", "conversations", "completion", "chosen", "rejected"})
+"""Columns that hold what is learned, if they hold a chat."""
+
+CHATS = ANSWERS | {"prompt"}
+
+# ShareGPT's names, which TRL passes on from a column `conversations`.
+_SHARED = ("human", "gpt", "model", "bot", "chatgpt", "bing", "bard", "function_call")
+_MEANT = {
+    "human": "user",
+    "gpt": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+}
+_SPEAKERS = frozenset({"assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard", "function_call"})
+
+
+def chat_problems(column: str, value: object) -> Iterator[Problem]:
+    """What is wrong with the roles of one chat, whose messages are sound otherwise; nothing for plain text."""
+    if not isinstance(value, list):
+        return
+    shared = column == "conversations"
+    roles = [str(message["from" if shared else "role"]) for message in value]
+    for role in dict.fromkeys(roles):
+        meant = None if shared and role in _SHARED else _meant(role)
+        if meant is not None:
+            given = f"column '{column}' holds a message of the role '{role}'"
+            yield Problem(given, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
+    known = _SPEAKERS if shared else {"assistant"}
+    # Of a role of the template's own nobody knows whether it answers.
+    if column in ANSWERS and known.isdisjoint(roles) and {*ROLES, *_SHARED}.issuperset(roles):
+        yield Problem(
+            f"column '{column}' holds no message of the assistant",
+            "at least one, which is what is learned",
+            "add the answer, or remove the example",
+        )
+
+
+def _meant(role: str) -> str | None:
+    """The role that was most likely meant by one that is none; None for a role, and for names like no role's.
+
+    What is like none may be a role of the model's own template.
+    """
+    if role in ROLES:
+        return None
+    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75)
+    return near[0] if near else _MEANT.get(role.lower())
