@@ -22,7 +22,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.report.check import Report
 from isotype.rules import clears, judge
 from isotype.rules.finding import Action, Finding, Fix, Severity
-from isotype.trace.optimizers import unknown_optimizer
+from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
 from isotype.trace.record import PHASES, Call, Phase, Setup, Trace, Weight
 from isotype.trace.step import LossOf, trace_step
 from isotype.trace.weights import weights_of
@@ -135,7 +135,7 @@ def _setup(
     cast = None if autocast in (None, False) else parse_dtype(autocast)
     known = policy.compute if policy is not None else cast
     if isinstance(optimizer, torch.optim.Optimizer) and learning_rate is None:
-        learning_rate = float(optimizer.param_groups[0]["lr"])
+        learning_rate = learning_rate_of(optimizer)
     return Setup(
         profile=profile,
         autocast=cast,

@@ -277,3 +277,8 @@ def test_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_report_is_a_value() -> None:
     report: Report = clean()
     assert replace(report, seconds=1.0).trace is report.trace
+
+
+def test_the_outermost_module_has_a_name_among_the_places():
+    """Parameters of the model itself lie in a module without a name."""
+    assert fold_places(["", "proj"], {}) == [("", "the model", 1), ("", "proj", 1)]

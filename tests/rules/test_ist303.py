@@ -3,6 +3,7 @@ from __future__ import annotations
 from isotype.rules.finding import Action
 from isotype.rules.ist303_no_scaler import find
 from tests.rules.samples import BF16, FP16, FP32, LAYER, adapter, call, operand, packed, trace
+from tests.rules.traces import batch, cast, llama, verified
 
 
 def test_float16_backward_without_scaler() -> None:
@@ -14,10 +15,30 @@ def test_float16_backward_without_scaler() -> None:
 
 
 def test_float16_masters_lose_adams_epsilon() -> None:
-    (finding,) = find(trace([adapter(FP16)]))
+    (finding,) = find(trace([adapter(FP16)], compute=FP16))
     assert finding.message == "1 float16 parameter is trained without loss scaling"
     assert "0 / 0" in finding.notes[0]
     assert all(Action("setting", "scaler", "True") in fix.actions for fix in finding.fixes)
+
+
+def test_where_nothing_computes_in_float16_no_scaler_is_added() -> None:
+    """A scaler beside autocast to bfloat16 is a finding of its own (IST302): the fix was never shown."""
+    (finding,) = find(trace([adapter(FP16)], autocast=BF16))
+    assert [fix.description for fix in finding.fixes] == [
+        "keep the adapters in float32, as masters that the optimizer updates"
+    ]
+    assert {action.kind for action in finding.fixes[0].actions} == {"parameter"}
+    model = cast(llama(FP16), FP16, ["lora"])
+    (shown,) = verified(model, batch(), "IST303", autocast=BF16)
+    assert [fix.verified for fix in shown.fixes] == [True]
+
+
+def test_a_scaler_takes_float32_masters_only() -> None:
+    """bfloat16 adapters on a float16 model: a scaler alone cannot unscale their gradients on a GPU."""
+    product = call("aten.mm.default", operand(FP16), result=FP16, phase="backward", flops=100)
+    (finding,) = find(trace([adapter(BF16)], [product], compute=FP16))
+    (fix,) = finding.fixes
+    assert {action.value for action in fix.actions} == {"float32", "True"}
 
 
 def test_scaled_and_bfloat16_runs_are_silent() -> None:

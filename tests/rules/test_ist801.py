@@ -5,9 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isotype.preflight import check
 from isotype.rules.ist801_lost_updates import find
 from isotype.rules.weight_sets import spacing
-from tests.rules.samples import BF16, FP16, FP32, adapter, norm, trace, weight
+from isotype.trace.optimizers import learning_rate_of
+from tests.reality import real_step
+from tests.rules.samples import BF16, FP16, FP32, LAYER, adapter, norm, trace, weight
+from tests.rules.traces import batch, cast, llama
 
 
 def test_adapters_that_stand_still() -> None:
@@ -37,6 +41,52 @@ def test_unknown_rates_and_other_optimizers_are_silent() -> None:
     lost = adapter(BF16, typical=1.0)
     assert not list(find(trace([lost])))
     assert not list(find(trace([lost], learning_rate=1e-6, optimizer="sgd")))
+
+
+def test_a_learning_rate_of_zero_says_nothing() -> None:
+    """A schedule's warm-up begins with it: no update is lost that nobody asked for."""
+    assert not list(find(trace([adapter(BF16, typical=1.0)], learning_rate=0.0)))
+
+
+def test_in_warm_up_the_rate_it_leads_to_counts() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], lr=3e-4)
+    assert learning_rate_of(optimizer) == 3e-4
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert learning_rate_of(optimizer) == 3e-4
+
+
+DORA = f"{LAYER}.lora_magnitude_vector.default.weight"
+
+
+def test_a_dora_magnitude_that_no_update_moves() -> None:
+    """Unloaded, it is the norm of a row of the layer's weight: far above what an update of 1e-4 moves."""
+    given = [adapter(BF16, DORA, shape=(64,)), adapter(BF16, shape=(8, 4096))]
+    (finding,) = find(trace(given, learning_rate=1e-4))
+    assert finding.message == "updates of 1e-04 are lost in 1 of 2 trainable parameters"
+    assert finding.notes == (
+        f"{DORA}: not loaded; initialised, its values are near 0.58, where bfloat16 has steps of 3.9e-03",
+    )
+    assert not list(find(trace([adapter(FP32, DORA, shape=(64,)), given[1]], learning_rate=1e-4)))
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_dora_in_bfloat16_does_not_move(meta: bool) -> None:
+    """The judge is a real update: no value of any magnitude changes."""
+    model = cast(llama(BF16, use_dora=True), BF16, ["magnitude"])
+    names = [name for name, parameter in model.named_parameters() if "magnitude" in name]
+    before = [model.get_parameter(name).detach().clone() for name in names]
+    if not meta:
+        assert real_step(model, batch(), learning_rate=1e-4).error is None
+        moved = [
+            (model.get_parameter(name) != old).float().mean() for name, old in zip(names, before, strict=True)
+        ]
+        assert max(moved) < 0.05
+    on_meta = model.to("meta") if meta else model
+    report = check(on_meta, batch(), device="cpu", learning_rate=1e-4, verify=False)
+    (finding,) = [finding for finding in report.findings if finding.code == "IST801"]
+    assert finding.message == "updates of 1e-04 are lost in 14 of 42 trainable parameters"
 
 
 @given(st.floats(2**-14, 2**15), st.sampled_from([BF16, FP16]))

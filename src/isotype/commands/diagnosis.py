@@ -31,6 +31,7 @@ from isotype.rules.finding import Finding
 from isotype.rules.words import evidence, plural
 from isotype.trace.live import device_of
 from isotype.trace.modes import no_modes
+from isotype.trace.optimizers import learning_rate_of
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup
 from isotype.trace.step import LossOf, loss_of
 from isotype.trace.watch import Beginning, Watch, enumerate_inputs
@@ -127,7 +128,7 @@ class Diagnosis:
             autocast_of(model, device),
             scaler,
             _asked(optimizer),
-            None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
+            None if optimizer is None else learning_rate_of(optimizer),
         )
         if self._preflight:
             self.report = self._looked_ahead(ahead, model)

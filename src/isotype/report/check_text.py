@@ -17,7 +17,7 @@ from isotype.report.check import Report
 from isotype.report.check_map import layer_counts, plain_name, split_layer
 from isotype.report.text import format_bytes
 from isotype.rules.finding import Finding, Fix, Price
-from isotype.rules.words import plural
+from isotype.rules.words import named, plural
 from isotype.trace.record import Operand, Setup
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) ->
         counts = [layers.get((stack, number), 1) for number in numbers]
         # In a folded model the numbers between are those that the last one stands for.
         shown = ranges(sorted(numbers)) if sum(counts) == len(counts) else f"{min(numbers)}-{max(numbers)}"
-        folded.append((f"{stack}.{shown}".strip("."), part, sum(counts) or 1))
+        folded.append((f"{stack}.{shown}".strip("."), named(part), sum(counts) or 1))
     return folded
 
 
@@ -300,7 +300,7 @@ def _finding(finding: Finding, title: str, layers: Mapping[tuple[str, int], int]
 
 def _place(finding: Finding, width: int) -> list[Line]:
     parts = [part for part in (finding.op, finding.phase, short_source(finding.source)) if part]
-    arrow, module, rest = ("  --> ", "blue"), finding.module or "the model", "   ".join(parts)
+    arrow, module, rest = ("  --> ", "blue"), named(finding.module), "   ".join(parts)
     if len(arrow[0]) + len(module) + 3 + len(rest) <= width:
         return [(arrow, (module, ""), (f"   {rest}", "dim"))]
     return [

@@ -9,7 +9,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.words import starred
+from isotype.rules.words import named, starred
 from isotype.trace.record import Call, Trace, Weight
 
 _LEAST_SHARE = 0.01
@@ -77,7 +77,7 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
     plain = [w for w in trace.weights if w.dtype == dtype and not w.buffer and w.quantization is None]
     computing = [w for w in trace.weights if w.quantization is not None and w.quantization.compute == dtype]
     if computing:
-        return f"the quantized layer {computing[0].module} computes in {name}"
+        return f"the quantized layer {named(computing[0].module)} computes in {name}"
     if plain:
         return f"{plain[0].name} is {name}"
     return f"the step computes in {name}"

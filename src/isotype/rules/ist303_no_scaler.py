@@ -29,9 +29,10 @@ from dataclasses import replace
 
 import torch
 
+from isotype.dtypes import parse_dtype
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.weight_sets import HALVES, count, finding_of, float32_masters, trained
 from isotype.rules.words import agree
 from isotype.trace.record import Trace
 
@@ -47,15 +48,11 @@ def find(trace: Trace) -> Iterator[Finding]:
     half = trained(trace, torch.float16)
     if not half and not _computed(trace):
         return
-    scale = Action("setting", "scaler", "True")
     if half:
         adam = "adam" in setup.optimizer.lower()
         notes = ("Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0",) if adam else ()
         message = f"{agree(count(half), 'float16 parameter', 'are')} trained without loss scaling"
-        fixes = tuple(
-            replace(fix, description=f"{fix.description}, with a GradScaler", actions=(*fix.actions, scale))
-            for fix in float32_masters(trace, half)
-        )
+        fixes = tuple(_fixes(trace))
         yield finding_of("IST303", "warning", message, half, phase="backward", notes=notes, fixes=fixes)
         return
     yield finding_of(
@@ -67,8 +64,31 @@ def find(trace: Trace) -> Iterator[Finding]:
         if setup.autocast == torch.float16
         else "float16 compute without a GradScaler",
         phase="backward",
-        fixes=(Fix("scale the loss with a GradScaler", "safe", actions=(scale,)),),
+        fixes=tuple(_fixes(trace)),
     )
+
+
+def _fixes(trace: Trace) -> Iterator[Fix]:
+    """Float32 masters where there are others, which a GradScaler refuses, and the scaler where float16 is computed in.
+
+    A step that computes in bfloat16 or float32 once its masters are float32 has nothing to scale (IST302).
+    """
+    compute = trace.setup.autocast or trace.setup.compute
+    scale = Action("setting", "scaler", "True")
+    low = trained(trace, *HALVES)
+    if not low:
+        yield Fix("scale the loss with a GradScaler", "safe", actions=(scale,))
+        return
+    for fix in float32_masters(trace, low):
+        cast = next((parse_dtype(each.value) for each in fix.actions if each.kind == "setting"), compute)
+        if cast != compute:
+            continue  # autocast to the masters' former dtype, not to the model's
+        if compute != torch.float16:
+            yield fix
+        else:
+            yield replace(
+                fix, description=f"{fix.description}, with a GradScaler", actions=(*fix.actions, scale)
+            )
 
 
 def _computed(trace: Trace) -> int:

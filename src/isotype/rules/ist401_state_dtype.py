@@ -30,7 +30,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import HALVES, count, finding_of, modules
-from isotype.rules.words import agree
+from isotype.rules.words import agree, named
 from isotype.trace.record import Origin, Trace, Weight
 
 TITLE = "A quantization state of another dtype than its layer computes in"
@@ -67,7 +67,7 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "
         f"the layers compute in {dtype_name(compute)}",
         weights,
-        cause=f"the quantization state of {weights[0].module} says {dtype_name(state)}",
+        cause=f"the quantization state of {named(weights[0].module)} says {dtype_name(state)}",
         notes=(f"{crashes} operators meet the dequantized weight and fail",)
         if crashes
         else ("the layers cast each dequantized weight; code that dequantizes by itself would fail",),

@@ -32,7 +32,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Finding, Fix, finding_at
 from isotype.rules.weight_sets import advice, count, finding_of
-from isotype.rules.words import agree, plural, short
+from isotype.rules.words import agree, named, plural, short
 from isotype.trace.record import Call, Failure, Operand, Trace, Weight
 
 TITLE = "Packed codes taken for a weight"
@@ -229,7 +229,7 @@ def _unpack(weight: Weight, failure: Failure) -> Fix:
         owner = failure.module or "the model"
         return advice(
             weight.module,
-            f"leave {weight.module} out of the quantization (llm_int8_skip_modules): {owner} reads its weight itself; or "
+            f"leave {named(weight.module)} out of the quantization (llm_int8_skip_modules): {owner} reads its weight itself; or "
             "call the layer at that line",
         )
     return advice(

@@ -29,7 +29,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix, Price
 from isotype.rules.weight_sets import HALVES, count, finding_of, modules
-from isotype.rules.words import agree
+from isotype.rules.words import agree, named
 from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit layers that compute in another dtype than the model"
@@ -55,7 +55,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         "warning",
         f"{agree(count(wide), '4-bit layer', 'compute')} in {theirs_in}, the model runs in {dtype_name(wanted)}",
         wide,
-        cause=f"{wide[0].module}: the compute dtype is "
+        cause=f"{named(wide[0].module)}: the compute dtype is "
         + (theirs_in if is_set else "unset, its first input is float32"),
         notes=(_NARROW,) if is_set == torch.float16 and not trace.setup.scaler else (),
         price=Price(flops_share=theirs / total if total else 0.0),

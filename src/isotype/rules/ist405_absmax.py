@@ -28,6 +28,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Finding
 from isotype.rules.weight_sets import advice, count, finding_of
+from isotype.rules.words import named
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Quantization scales that are not float32"
@@ -45,7 +46,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"the scales of {count(rounded)} quantized weights are {dtype_name(dtype)}",
             rounded,
             phase="load",
-            cause=f"the scales of {rounded[0].module} were cast to {dtype_name(dtype)}",
+            cause=f"the scales of {named(rounded[0].module)} were cast to {dtype_name(dtype)}",
             fixes=(advice(rounded[0].module, "load the model again and keep every absmax in float32"),),
         )
 

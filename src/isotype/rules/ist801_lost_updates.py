@@ -51,14 +51,18 @@ def find(trace: Trace) -> Iterator[Finding]:
     """16-bit trainable parameters of known size whose first updates round away."""
     rate = trace.setup.learning_rate
     # Adam's first update of every value is the learning rate; other optimizers' depends on the gradient.
-    if rate is None or "optimizer" not in trace.setup.phases or "adam" not in trace.setup.optimizer.lower():
+    if not rate or "optimizer" not in trace.setup.phases or "adam" not in trace.setup.optimizer.lower():
         return
-    lost = [weight for weight in trained(trace, *HALVES) if _rounds_away(weight, rate)]
+    sizes = {weight.name: _size(weight, trace) for weight in trained(trace, *HALVES)}
+    lost = [
+        weight for weight in trained(trace, *HALVES) if _rounds_away(sizes[weight.name], weight.dtype, rate)
+    ]
     if not lost:
         return
-    worst = max(lost, key=lambda weight: weight.typical or 0.0)
-    assert worst.typical is not None
-    step = spacing(worst.typical, worst.dtype)
+    worst = max(lost, key=lambda weight: sizes[weight.name])
+    size = sizes[worst.name]
+    step = spacing(size, worst.dtype)
+    known = "values" if worst.typical is not None else "not loaded; initialised, its values are"
     yield finding_of(
         "IST801",
         "warning",
@@ -66,16 +70,36 @@ def find(trace: Trace) -> Iterator[Finding]:
         lost,
         phase="optimizer",
         notes=(
-            f"{worst.name}: values near {worst.typical:.2g}, where {dtype_name(worst.dtype)} has steps of {step:.1e}",
+            f"{worst.name}: {known} near {size:.2g}, where {dtype_name(worst.dtype)} has steps of {step:.1e}",
         ),
         fixes=tuple(_fixes(trace, lost)),
     )
 
 
-def _rounds_away(weight: Weight, rate: float) -> bool:
-    if weight.typical is None or not math.isfinite(weight.typical):
-        return False
-    return rate < spacing(weight.typical, weight.dtype) / 2
+def _rounds_away(size: float, dtype: torch.dtype, rate: float) -> bool:
+    return math.isfinite(size) and size > 0 and rate < spacing(size, dtype) / 2
+
+
+def _size(weight: Weight, trace: Trace) -> float:
+    """Of what size a weight's values are: the median of the nonzero ones, else what they are initialised to; 0 where
+    neither is known.
+
+    A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): of `n`
+    values drawn with transformers' deviation of 0.02, or torch's 1 / sqrt(3 n), whichever is less.
+    """
+    if weight.typical is not None:
+        return weight.typical
+    if "magnitude" not in weight.name:
+        return 0.0
+    layer = weight.name.partition("magnitude")[0].rpartition(".")[0]
+    inputs = [
+        other.shape[1]
+        for other in trace.weights
+        if other.name.startswith(f"{layer}.lora_")
+        and len(other.shape) == 2
+        and "lora_a" in other.name.lower()
+    ]
+    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)) if inputs else 0.0
 
 
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:

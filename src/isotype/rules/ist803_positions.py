@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix, finding_at
 from isotype.rules.weight_sets import HALVES, advice, count, finding_of, names
-from isotype.rules.words import agree, short
+from isotype.rules.words import agree, named, short
 from isotype.trace.record import Call, Trace, Weight
 
 TITLE = "Rotary positions in 16 bit"
@@ -64,7 +64,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"rotary angles are computed in {dtype}",
             first,
             products,
-            cause=f"{'autocast' if first.autocast else 'a product'} in {dtype} at {short(first.source)} in {first.module}",
+            cause=f"{'autocast' if first.autocast else 'a product'} in {dtype} at {short(first.source)} in {named(first.module)}",
             fixes=(
                 advice(
                     first.module,

@@ -11,7 +11,7 @@ import torch
 from isotype.dtypes import dtype_name
 from isotype.rules.finding import Action, ActionKind, Finding, Fix
 from isotype.rules.groups import SCATTERS, Group, distinct, groups
-from isotype.rules.words import cause_text, evidence, short, starred
+from isotype.rules.words import cause_text, evidence, named, short, starred
 from isotype.trace.record import FLOATS, Breach, Call, Failure, Operand, Origin, Trace, Weight
 
 
@@ -330,6 +330,6 @@ def _is_own(odd: Operand, call: Call) -> bool:
 
 
 def _listed(names: Iterable[str], shown: int = 2) -> str:
-    names = [name or "the model" for name in names]
+    names = [named(name) for name in names]
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")

@@ -14,6 +14,11 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def named(module: str) -> str:
+    """A module's fully qualified name; the outermost one has none."""
+    return module or "the model"
+
+
 def short(source: str) -> str:
     """`modeling_llama.py:64`: the file's name is enough for a reader who knows the module."""
     return source.rpartition("/")[2]

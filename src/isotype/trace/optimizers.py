@@ -100,3 +100,8 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
         near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"
         yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)
+
+
+def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """The largest learning rate of an optimizer's groups: before a schedule's warm-up took it down to nothing."""
+    return max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)

@@ -25,6 +25,7 @@ from torch.optim import optimizer as optimizers
 
 from isotype.trace.live import LiveFunctions, LiveRecorder, device_of
 from isotype.trace.modes import is_simulated, put_under, take_out
+from isotype.trace.optimizers import learning_rate_of
 from isotype.trace.record import Failure, Memory, Setup, Trace
 
 State = Literal["waiting", "looking", "watching", "paused", "over"]
@@ -285,7 +286,7 @@ class Watch:
             self._enter_modes()
         if self.state == "watching" and self.recorder is not None:
             self.optimizer = type(optimizer).__name__
-            self.learning_rate = float(optimizer.param_groups[0]["lr"])
+            self.learning_rate = learning_rate_of(optimizer)
             self.recorder.turn_to("optimizer")
 
     def _optimizer_ends(self) -> None:
