@@ -361,6 +361,7 @@ class Trace:
         memory: peaks.
         failure: where it ended early, or None.
         notes: what was not followed, and why.
+        left: what the trace could not put back as it was, a sentence each.
         model: name of the model or its class.
     """
 
@@ -371,6 +372,7 @@ class Trace:
     memory: Memory
     failure: Failure | None = None
     notes: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     model: str = ""
 
     @property

@@ -21,6 +21,7 @@ from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
 from isotype.trace.optimizers import kept_states, make_optimizer
 from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
+from isotype.trace.untouched import Untouched, beside_twin
 from isotype.trace.values import LIMIT
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
@@ -63,6 +64,15 @@ def trace_step(
         generate: what the phase `generate` runs; by default one forward without labels and without gradients.
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
     """
+    untouched = Untouched(
+        [
+            ("the loss", inputs.function if isinstance(inputs, LossOf) else inputs),
+            ("the inputs", inputs.inputs if isinstance(inputs, LossOf) else None),
+            ("generate", generate),
+            ("the optimizer", optimizer),
+            *beside_twin(model),
+        ]
+    )
     mode = fake_mode()
     twin = twin_of(model, mode)
     forget_fakes(mode)
@@ -76,8 +86,11 @@ def trace_step(
     recorder = FakeRecorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
     states = kept_states(optimizer, model, mode)
     step = _Step(twin, inputs, setup, recorder, mode, optimizer, states, generate)
-    with _untouched_globals():
-        failure = step.run()
+    try:
+        with _untouched_globals():
+            failure = step.run()
+    finally:
+        left = untouched.restore()
     return Trace(
         setup=setup,
         calls=tuple(recorder.calls),
@@ -86,6 +99,7 @@ def trace_step(
         memory=recorder.ledger.record(),
         failure=failure,
         notes=tuple(step.notes),
+        left=left,
         model=type(model).__name__,
     )
 

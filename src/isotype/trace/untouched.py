@@ -1,0 +1,495 @@
+"""What a trace leaves as it was: Python state that the step's code can reach, saved before it and put back after it.
+
+The twin keeps what a model's own modules assign. What a loss closes over (a noise scheduler, an average of weights, a
+cache), globals, class attributes and memoized results lie outside of it: they would come out holding fake tensors. Saved
+are references, never data: what containers, attributes, cells and globals hold. The data of real tensors is not written
+in a trace, since a fake stands for each.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import random
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from operator import is_not
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_LIMIT = 20_000
+"""Objects (modules aside) that are looked at, the nearest first: at most about a tenth of a second."""
+_FUNCTIONS = 500
+"""Functions whose globals are looked at, the nearest first."""
+_LOOKED_INTO = 200
+"""Objects behind a memo or an iterator that are searched for a tensor of the trace."""
+_LONG = 1_000
+"""Elements above which a container's elements are not looked into, only whether they are still the same ones."""
+_ARRAY_BYTES = 1 << 20
+
+_Name = Any
+"""How an object was reached: a name, or (the holder's, "." or "[]", the attribute or key); `_written` writes it out."""
+_MISSING: Any = object()
+_LRU: Any = type(functools.lru_cache(lambda: None))
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_ATOMS = frozenset(
+    {
+        *(int, float, bool, str, bytes, complex, type(None), type(...), range, slice, torch.Size),
+        *(
+            torch.dtype,
+            torch.device,
+            torch.layout,
+            torch.memory_format,
+            types.BuiltinFunctionType,
+            types.CodeType,
+        ),
+        *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
+        *(types.MethodDescriptorType, types.MethodWrapperType, types.ModuleType),
+    }
+)
+_TENSORS = ("_modules", "_parameters", "_buffers")
+# What Python calls by itself.
+_CALLED = (
+    "forward",
+    "__call__",
+    "__getitem__",
+    "__setitem__",
+    "__iter__",
+    "__next__",
+    "__enter__",
+    "__exit__",
+    "__getattr__",
+)
+_METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
+# What is imported on first use is found again by other roads (`sys.modules`) and is not undone.
+_IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+# Instances of a library's classes are looked into; of these packages' only where code keeps state in them.
+_CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "isotype"}
+_OPENED = (
+    *("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions."),
+    *("collections", "types", "argparse", "weakref", "_thread"),
+)
+# The objects that these are made of.
+_PARTS: Mapping[Any, tuple[str, ...]] = {
+    functools.partial: ("func", "args", "keywords"),
+    types.MethodType: ("__self__", "__func__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    functools.cached_property: ("func",),
+    _LRU: ("__wrapped__",),
+    types.MappingProxyType: (),
+}
+
+
+class Untouched:
+    """The state that `roots` reach, put back by `restore`.
+
+    Args:
+        roots: objects by name, the nearest to the user's code first.
+
+    Attributes:
+        tensors: real tensors that were reached, with the names they were reached by, by identity.
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        self.tensors: dict[int, tuple[torch.Tensor, _Name]] = {}
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._empty: list[Any] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
+        self._caches: list[Any] = []
+        self._alive: list[Any] = []
+        self._seen: set[Any] = set()
+        self._queue: deque[tuple[_Name, Any]] = deque()
+        # Names that the code which was reached uses, and methods that none of it has named so far.
+        self._used = set(_CALLED)
+        self._methods: dict[str, list[tuple[_Name, Any]]] = {}
+        self._left, self._functions = _LIMIT, _FUNCTIONS
+        self._opaque: list[tuple[_Name, Any]] = []
+        with torch._C.DisableTorchFunctionSubclass():  # a tensor's own class may refuse to be asked
+            for name, root in roots:
+                self._meet(name, root)
+            while self._queue and self._left:
+                self._open(*self._queue.popleft())
+
+    def restore(self) -> tuple[str, ...]:
+        """Put everything back; returns what could not be, a sentence each."""
+        for held, saved in self._dicts:
+            if len(held) != len(saved) or any(map(is_not, dict.values(held), saved.values())):
+                _refill(held, saved)
+        for emptied in filter(None, self._empty):
+            emptied.clear()
+        for elements, before in self._lists:
+            if len(elements) != len(before) or any(map(is_not, list.__iter__(elements), before)):
+                list.__setitem__(elements, slice(None), before)
+        for leaf, gradient in self._gradients:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+        for undo in self._undo:
+            undo()
+        for cached in self._caches:
+            if _reaches_fake(cached, self._seen):
+                cached.cache_clear()
+        return tuple(self._left_over())
+
+    def _left_over(self) -> Iterator[str]:
+        for name, generator, at in self._generators:
+            if generator.gi_frame is None or generator.gi_frame.f_lasti != at:
+                yield f"the generator {_written(name)} has moved on: what the trace took from it is gone"
+        for name, value in self._opaque:
+            if _reaches_fake(value, self._seen):
+                yield f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: make it anew"
+        if self._queue:
+            yield (
+                f"{len(self._queue):,} objects that the step's code reaches were not looked at; what the trace assigned "
+                "to them stays"
+            )
+
+    # ----------------------------------------------------------------------------------------------------- walking
+
+    def _meet(self, name: _Name, value: Any) -> None:
+        if type(value) in _ATOMS or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)  # or another object could be given the same id
+        self._queue.append((name, value))
+
+    def _open(self, name: _Name, value: Any) -> None:
+        cls = type(value)
+        if isinstance(value, nn.Module):
+            self._module(name, value)
+            return
+        if isinstance(value, types.ModuleType):
+            return
+        self._left -= 1
+        opener = next((opener for base, opener in _OPENERS if issubclass(cls, base)), None)
+        if opener is not None:
+            opener(self, name, value)
+        if issubclass(cls, _COMPLETE):
+            return
+        if _is_opened(cls.__module__):
+            self._attributes(name, value)
+            self._meet(cls.__qualname__, cls)
+        elif opener is None:
+            self._opaque.append((name, value))
+
+    def _module(self, name: _Name, module: nn.Module) -> None:
+        held = vars(module)
+        self._dicts.append((held, held.copy()))
+        for key, value in held.items():
+            if key in _TENSORS:
+                self._dicts.append((value, value.copy()))
+                for own, each in value.items():
+                    if key == "_modules":
+                        self._meet((name, ".", own), each)
+                    elif each is not None and id(each) not in self._seen:
+                        self._tensor((name, ".", own), each)
+            elif value or type(value) not in (dict, OrderedDict, set):
+                self._meet((name, ".", key), value)
+            else:
+                self._empty.append(value)  # most modules have no hooks
+        self._meet(type(module).__qualname__, type(module))
+
+    def _dict(self, name: _Name, value: Any) -> None:
+        saved = dict(dict.items(value))  # past what a subclass makes of it
+        self._dicts.append((value, saved))
+        if len(saved) > _LONG:
+            self._opaque.append((name, value))
+            return
+        for key, each in saved.items():
+            self._meet(name, key)
+            self._meet((name, "[]", key), each)
+
+    def _list(self, name: _Name, value: Any) -> None:
+        self._lists.append((value, list.copy(value)))
+        self._elements(name, value)
+
+    def _elements(self, name: _Name, value: Any) -> None:
+        if len(value) > _LONG:
+            self._opaque.append((name, value))
+            return
+        for index, each in enumerate(value):
+            self._meet((name, "[]", index), each)
+
+    def _changeable(self, name: _Name, value: Any) -> None:
+        """A set or a deque."""
+        saved = list(value)
+
+        def undo() -> None:
+            if len(value) != len(saved) or any(map(is_not, value, saved)):
+                value.clear()
+                (value.extend if isinstance(value, deque) else value.update)(saved)
+
+        self._undo.append(undo)
+        self._elements(name, saved)
+
+    def _attributes(self, name: _Name, value: Any) -> None:
+        held = _instance_dict(value)
+        if held is not None:
+            self._dicts.append((held, held.copy()))
+            for key, each in held.copy().items():
+                self._meet((name, ".", key), each)
+        for cls in type(value).__mro__:
+            if "__slots__" in vars(cls):
+                for key, member in vars(cls).items():
+                    if isinstance(member, types.MemberDescriptorType):
+                        self._reference(
+                            (name, ".", key),
+                            functools.partial(member.__get__, value),
+                            functools.partial(member.__set__, value),
+                            functools.partial(member.__delete__, value),
+                        )
+
+    def _reference(
+        self, name: _Name, read: Callable[[], Any], write: Callable[[Any], Any], delete: Callable[[], Any]
+    ) -> None:
+        """One reference, where reading what is not there raises."""
+
+        def current() -> Any:
+            try:
+                return read()
+            except (AttributeError, ValueError, KeyError):
+                return _MISSING
+
+        saved = current()
+
+        def undo() -> None:
+            if current() is saved:
+                return
+            if saved is _MISSING:
+                delete()
+            else:
+                write(saved)
+
+        self._undo.append(undo)
+        if saved is not _MISSING:
+            self._meet(name, saved)
+
+    def _cell(self, name: _Name, cell: Any) -> None:
+        def write(value: Any) -> None:
+            cell.cell_contents = value
+
+        def delete() -> None:
+            del cell.cell_contents
+
+        self._reference(name, lambda: cell.cell_contents, write, delete)
+
+    def _parts(self, name: _Name, value: Any) -> None:
+        for part in next(parts for base, parts in _PARTS.items() if isinstance(value, base)):
+            self._meet(name, getattr(value, part))
+        if isinstance(value, _LRU):
+            self._caches.append(value)
+
+    def _function(self, name: _Name, value: Any) -> None:
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            self._meet(variable, cell)
+        self._meet(name, value.__defaults__)
+        self._meet(name, value.__kwdefaults__)
+        if value.__dict__:
+            self._meet(name, value.__dict__)
+        if self._functions and _is_code_opened(value.__module__ or ""):
+            self._functions -= 1
+            names, assigns = _names_in(value.__code__)
+            self._globals(value.__globals__, names, assigns)
+            for used in names - self._used:
+                self._used.add(used)
+                for known, method in self._methods.pop(used, ()):
+                    self._meet(known, method)
+
+    def _globals(self, space: dict[str, Any], names: frozenset[str], assigns: bool) -> None:
+        """What code may read or assign by name: globals, and what other modules hold (`tables.CACHE`)."""
+        for name in names:
+            held = space.get(name, _MISSING)
+            if (held is _MISSING and not assigns) or (id(space), name) in self._seen:
+                continue
+            if isinstance(held, types.ModuleType):
+                if _is_code_opened(held.__name__) and held.__dict__ is not space:
+                    self._globals(vars(held), names & vars(held).keys(), False)
+                continue
+            self._seen.add((id(space), name))
+            self._undo.append(functools.partial(_restore_global, space, name, held))
+            if held is not _MISSING:
+                self._meet(name, held)
+
+    def _class(self, name: _Name, value: type) -> None:
+        """A class's attributes; of its methods those that other code names."""
+        if not _is_code_opened(value.__module__):
+            return
+        for base in value.__bases__:
+            self._meet(base.__qualname__, base)
+        held = dict(vars(value))
+        own = {key: each for key, each in held.items() if not key.startswith("__")}
+        self._undo.append(functools.partial(_restore_class, value, own))
+        for key, each in held.items():
+            if isinstance(each, _METHODS):
+                if key in self._used:
+                    self._meet((name, ".", key), each)
+                else:
+                    self._methods.setdefault(key, []).append(((name, ".", key), each))
+            elif key in own:
+                self._meet((name, ".", key), each)
+
+    def _tensor(self, name: _Name, value: Any) -> None:
+        if isinstance(value, FakeTensor):
+            return
+        self._seen.add(id(value))
+        self.tensors[id(value)] = (value, name)
+        if value.requires_grad and value.is_leaf:
+            self._gradients.append((value, value.grad))
+        held = _instance_dict(value)
+        if held:
+            self._meet(name, held)
+        elif held is not None:
+            self._empty.append(held)
+
+    def _array(self, name: _Name, value: Any) -> None:
+        if value.dtype == object:
+            self._elements(name, value.ravel())
+        elif value.nbytes <= _ARRAY_BYTES and value.flags.writeable:
+            saved = value.copy()
+            self._undo.append(lambda: numpy.copyto(value, saved))
+
+    def _random(self, name: _Name, value: Any) -> None:
+        """A source of random numbers."""
+        if isinstance(value, torch.Generator):
+            state = value.get_state()
+            self._undo.append(lambda: value.set_state(state) and None)
+        elif isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        else:
+            source = value if isinstance(value, numpy.random.BitGenerator) else value._bit_generator
+            self._undo.append(functools.partial(setattr, source, "state", source.state))
+
+    def _generator(self, name: _Name, value: Any) -> None:
+        if value.gi_frame is not None:
+            self._generators.append((name, value, value.gi_frame.f_lasti))
+
+    def _iterator(self, name: _Name, value: Any) -> None:
+        """An iterator over a list: where it stands."""
+        reduced = value.__reduce__()
+        if len(reduced) == 3:
+            self._undo.append(functools.partial(value.__setstate__, reduced[2]))
+
+
+_OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
+    (dict, Untouched._dict),
+    (list, Untouched._list),
+    (tuple, Untouched._elements),
+    (types.FunctionType, Untouched._function),
+    (type, Untouched._class),
+    (torch.Tensor, Untouched._tensor),
+    (types.CellType, Untouched._cell),
+    (tuple(_PARTS), Untouched._parts),
+    ((set, deque), Untouched._changeable),
+    (frozenset, lambda self, name, value: self._elements(name, list(value))),
+    (numpy.ndarray, Untouched._array),
+    (
+        (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState),
+        Untouched._random,
+    ),
+    (types.GeneratorType, Untouched._generator),
+    (type(iter([])), Untouched._iterator),
+)
+
+
+# Classes whose instances hold nothing beside what their opener has seen.
+_COMPLETE = (*_PARTS, type, types.FunctionType, types.GeneratorType, types.CellType)
+
+
+def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a twin of `model` may share with it, by name: classes, hooks, attributes that cannot be copied."""
+    for name, module in model.named_modules():
+        yield type(module).__qualname__, type(module)
+        for key, value in vars(module).items():
+            kind = type(value)
+            empty = kind in (dict, OrderedDict, set) and not value
+            if key not in _TENSORS and kind not in _ATOMS and not empty:
+                yield f"{name}.{key}" if name else key, value
+
+
+@functools.cache
+def _is_opened(module: str) -> bool:
+    """Whether instances of a module's classes are looked into."""
+    return module.startswith(_OPENED) or _is_code_opened(module)
+
+
+@functools.cache
+def _is_code_opened(module: str) -> bool:
+    """Whether a module's functions and classes are looked into."""
+    return module.partition(".")[0] not in _CLOSED
+
+
+def _written(name: _Name) -> str:
+    parts = []
+    while isinstance(name, tuple):
+        name, kind, key = name
+        parts.append(f".{key}" if kind == "." else f"[{key!r}]")
+    return "".join((str(name), *reversed(parts)))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
+    """The names that code and what is defined in it use, and whether it assigns globals."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    names = frozenset(code.co_names).union(*(names for names, _ in inner))
+    return names, _STORE_GLOBAL in code.co_code[::2] or any(assigns for _, assigns in inner)
+
+
+def _instance_dict(value: Any) -> dict[str, Any] | None:
+    """`__dict__` as it is, whatever the class makes of attributes."""
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return held if type(held) is dict else None
+
+
+def _refill(held: Any, saved: Mapping[Any, Any]) -> None:
+    kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+    kind.clear(held)
+    for key, value in saved.items():
+        kind.__setitem__(held, key, value)
+
+
+def _restore_global(space: dict[str, Any], name: str, saved: Any) -> None:
+    held = space.get(name, _MISSING)
+    if held is saved or isinstance(held, _IMPORTED):
+        return
+    if saved is _MISSING:
+        del space[name]
+    else:
+        space[name] = saved
+
+
+def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
+    for key, held in [*vars(cls).items()]:
+        if key not in saved and not key.startswith("__"):
+            type.__delattr__(cls, key)
+        elif key in saved and held is not saved[key]:
+            type.__setattr__(cls, key, saved[key])
+    for key in saved.keys() - vars(cls).keys():
+        type.__setattr__(cls, key, saved[key])
+
+
+def _reaches_fake(value: Any, known: Set[int]) -> bool:
+    """Whether what Python cannot look into (a memo, an iterator, a long list) holds a fake tensor."""
+    stack, seen = [value], {id(value)}
+    while stack and len(seen) < _LOOKED_INTO:
+        for each in gc.get_referents(stack.pop()):
+            if isinstance(each, FakeTensor):
+                return True
+            if type(each) in _ATOMS or id(each) in seen or id(each) in known or isinstance(each, _IMPORTED):
+                continue
+            seen.add(id(each))
+            stack.append(each)
+    return False

@@ -1,0 +1,269 @@
+"""After a check the real step runs on everything that the loss can reach, as if there had been no check."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.preflight import check
+from tests.reality import real_step
+from tests.rules.traces import traced
+from tests.small import WIDTH
+
+X = torch.ones(2, WIDTH)
+MADE: Any = None
+TABLES: dict[str, torch.Tensor] = {}
+
+
+class Scheduler:
+    """Like diffusers' DDPMScheduler: moves its table to the device of what it is given, and counts its steps."""
+
+    def __init__(self) -> None:
+        self.alphas_cumprod = torch.linspace(0.9, 0.1, 10)
+        self.steps = 0
+
+    def add_noise(self, x: torch.Tensor) -> torch.Tensor:
+        self.alphas_cumprod = self.alphas_cumprod.to(dtype=x.dtype) * 1
+        self.steps += 1
+        return x * self.alphas_cumprod[3]
+
+
+class Average:
+    """An average of weights, in slots."""
+
+    __slots__ = ("shadow", "updates")
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+
+    def update(self, model: nn.Module) -> None:
+        self.updates = getattr(self, "updates", 0) + 1
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow.get(name, torch.zeros(())) + 0.1 * parameter.detach()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    seen: list[Any] = field(default_factory=list)
+    last: deque[Any] = field(default_factory=lambda: deque(maxlen=2))
+    kinds: set[Any] = field(default_factory=set)
+    by_key: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+
+
+class Rotary:
+    table: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> torch.Tensor:
+        if cls.table is None:
+            cls.table = torch.arange(x.shape[-1], device=x.device).cos()
+        return cls.table
+
+
+@functools.lru_cache(maxsize=4)
+def memoized(width: int) -> torch.Tensor:
+    return torch.arange(width).cos()
+
+
+def cached_globally(x: torch.Tensor) -> torch.Tensor:
+    global MADE
+    if MADE is None:
+        MADE = torch.ones(x.shape[-1])
+    return MADE * TABLES.setdefault("sin", torch.ones(x.shape[-1]).sin())
+
+
+def _scheduler() -> Any:
+    scheduler = Scheduler()
+    return (lambda m: m(scheduler.add_noise(X)).mean()), lambda: scheduler
+
+
+def _average() -> Any:
+    average = Average()
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        average.update(m)
+        return m(X).mean() + sum(value.sum() for value in average.shadow.values())
+
+    return loss, lambda: average
+
+
+def _statistics() -> Any:
+    kept = Statistics()
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        made = m(X)
+        kept.seen.append(made.detach())
+        kept.last.append(made)
+        kept.kinds.add(made)
+        kept.by_key["made"] = made
+        return made.mean() + sum(each.sum() for each in kept.seen)
+
+    return loss, lambda: kept
+
+
+def _counter() -> Any:
+    count, total = 0, None
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        nonlocal count, total
+        count += 1
+        total = m(X).detach() if total is None else total + m(X).detach()
+        return m(X).mean() + total.mean()
+
+    return loss, lambda: (count, total)
+
+
+def _partial() -> Any:
+    holder = SimpleNamespace()
+
+    def inner(holder: Any, m: nn.Module, into: list[Any]) -> torch.Tensor:
+        holder.made = m(X)
+        into.append(holder.made)
+        return into[0].mean() + holder.made.mean()
+
+    into: list[Any] = []
+    return functools.partial(inner, holder, into=into), lambda: (holder, into)
+
+
+class _Bound:
+    def __init__(self) -> None:
+        self.teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.numbers = numpy.zeros(2)
+        self.drawn = torch.Generator().manual_seed(3)
+        self.python = random.Random(3)
+
+    def loss(self, m: nn.Module) -> torch.Tensor:
+        self.teacher.eval()
+        self.teacher.register_buffer("center", m(X).detach().mean(0), persistent=False)
+        self.teacher[0].weight.kept = m(X)
+        self.teacher[0].register_forward_hook(lambda *_: None)
+        self.numbers += 1
+        self.python.random()
+        noise = torch.randn(2, WIDTH, generator=self.drawn)
+        return (m(X) - self.teacher(X) + noise).mean() + self.teacher.center.mean()
+
+
+def _bound() -> Any:
+    made = _Bound()
+    return made.loss, lambda: (
+        made,
+        made.drawn.get_state().tolist(),
+        made.python.getstate(),
+        made.numbers.sum(),
+    )
+
+
+def _memoized() -> Any:
+    memoized.cache_clear()
+    return (lambda m: (m(X) * memoized(WIDTH)).mean()), lambda: memoized.cache_info().currsize
+
+
+def _class() -> Any:
+    Rotary.table = None
+    return (lambda m: (m(X) * Rotary.of(X)).mean()), lambda: Rotary.table
+
+
+def _globals() -> Any:
+    global MADE
+    MADE = None
+    TABLES.clear()
+    return (lambda m: (m(X) * cached_globally(X)).mean()), lambda: (MADE, TABLES)
+
+
+CASES = [_scheduler, _average, _statistics, _counter, _partial, _bound, _memoized, _class, _globals]
+
+
+def state(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """What an object holds, tensors by identity; fails on a fake."""
+    assert not isinstance(value, FakeTensor)
+    if id(value) in seen:
+        return "again"
+    seen |= {id(value)}
+    if isinstance(value, torch.Tensor):
+        return (id(value), [(name, state(held, seen)) for name, held in vars(value).items()])
+    if isinstance(value, dict):
+        return [(key, state(held, seen)) for key, held in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [state(held, seen) for held in value]
+    slots = [name for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+    if hasattr(value, "__dict__") or slots:
+        held = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+        return [(name, state(each, seen)) for name, each in held.items()]
+    return repr(value)
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__.strip("_"))
+def test_what_the_loss_reaches_is_as_it_was(make: Callable[[], Any]) -> None:
+    loss, reached = make()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    before = state(reached())
+    report = check(model, loss, device="cpu", verify=False)
+    assert report.complete
+    assert state(reached()) == before
+    assert not [finding for finding in report.findings if finding.code == "IST198"]
+    assert real_step(model, loss).error is None
+
+
+class Caching(nn.Module):
+    """Keeps a table where neither parameters nor buffers are: a class attribute, a global, a hook's closure."""
+
+    table: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.made: list[torch.Tensor] = []
+        made = self.made
+        self.proj.register_forward_hook(lambda _, given, result: made.append(result))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Caching.table is None:
+            Caching.table = torch.ones(WIDTH, device=x.device)
+        return self.proj(x) * Caching.table * memoized(WIDTH) * cached_globally(x)
+
+
+def test_what_the_models_own_code_reaches() -> None:
+    memoized.cache_clear()
+    model = Caching()
+    report = check(model, {"x": X}, device="cpu")
+    assert report.complete
+    assert Caching.table is None
+    assert model.made == []
+    assert real_step(model, {"x": X}).error is None
+
+
+def test_a_cache_among_the_inputs() -> None:
+    class Remembering(nn.Linear):
+        def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:  # type: ignore[override]
+            cache.kept.append(super().forward(x))
+            return cache.kept[-1]
+
+    cache = SimpleNamespace(kept=[])
+    check(Remembering(WIDTH, 2), {"x": X, "cache": cache}, device="cpu", verify=False)
+    assert cache.kept == []
+
+
+def test_a_memo_without_tensors_of_the_trace_is_kept() -> None:
+    memoized.cache_clear()
+    first = memoized(WIDTH)
+    traced(nn.Linear(WIDTH, WIDTH), lambda m: (m(X) * memoized(WIDTH)).mean())
+    assert memoized(WIDTH) is first
+
+
+def test_restoring_takes_no_data() -> None:
+    large = torch.zeros(1 << 20)
+    trace = traced(nn.Linear(WIDTH, 2), lambda m: m(X).mean() + large.add_(1).mean())
+    assert trace.failure is None
+    assert large._version == 0
+    assert not large.any()
