@@ -105,7 +105,7 @@ class Untouched:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._empty: list[Any] = []
         self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
         self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
         self._caches: list[Any] = []
         self._alive: list[Any] = []
@@ -363,7 +363,7 @@ class Untouched:
         """A source of random numbers."""
         if isinstance(value, torch.Generator):
             state = value.get_state()
-            self._undo.append(lambda: value.set_state(state) and None)
+            self._undo.append(lambda: value.set_state(state))
         elif isinstance(value, random.Random):
             self._undo.append(functools.partial(value.setstate, value.getstate()))
         else:
