@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from isotype.dtypes import parse_dtype
-from isotype.errors import Problem, UsageError
+from isotype.errors import IsotypeError, Problem, UsageError
 from isotype.fixes.apply import apply_actions
 from isotype.fixes.repair import needs_the_caller
 from isotype.model.enforce import policy_of
@@ -24,7 +24,8 @@ from isotype.rules import clears, judge
 from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
 from isotype.trace.record import PHASES, Call, Phase, Setup, Trace, Weight
-from isotype.trace.step import LossOf, trace_step
+from isotype.trace.source import first_line, line_of
+from isotype.trace.step import LossOf, failed_trace, trace_step
 from isotype.trace.weights import weights_of
 
 DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
@@ -70,6 +71,8 @@ def check(
         autocast_eval: whether autocast is on in the phase `"generate"` too.
         verify: whether fixes are tried by a second trace each.
 
+    What cannot be traced is a finding (IST199), with all that was seen until then.
+
     Raises:
         UsageError: arguments that do not fit; PrecisionError: an unknown device or dtype.
     """
@@ -91,14 +94,29 @@ def check(
         attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
         batch=_shapes(inputs),
     )
-    step = _Step(
-        model, inputs, setup, None if isinstance(optimizer, str) else optimizer, generate, weights_of(model)
-    )
-    trace = step.trace()
+    given = None if isinstance(optimizer, str) else optimizer
+    try:
+        step = _Step(model, inputs, setup, given, generate, weights_of(model))
+        trace = step.trace()
+    except IsotypeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a check never ends a script: IST199 says what it failed on
+        trace = failed_trace(model, setup, error)
+        return Report(trace, judge(trace), time.perf_counter() - started)
     findings = judge(trace)
     if verify:
-        findings = step.verified(trace, findings)
+        findings = _verified(step, trace, findings)
     return Report(trace, findings, time.perf_counter() - started, step.judged)
+
+
+def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The findings with their fixes tried; as they were, and one that says so, where trying them failed."""
+    try:
+        return step.verified(trace, findings)
+    except Exception as error:  # noqa: BLE001 - what was found stays, whatever trying its fixes met
+        said = f"{type(error).__name__}: {first_line(error)}"
+        message = f"the fixes could not be tried, because {said}"
+        return (*findings, Finding("IST199", "warning", message, source=line_of(error), cause=said))
 
 
 def _check_arguments(inputs: Any, phases: Sequence[str], optimizer: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from isotype.model.boundary import original_class
 
@@ -80,7 +81,9 @@ def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.is_floating_point() and not hasattr(parameter, "quant_state")
+        if not isinstance(parameter, UninitializedTensorMixin)  # of a lazy layer: it has no shape yet
+        and parameter.is_floating_point()
+        and not hasattr(parameter, "quant_state")
     }
 
 

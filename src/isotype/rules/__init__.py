@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 
 from isotype.rules.finding import SEVERITIES, Finding
 from isotype.trace.record import Trace
+from isotype.trace.source import first_line, line_of
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,22 @@ def all_rules() -> tuple[Rule, ...]:
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
     """What all rules find, errors first, then in order of the codes."""
-    found = [finding for rule in all_rules() for finding in rule.find(trace)]
+    found = [finding for rule in all_rules() for finding in _found(rule, trace)]
     return tuple(sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
+
+
+def _found(rule: Rule, trace: Trace) -> Iterator[Finding]:
+    try:
+        yield from rule.find(trace)
+    except Exception as error:  # noqa: BLE001 - the other rules' findings count; this one's failure is told
+        said = f"{type(error).__name__}: {first_line(error)}"
+        yield Finding(
+            "IST199",
+            "warning",
+            f"the rule {rule.code} could not judge the step, because {said}",
+            source=line_of(error),
+            cause=f"{rule.code}: {said}",
+        )
 
 
 def clears(

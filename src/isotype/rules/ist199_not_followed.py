@@ -62,13 +62,15 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield Finding(
         code="IST199",
         severity="error" if error else "warning",
-        message=f"the step was not followed beyond the {failure.phase}: {failure.error}",
+        message=_message(failure),
         module=failure.module,
         phase=failure.phase,
         source=failure.source,
         cause=failure.error,
         notes=(
-            f"{followed} operators of the {failure.phase} were seen before; nothing after {_place(failure)} was judged",
+            "nothing of the step was judged"
+            if failure.phase == "load"
+            else f"{followed} operators of the {failure.phase} were seen before; nothing after {_place(failure)} was judged",
         ),
         fixes=(
             Fix(
@@ -79,6 +81,12 @@ def find(trace: Trace) -> Iterator[Finding]:
         ),
         places=(failure.module,),
     )
+
+
+def _message(failure: Failure) -> str:
+    if failure.phase == "load":
+        return f"the step could not be checked, because {failure.error}"
+    return f"the step was not followed beyond the {failure.phase}: {failure.error}"
 
 
 def _without_state(trace: Trace, failure: Failure) -> bool:

@@ -7,6 +7,7 @@ keeps it in the twin.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Mapping
@@ -19,8 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-# How copying something that is tied to this process fails: a lock, a file, a process group.
-_COPY_ERRORS = (TypeError, NotImplementedError, RuntimeError, ValueError, AttributeError)
 _SHARED = (types.ModuleType, type, torch.Generator)
 
 
@@ -74,18 +73,23 @@ def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for _, tensor in tensors:
             _fill(memo[id(tensor)], tensor.__dict__, memo)
         for module in list(model.modules()):
-            _fill(memo[id(module)], module.__dict__, memo)
+            if memo[id(module)] is not module:
+                _fill(memo[id(module)], module.__dict__, memo)
+                _fill_slots(memo[id(module)], module, memo)
     twin: nn.Module = memo[id(model)]
     return twin
 
 
 def _empty_copy(module: nn.Module) -> nn.Module:
-    made: nn.Module = type(module).__new__(type(module))
+    """A module of the same class that nothing has initialized, whatever the class's own `__new__` asks for."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module  # it lies in C++: fakes run through it
+    made: nn.Module = object.__new__(type(module))
     return made
 
 
 def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    made: torch.Tensor = fake_like(tensor.detach(), mode)
+    made: torch.Tensor = fake_like(tensor, mode)
     if not isinstance(tensor, nn.Parameter):
         return made
     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -93,7 +97,8 @@ def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
         made.grad_dtype = tensor.grad_dtype
     if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
         # PEFT and bitsandbytes look at the class of a quantized parameter, and at its name.
-        made.__class__ = _fake_class(type(tensor))
+        with contextlib.suppress(TypeError):  # of another layout (DTensor): a dense parameter stands for it
+            made.__class__ = _fake_class(type(tensor))
     elif isinstance(tensor, FakeTensor):
         made.__class__ = type(tensor)
     return made
@@ -117,12 +122,19 @@ def _fill(made: Any, attributes: Mapping[str, Any], memo: dict[int, Any]) -> Non
         made.__dict__[name] = _copied(value, memo)
 
 
+def _fill_slots(made: Any, given: Any, memo: dict[int, Any]) -> None:
+    for cls in type(given).__mro__:
+        for member in vars(cls).values() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType) and hasattr(given, member.__name__):
+                member.__set__(made, _copied(member.__get__(given), memo))
+
+
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, _SHARED):
         return value
     try:
         return copy.deepcopy(value, memo)
-    except _COPY_ERRORS:
+    except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
         return value
 
 

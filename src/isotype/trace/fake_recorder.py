@@ -100,8 +100,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
         A plain tensor that a module holds is known by its name as well: no `.to()` of the model reaches it.
         """
-        given = model.register_forward_pre_hook(self._given, prepend=True, with_kwargs=True)
-        handles = [given, *super().watch(model)]
+        handles = super().watch(model)
+        if not isinstance(model, torch.jit.ScriptModule):
+            handles.append(model.register_forward_pre_hook(self._given, with_kwargs=True, prepend=True))
         self._own_plain_tensors(model)
         return handles
 

@@ -102,6 +102,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow the modules of `model` by hooks and know its parameters and buffers by name; returns the handles."""
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks: what it runs is its caller's
             repeats = int(getattr(module, STANDS_FOR, 1))
             # What bitsandbytes' layers return is cast to the dtype that they were given.
             returns_given = type(module).__module__.startswith("bitsandbytes.")

@@ -51,6 +51,16 @@ def raising_frame(error: Exception) -> Any:
     return found
 
 
+def line_of(error: Exception) -> str:
+    """`file:line` of the user's or a library's code that raised; of this package's where nothing else ran."""
+    frame, step = raising_frame(error), error.__traceback__
+    while frame is None and step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if frame is not None:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "" if step is None else f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+
+
 @cache
 def shown(source: Any) -> str:
     """`file:line`, "" where there is none."""

@@ -20,7 +20,8 @@ from isotype.trace.fake import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
 from isotype.trace.optimizers import kept_states, make_optimizer
-from isotype.trace.record import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
+from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
+from isotype.trace.source import first_line, line_of
 from isotype.trace.untouched import Untouched, beside_twin
 from isotype.trace.values import LIMIT
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
@@ -102,6 +103,12 @@ def trace_step(
         left=left,
         model=type(model).__name__,
     )
+
+
+def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
+    """The trace of a step that could not even be begun: how it was to be run, and why it was not."""
+    failure = Failure("load", "", line_of(error), f"{type(error).__name__}: {first_line(error)}")
+    return Trace(setup, (), (), {}, Memory({}), failure, model=type(model).__name__)
 
 
 def _with_magnitudes(faked: Sequence[Weight], real: Sequence[Weight]) -> tuple[Weight, ...]:
@@ -234,7 +241,7 @@ class _Step:
             for state in state_tensors(tensor):
                 ledger.seen(state, "weights", weight.repeats)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
-            if weight.trainable:
+            if weight.trainable and isinstance(tensor, FakeTensor):
                 tensor.register_post_accumulate_grad_hook(self._gradient(weight.repeats))  # type: ignore[no-untyped-call]
         for owner, moments in self.states.items():
             for key, held in moments.items():

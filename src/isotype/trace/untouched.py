@@ -410,6 +410,8 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """What a twin of `model` may share with it, by name: classes, hooks, attributes that cannot be copied."""
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            yield from module.named_parameters(name, recurse=False)
         for key, value in vars(module).items():
             kind = type(value)
             empty = kind in (dict, OrderedDict, set) and not value

@@ -124,14 +124,16 @@ def _absmax(state: Any) -> torch.dtype | None:
     return dtype
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are values to be read: a class that runs operators its own way may not know how."""
+    plain: Any = torch.Tensor.__torch_dispatch__
+    own = type(tensor).__torch_dispatch__ is not plain
+    return not (own or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float | None]:
     """Largest and typical absolute value of float weights whose values are at hand."""
-    if (
-        tensor.is_meta
-        or isinstance(tensor, FakeTensor)
-        or not tensor.is_floating_point()
-        or not 0 < tensor.numel() <= _LOOKED_AT
-    ):
+    if not _has_values(tensor) or not tensor.is_floating_point() or not 0 < tensor.numel() <= _LOOKED_AT:
         return None, None
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16) or buffer:
         return None, None
@@ -144,7 +146,7 @@ def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float
 
 
 def _holds(tensor: torch.Tensor, buffer: bool) -> torch.dtype | None:
-    if buffer or tensor.dtype != torch.float32 or tensor.is_meta or isinstance(tensor, FakeTensor):
+    if buffer or tensor.dtype != torch.float32 or not _has_values(tensor):
         return None
     if not 0 < tensor.numel() <= _LOOKED_AT:
         return None

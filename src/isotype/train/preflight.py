@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,10 @@ from isotype.errors import Problem, UsageError
 from isotype.report.check import Report
 from isotype.rules.finding import Finding
 from isotype.trace.record import Trace
+from isotype.trace.source import first_line, line_of
 from isotype.trace.step import LossOf, loss_of
+
+logger = logging.getLogger("isotype")
 
 
 def check_trainer(trainer: Any, verify: bool = True) -> Report:
@@ -154,17 +158,22 @@ def before_first_step(
             return
         handle.remove()
         scaler = getattr(optimizer, "scaler", None)
-        report = check(
-            module,
-            LossOf(_call, {"args": args, "kwargs": kwargs}),
-            device=arguments.device,
-            autocast=_autocast(arguments),
-            scaler=scaler is not None and scaler.is_enabled(),
-            optimizer=getattr(arguments.optim, "value", arguments.optim),
-            learning_rate=arguments.learning_rate,
-            fsdp=_fsdp(arguments),
-            verify=False,
-        )
+        try:
+            report = check(
+                module,
+                LossOf(_call, {"args": args, "kwargs": kwargs}),
+                device=arguments.device,
+                autocast=_autocast(arguments),
+                scaler=scaler is not None and scaler.is_enabled(),
+                optimizer=getattr(arguments.optim, "value", arguments.optim),
+                learning_rate=arguments.learning_rate,
+                fsdp=_fsdp(arguments),
+                verify=False,
+            )
+        except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
+            said = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("the step was not checked, because %s (%s)", said, line_of(error))
+            return
         tell(report)
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)

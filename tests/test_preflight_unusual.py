@@ -1,0 +1,210 @@
+"""check raises nothing of its own: what it cannot trace is a finding, with all that was seen."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import isotype.preflight
+from isotype.errors import UsageError
+from isotype.preflight import check
+from isotype.rules import Rule, all_rules
+from tests.small import BF16, WIDTH, ids, net, wide_norms
+
+X = {"x": torch.ones(2, WIDTH)}
+
+
+class Coded(torch.Tensor):
+    """A weight in codes, which knows `detach`, a copy and the product with it and refuses everything else."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> Coded:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)  # type: ignore[attr-defined]
+        made.codes = codes
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Coded(args[0].codes, args[0].dtype)
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.t.default, torch.ops.aten.addmm.default):
+            dense = tree_map(lambda a: a.codes.to(a.dtype) if isinstance(a, Coded) else a, args)
+            return func(*dense)
+        raise NotImplementedError(f"{func} is not implemented for Coded")
+
+
+def coded() -> nn.Module:
+    made = nn.Linear(WIDTH, WIDTH, bias=False)
+    made.weight = nn.Parameter(Coded(torch.ones(WIDTH, WIDTH, dtype=torch.int8)), requires_grad=False)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), made)
+
+
+class OwnNew(nn.Linear):
+    """A class that is made by another function than `Class()`."""
+
+    def __new__(cls, *args: Any, width: int) -> OwnNew:
+        return super().__new__(cls)
+
+    def __init__(self, *, width: int) -> None:
+        super().__init__(width, width)
+
+
+class OwnCopy(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("this layer cannot be copied")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_modules" in vars(self) and not isinstance(
+            value, (nn.Module, nn.Parameter, int, bool, type(None))
+        ):
+            raise AttributeError(f"{name} is frozen")
+        super().__setattr__(name, value)
+
+
+class Counting(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not args:
+            raise TypeError("a width is needed")
+        return super().__call__(*args, **kwargs)
+
+
+class OwnMeta(nn.Linear, metaclass=Counting):
+    pass
+
+
+class Slotted(nn.Module):
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        object.__setattr__(self, "scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * self.scale
+
+
+class Tied(nn.Module):
+    """Holds what cannot be copied, and a hook that closes over itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.lock = nn.Linear(WIDTH, WIDTH), threading.Lock()
+        self.numbers = (number for number in range(3))
+        self.proj.register_forward_hook(lambda _, given, result: result * self.proj.weight.sum())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return self.proj(x)
+
+
+class Refusing(nn.Module):
+    """An attribute whose copy fails with an error of its own."""
+
+    class Handle:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise KeyError("no copies")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.handle = nn.Linear(WIDTH, WIDTH), self.Handle()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x)
+
+
+def _scripted() -> Any:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Linear(WIDTH, WIDTH)))
+
+
+CASES: dict[str, Any] = {
+    "coded": coded,
+    "own __new__": lambda: nn.Sequential(OwnNew(width=WIDTH)),
+    "own __deepcopy__ and __setattr__": lambda: nn.Sequential(OwnCopy(WIDTH, WIDTH)),
+    "metaclass": lambda: nn.Sequential(OwnMeta(WIDTH, WIDTH)),
+    "slots": Slotted,
+    "lock, generator, closing hook": Tied,
+    "attribute that refuses": Refusing,
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "compiled": lambda: torch.compile(nn.Linear(WIDTH, WIDTH)),
+    "scripted": _scripted,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES)
+def test_unusual_models_are_traced(case: str) -> None:
+    model = CASES[case]()
+
+    def loss(m: nn.Module) -> Any:
+        return m(X["x"]).sum()
+
+    before = {name: (id(tensor), tensor.grad) for name, tensor in model.named_parameters()}
+    report = check(model, loss, device="cpu", verify=False)
+    assert report.ok
+    assert report.complete, str(report)
+    assert {name: (id(tensor), tensor.grad) for name, tensor in model.named_parameters()} == before
+    if case != "compiled":
+        loss(model).backward()
+
+
+def test_a_lazy_layer_that_has_seen_no_batch() -> None:
+    (finding,) = check(nn.Sequential(nn.LazyLinear(WIDTH)), {"input": X["x"]}, device="cpu").findings
+    assert finding.code == "IST199"
+    assert "Call `forward` with a dummy batch to initialize the parameters" in finding.message
+
+
+class Broken(nn.Linear):
+    """Its buffers cannot be asked for."""
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("no buffers here")
+
+
+def test_a_failure_of_the_check_itself_is_a_finding() -> None:
+    report = check(Broken(WIDTH, 2), {"input": X["x"]}, device="cpu")
+    (finding,) = [finding for finding in report.findings if finding.code == "IST199"]
+    assert finding.severity == "warning"
+    assert finding.message == "the step could not be checked, because KeyError: 'no buffers here'"
+    assert finding.source.rpartition("/")[2].startswith("test_preflight_unusual.py:")
+    assert report.status == "unknown"
+    assert "could not be checked" in str(report)
+    report.to_json()
+
+
+def test_a_rule_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: Any) -> Any:
+        raise ZeroDivisionError("by zero")
+
+    rules = (*all_rules(), Rule("IST299", "fails", "", failing))
+    monkeypatch.setattr("isotype.rules.all_rules", lambda: rules)
+    report = check(wide_norms(), ids(), device="cpu", verify=False)
+    assert [finding.code for finding in report.errors] == ["IST101"]
+    (failed,) = [finding for finding in report.findings if finding.code == "IST199"]
+    assert failed.message == "the rule IST299 could not judge the step, because ZeroDivisionError: by zero"
+
+
+def test_a_failure_while_fixes_are_tried_leaves_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise IndexError("in a fix")
+
+    monkeypatch.setattr(isotype.preflight, "apply_actions", failing)
+    report = check(wide_norms(), ids(), device="cpu")
+    assert [finding.code for finding in report.errors] == ["IST101"]
+    assert not any(fix.verified for fix in report.errors[0].fixes if fix.actions[0].kind == "parameter")
+
+
+def test_wrong_arguments_still_raise() -> None:
+    with pytest.raises(UsageError):
+        check(net().to(BF16), ids(), phases=("nowhere",), device="cpu")
