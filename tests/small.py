@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -9,6 +10,20 @@ from torch import nn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH = 8
+
+
+class Seen:
+    """What a step's code tells a test: in a queue, which a check does not put back as it puts back a list."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+
+    def append(self, *told: Any) -> None:
+        for each in told:
+            self._queue.put(each)
+
+    def all(self) -> list[Any]:
+        return [self._queue.get() for _ in range(self._queue.qsize())]
 
 
 class Scaled(nn.Module):

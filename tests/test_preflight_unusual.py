@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import isotype.preflight
 from isotype.errors import UsageError
 from isotype.preflight import check
 from isotype.rules import Rule, all_rules
+from isotype.train.preflight import before_first_step
 from tests.small import BF16, WIDTH, ids, net, wide_norms
 
 X = {"x": torch.ones(2, WIDTH)}
@@ -208,3 +210,18 @@ def test_a_failure_while_fixes_are_tried_leaves_the_findings(monkeypatch: pytest
 def test_wrong_arguments_still_raise() -> None:
     with pytest.raises(UsageError):
         check(net().to(BF16), ids(), phases=("nowhere",), device="cpu")
+
+
+def test_a_training_goes_on_where_its_check_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise LookupError("in the check")
+
+    monkeypatch.setattr(isotype.preflight, "check", failing)
+    arguments = SimpleNamespace(device="cpu", fp16=False, bf16=False, optim="adamw_torch", learning_rate=1e-3)
+    model = nn.Linear(WIDTH, 2)
+    before_first_step(model, arguments, None, lambda _: pytest.fail("there is no report"))
+    assert model(X["x"]).shape == (2, 2)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the step was not checked, because LookupError: in the check (")

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 import isotype
 from isotype.precision.hardware import device_profile
 from isotype.trace.device import cpu_stands_for, written_for
-from tests.small import BF16, FP16, FP32
+from tests.small import BF16, FP16, FP32, Seen
 
 X = torch.randn(2, 8)
 Act = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -113,21 +113,21 @@ def test_a_function_that_was_decorated_before_is_kept_out_of_autocast() -> None:
 
 
 def test_code_that_asks_whether_autocast_is_on_is_told() -> None:
-    seen: list[Any] = []
+    seen = Seen()
 
     def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        seen.extend([torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda")])
+        seen.append(torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"))
         seen.append(torch.get_autocast_dtype("cuda"))
         return layer(x)
 
     report(act, autocast="bfloat16")
     report(act)
-    assert seen == [True, True, BF16, False, False, FP16]
+    assert seen.all() == [True, True, BF16, False, False, FP16]
 
 
-def _product(cast_inputs: torch.dtype | None) -> tuple[Act, list[torch.dtype]]:
+def _product(cast_inputs: torch.dtype | None) -> tuple[Act, Seen]:
     """What multiplies by a function of its own, and the dtypes that the function is given."""
-    seen: list[torch.dtype] = []
+    seen = Seen()
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -158,15 +158,15 @@ def test_a_type_of_the_device_is_a_dtype() -> None:
 
 
 def test_code_that_asks_where_a_tensor_is_is_told_the_device() -> None:
-    seen: list[Any] = []
+    seen = Seen()
 
     def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        seen.extend([x.is_cuda, x.is_cpu, x.is_mps, layer.weight.is_cuda])
+        seen.append(x.is_cuda, x.is_cpu, x.is_mps, layer.weight.is_cuda)
         return layer(x)
 
     report(act)
     report(act, "cpu")
-    assert seen == [True, False, False, True, False, True, False, False]
+    assert seen.all() == [True, False, False, True, False, True, False, False]
 
 
 def test_random_numbers_come_from_a_generator_of_the_device() -> None:
@@ -229,12 +229,12 @@ def test_a_function_is_given_what_custom_fwd_casts() -> None:
     """It casts what is on the device that it is told."""
     act, seen = _product(FP32)
     assert not report(act, autocast="float16").errors
-    assert seen == [FP32]
+    assert seen.all() == [FP32]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_older_names_of_the_autocast_dtype_mean_that_of_the_step() -> None:
-    seen: list[torch.dtype] = []
+    seen = Seen()
 
     def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         seen.append(torch.get_autocast_gpu_dtype())
@@ -243,7 +243,7 @@ def test_older_names_of_the_autocast_dtype_mean_that_of_the_step() -> None:
         return layer(x)
 
     report(act, autocast="bfloat16")
-    assert seen == [BF16, FP16]
+    assert seen.all() == [BF16, FP16]
 
 
 def test_what_is_made_for_the_device_is_made_on_the_cpu() -> None:

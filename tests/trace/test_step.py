@@ -17,7 +17,7 @@ from isotype.precision.hardware import device_profile
 from isotype.trace.record import Setup, Trace
 from isotype.trace.step import LossOf, loss_of, trace_step
 from tests.reality import real_step
-from tests.small import BF16, FP16, FP32, WIDTH, ids, net
+from tests.small import BF16, FP16, FP32, WIDTH, Seen, ids, net
 
 SETUP = Setup(device_profile("cpu"), None, False, "adamw", FP32)
 X = {"input": torch.ones(2, WIDTH)}
@@ -98,7 +98,7 @@ def test_the_phases_that_were_asked_for(asked: tuple[Any, ...]) -> None:
 
 
 def test_generation_runs_without_gradients_labels_and_autocast() -> None:
-    seen: list[Any] = []
+    seen = Seen()
 
     class Looking(nn.Module):
         def __init__(self) -> None:
@@ -113,14 +113,14 @@ def test_generation_runs_without_gradients_labels_and_autocast() -> None:
     setup = replace(SETUP, phases=("forward", "generate"), autocast=BF16)
     trace_step(Looking(), inputs, setup)
     trace_step(Looking(), inputs, replace(setup, autocast_eval=True))
-    assert seen == [(False, True, True), (True, False, False), (False, True, True), (True, False, True)]
+    assert seen.all() == [(False, True, True), (True, False, False), (False, True, True), (True, False, True)]
 
 
 def test_generation_of_ones_own() -> None:
-    asked: list[type] = []
+    asked = Seen()
     setup = replace(SETUP, phases=("generate",))
     trace_step(nn.Linear(2, 2), X, setup, generate=lambda model: asked.append(type(model)))
-    assert asked == [nn.Linear]
+    assert asked.all() == [nn.Linear]
 
 
 def test_nothing_trainable_is_a_note() -> None:
