@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from isotype.model.boundary import original_class
 
@@ -81,7 +81,7 @@ def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if not isinstance(parameter, UninitializedTensorMixin)  # of a lazy layer: it has no shape yet
+        if not isinstance(parameter, UninitializedParameter)  # of a lazy layer: it has no shape yet
         and parameter.is_floating_point()
         and not hasattr(parameter, "quant_state")
     }
