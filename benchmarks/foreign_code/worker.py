@@ -1,0 +1,38 @@
+"""Judges the set-ups of one code base; a line of JSON each. Started by benchmarks/foreign.py in the foreign environment."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import traceback
+import warnings
+from dataclasses import asdict
+
+import torch
+
+from foreign_code.code_bases import CODE_BASES
+from foreign_code.judge import Row, judge
+
+
+def main() -> int:
+    """Arguments: the code base's name, a pattern of set-ups."""
+    name, pattern = sys.argv[1:3]
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    for case in CODE_BASES[name].cases():
+        if not re.search(pattern, case.name):
+            continue
+        try:
+            row = judge(name, case)
+        except Exception as error:  # noqa: BLE001 - a set-up that cannot be judged is a row of the table
+            traceback.print_exc()
+            row = Row(name, case.name, real=f"not judged: {type(error).__name__}: {error}"[:300], verdict=False)
+        print("ROW " + json.dumps(asdict(row)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
