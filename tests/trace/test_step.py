@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from isotype.precision.hardware import device_profile
+from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.record import Setup, Trace
 from isotype.trace.step import LossOf, loss_of, trace_step
 from tests.reality import real_step
@@ -347,3 +349,13 @@ def test_a_part_that_a_checkpointed_forward_casts_ends_the_step_without_an_error
 
     failure = trace_step(Upcasting(), {"x": torch.ones(2, WIDTH, requires_grad=True)}, SETUP).failure
     assert failure is None or not failure.recomputed
+
+
+def test_a_trace_frees_the_twin_and_its_fakes() -> None:
+    def recorders() -> int:
+        gc.collect()
+        return sum(type(each) is FakeRecorder for each in gc.get_objects())
+
+    before = recorders()
+    trace_step(net(), X, SETUP)
+    assert recorders() == before

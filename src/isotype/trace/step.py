@@ -205,6 +205,7 @@ class _Step:
         # Copied while no mode is on: inside one the copy would be a fake too.
         self.known = _values(given)
         self.notes: list[str] = []
+        self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
         self.repeats = {
             id(parameter): weight.repeats
@@ -213,6 +214,14 @@ class _Step:
 
     def run(self) -> Failure | None:
         """Run the phases in order; returns why it ended early, or None."""
+        try:
+            return self._run()
+        finally:
+            # torch keeps them where the garbage collector does not look: the twin would never be freed.
+            for handle in self.handles:
+                handle.remove()
+
+    def _run(self) -> Failure | None:
         profile = self.setup.profile
         self.recorder.watch(self.twin)
         with self.mode, self.recorder, Functions(self.recorder, profile.kind, profile):
@@ -242,7 +251,8 @@ class _Step:
                 ledger.seen(state, "weights", weight.repeats)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if weight.trainable and isinstance(tensor, FakeTensor):
-                tensor.register_post_accumulate_grad_hook(self._gradient(weight.repeats))  # type: ignore[no-untyped-call]
+                hook = self._gradient(weight.repeats)
+                self.handles.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for owner, moments in self.states.items():
             for key, held in moments.items():
                 if isinstance(held, torch.Tensor):
