@@ -26,6 +26,10 @@ def test_a_measured_rejection_carries_the_message_of_the_real_device() -> None:
     assert str(real.value) == "expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16"
 
 
+def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
+    assert CPU.judge("aten.native_group_norm.default", (B, F)) == Verdict(True, (B, F, F))
+
+
 @pytest.mark.parametrize(
     ("kind", "op", "dtypes", "message"),
     [
