@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,35 +53,19 @@ class Case:
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class CodeBase:
-    """A package nobody here wrote.
-
-    Attributes:
-        name: on the package index.
-        domain: what it is for.
-        requirements: what pip installs for it, without their dependencies where these are named here too.
-        cases: makes its set-ups.
-    """
-
-    name: str
-    domain: str
-    requirements: tuple[str, ...]
-    cases: Callable[[], list[Case]] = field(repr=False)
-
-
 def healthy(build: Build, *kinds: str) -> Iterator[Case]:
     """Set-ups without a fault: `float32`, `bfloat16`, `float16`, `autocast` (bfloat16) or `scaled` (float16)."""
     dtypes = {name: dtype for dtype, name in SHORT.items()}
     for kind in kinds or ("float32", "bfloat16", "autocast", "scaled"):
         if kind in dtypes:
-            yield Case(f"all {kind}", lambda kind=kind: build(dtypes[kind]))
+            yield Case(f"all {kind}", partial(build, dtypes[kind]))
         else:
             dtype = torch.float16 if kind == "scaled" else torch.bfloat16
-            yield Case(
-                f"autocast {SHORT[dtype]}",
-                lambda dtype=dtype: replace(build(torch.float32), autocast=dtype, scaler=dtype == torch.float16),
-            )
+            yield Case(f"autocast {SHORT[dtype]}", partial(_under_autocast, build, dtype))
+
+
+def _under_autocast(build: Build, dtype: torch.dtype) -> Step:
+    return replace(build(torch.float32), autocast=dtype, scaler=dtype == torch.float16)
 
 
 def broken(

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy
 import torch
-from foreign_code.case import Case, Step
 from tests.reality import Outcome, real_step
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import isotype
+from foreign_code.case import Case, Step
 from isotype.preflight import setting_value
 from isotype.report.check import Report
 from isotype.rules.finding import Finding
@@ -66,31 +66,34 @@ class Row:
 def judge(code_base: str, case: Case) -> Row:
     """Run, check, run again what was checked, repair, run."""
     row = Row(code_base, case.name)
-    real, digest, real_seconds = _run(made(case))
-    row.real = "runs" if real.error is None else _one_line(real.error)
+    outcome = _run(made(case))
+    row.real = "runs" if outcome[0].error is None else _one_line(outcome[0].error)
+    _ask(row, case, outcome)
+    row.touched += _alive()
+    return row
+
+
+def _ask(row: Row, case: Case, outcome: tuple[Outcome, str, float]) -> None:
+    """Check the set-up, compare with the real `outcome`, and run what was checked and what was repaired."""
+    real, digest, real_seconds = outcome
     line = _line(real.error) if real.error is not None else ""
     row.real_place = f"{real.phase} {real.module} {line}".strip()
     step = made(case)
     states = _random_states()
     try:
-        fast, fast_seconds = _timed(lambda: checked(step, verify=False))
-        del fast
+        _, fast_seconds = _timed(lambda: checked(step, verify=False))
         report, seconds = _timed(lambda: checked(step, verify=True))
     except Exception as error:  # noqa: BLE001 - a check that raises is a result
         row.said, row.verdict = f"check raised {_one_line(error)} at {_line(error, inside=True)}", False
-        return row
+        return
     if states != _random_states():
         row.touched.append("random states")
     row.seconds = (real_seconds, fast_seconds, seconds)
     _compare(row, case, real, line, report)
     again, digest_again, _ = _run(step)
     row.touched += _differences(real, digest, again, digest_again)
-    del step
     if real.error is not None or report.errors:
-        _repair(row, case)
-    del report
-    row.touched += _alive()
-    return row
+        _repair(row, step, report)
 
 
 def made(case: Case) -> Step:
@@ -137,7 +140,7 @@ def _compare(row: Row, case: Case, real: Outcome, line: str, report: Report) -> 
     if real.error is None:
         return
     at = [finding for finding in errors if _is_at(finding, real, line)]
-    first = (at or list(errors) or [None])[0]
+    first = next(iter(at or errors), None)
     if first is not None:
         row.said_place = f"{first.phase} {first.module} {first.source}".strip()
     row.place = bool(at)
@@ -152,14 +155,14 @@ def _is_at(finding: Finding, real: Outcome, line: str) -> bool:
     return not inside or finding.source == line
 
 
-def _repair(row: Row, case: Case) -> None:
-    """Repair a fresh set-up, do what it leaves to the caller, and run the real step."""
+def _repair(row: Row, step: Step, report: Report) -> None:
+    """Repair the set-up, do what is left to the caller, and run the real step."""
+    step.model.zero_grad()
     for unsafe in (False, True):
-        step = made(case)
-        repairs = isotype.repair(step.model, checked(step), unsafe=unsafe)
-        left = [finding for finding, _ in repairs.left if finding.severity == "error"]
-        if not left:
+        repairs = isotype.repair(step.model, report, unsafe=unsafe)
+        if unsafe or not any(finding.severity == "error" for finding, _ in repairs.left):
             break
+        repairs.undo()
     names = {name: setting_value(value) for name, value in repairs.settings.items()}
     if "autocast" in names and "scaler" not in names:
         names["scaler"] = step.scaler or names["autocast"] == torch.float16
@@ -196,7 +199,9 @@ class EditedLines(TorchFunctionMode):
         if dtype is None or not makes:
             return result
         return tree_map(
-            lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each,
+            lambda each: (
+                each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+            ),
             result,
         )
 
@@ -224,7 +229,9 @@ def _differences(real: Outcome, digest: str, again: Outcome, digest_again: str) 
     if repr(real.error) != repr(again.error):
         yield f"ends with {again.error!r}"
     if (real.loss is None) != (again.loss is None) or (
-        real.loss is not None and again.loss is not None and real.loss.item() != again.loss.item()
+        real.loss is not None
+        and again.loss is not None
+        and real.loss.item() != again.loss.item()
         and not (real.loss.isnan() and again.loss.isnan())
     ):
         yield "the loss"
@@ -256,7 +263,7 @@ def _seed() -> None:
 
 
 def _random_states() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    return torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())
 
 
 def _one_line(error: Exception) -> str:

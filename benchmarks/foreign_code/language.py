@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from foreign_code.case import Case, CodeBase, Step, broken, cast, cast_norms, healthy, with_lora
+from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
+
+from foreign_code.case import Case, Step, broken, cast, cast_norms, healthy, with_lora
 
 VOCABULARY = 64
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,7 +30,9 @@ def _x_transformers(dtype: torch.dtype) -> Step:
     from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
     layers = Decoder(dim=32, depth=2, heads=2, attn_dim_head=16, rotary_pos_emb=True, use_rmsnorm=True)
-    model = AutoregressiveWrapper(TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=32, attn_layers=layers))
+    model = AutoregressiveWrapper(
+        TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=32, attn_layers=layers)
+    )
     ids = tokens()
     return Step(model.to(dtype), lambda model: model(ids))
 
@@ -37,10 +42,17 @@ def _x_transformers_cases() -> list[Case]:
     return [
         *healthy(_x_transformers, "float32", "bfloat16", "float16", "autocast", "scaled"),
         broken("float32 head in bfloat16", head, _x_transformers, BF16, cast(f"net.{head}", FP32)),
-        broken("float32 embedding in float16", "token_emb", _x_transformers, FP16, cast("net.token_emb", FP32)),
+        broken(
+            "float32 embedding in float16", "token_emb", _x_transformers, FP16, cast("net.token_emb", FP32)
+        ),
         broken("float32 norms in bfloat16", "norm|layers", _x_transformers, BF16, cast_norms(FP32)),
-        broken("one adapter in float16", "lora_A", lora, BF16, cast(
-            "base_model.model.net.attn_layers.layers.0.1.to_q.lora_A", FP16)),
+        broken(
+            "one adapter in float16",
+            "lora_A",
+            lora,
+            BF16,
+            cast("base_model.model.net.attn_layers.layers.0.1.to_q.lora_A", FP16),
+        ),
         broken("float16 weights with a scaler", "", _x_transformers, FP16, lambda _: None, scaler=True),
     ]
 
@@ -49,9 +61,19 @@ def _litgpt(dtype: torch.dtype) -> Step:
     from litgpt import GPT, Config
 
     config = Config(
-        block_size=32, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=32,
-        n_query_groups=1, rotary_percentage=1.0, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
-        intermediate_size=48, bias=False, parallel_residual=False,
+        block_size=32,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY,
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        n_query_groups=1,
+        rotary_percentage=1.0,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=48,
+        bias=False,
+        parallel_residual=False,
     )
     ids = tokens()
     return Step(GPT(config).to(dtype), lambda model: next_token_loss(model, ids))
@@ -61,10 +83,24 @@ def _litgpt_lora(dtype: torch.dtype) -> Step:
     from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
 
     config = Config(
-        block_size=32, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=32,
-        n_query_groups=1, rotary_percentage=1.0, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
-        intermediate_size=48, bias=False, parallel_residual=False, lora_r=4, lora_alpha=8, lora_query=True,
-        lora_value=True, lora_projection=True,
+        block_size=32,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY,
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        n_query_groups=1,
+        rotary_percentage=1.0,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=48,
+        bias=False,
+        parallel_residual=False,
+        lora_r=4,
+        lora_alpha=8,
+        lora_query=True,
+        lora_value=True,
+        lora_projection=True,
     )
     model = GPT(config).to(dtype)
     mark_only_lora_as_trainable(model)
@@ -84,23 +120,45 @@ def _litgpt_cases() -> list[Case]:
         *healthy(_litgpt_lora, "bfloat16", "scaled"),
         broken("float32 head in bfloat16", "lm_head", _litgpt, BF16, cast("lm_head", FP32)),
         broken("its own adapters in float32", "lora_", _litgpt_lora, BF16, _float32_adapters),
-        broken("rotary tables in float32", "cos|sin", _litgpt, BF16, lambda m: (cast("cos", FP32)(m), cast("sin", FP32)(m))),
+        broken(
+            "rotary tables in float32",
+            "cos|sin",
+            _litgpt,
+            BF16,
+            lambda m: (cast("cos", FP32)(m), cast("sin", FP32)(m)),
+        ),
     ]
 
 
 def _mambapy(dtype: torch.dtype) -> Step:
-    from mambapy.lm import LM
-    from mambapy.mamba import MambaConfig
+    from mambapy.mamba import Mamba, MambaConfig
+
+    class LanguageModel(nn.Module):  # its own (mambapy.lm) needs CUDA kernels to be imported
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, config.d_model)
+            self.mamba = Mamba(config)
+            self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.head(self.mamba(self.embedding(ids)))
+            return logits
 
     ids = tokens()
-    model = LM(MambaConfig(d_model=16, n_layers=2, d_state=4, pscan=True), vocab_size=VOCABULARY)
+    model = LanguageModel(MambaConfig(d_model=16, n_layers=2, d_state=4, pscan=True))
     return Step(model.to(dtype), lambda model: next_token_loss(model, ids))
 
 
 def _mambapy_cases() -> list[Case]:
     return [
         *healthy(_mambapy),
-        broken("float32 dt_proj in bfloat16", "dt_proj", _mambapy, BF16, cast("mamba.layers.0.mixer.dt_proj", FP32)),
+        broken(
+            "float32 dt_proj in bfloat16",
+            "dt_proj",
+            _mambapy,
+            BF16,
+            cast("mamba.layers.0.mixer.dt_proj", FP32),
+        ),
         broken("float32 norms in bfloat16", "norm", _mambapy, BF16, cast_norms(FP32)),
         broken("float32 A_log in float16", "A_log", _mambapy, FP16, cast("mamba.layers.1.mixer.A_log", FP32)),
     ]
@@ -127,7 +185,9 @@ def _xlstm_cases() -> list[Case]:
     return [
         *healthy(_xlstm, "float32", "bfloat16", "autocast", "scaled"),
         broken("float32 gate in bfloat16", "igate", _xlstm, BF16, cast(f"{block}.mlstm_cell.igate", FP32)),
-        broken("float32 embedding in bfloat16", "token_embedding", _xlstm, BF16, cast("token_embedding", FP32)),
+        broken(
+            "float32 embedding in bfloat16", "token_embedding", _xlstm, BF16, cast("token_embedding", FP32)
+        ),
         broken("float32 norms in float16", "norm", _xlstm, FP16, cast_norms(FP32)),
     ]
 
@@ -137,8 +197,15 @@ def _titans(dtype: torch.dtype) -> Step:
 
     ids = tokens()
     model = MemoryAsContextTransformer(
-        num_tokens=VOCABULARY, dim=16, depth=2, segment_len=8, num_persist_mem_tokens=2, num_longterm_mem_tokens=2,
-        dim_head=8, heads=2, neural_memory_layers=(2,),
+        num_tokens=VOCABULARY,
+        dim=16,
+        depth=2,
+        segment_len=8,
+        num_persist_mem_tokens=2,
+        num_longterm_mem_tokens=2,
+        dim_head=8,
+        heads=2,
+        neural_memory_layers=(2,),
     )
     return Step(model.to(dtype), lambda model: model(ids, return_loss=True))
 
@@ -154,8 +221,15 @@ def _sparse_attention(dtype: torch.dtype) -> Step:
     from native_sparse_attention_pytorch import SparseAttention
 
     model = SparseAttention(
-        dim=32, dim_head=16, heads=2, sliding_window_size=4, compress_block_size=4, compress_block_sliding_stride=4,
-        selection_block_size=4, num_selected_blocks=2, causal=True,
+        dim=32,
+        dim_head=16,
+        heads=2,
+        sliding_window_size=4,
+        compress_block_size=4,
+        compress_block_sliding_stride=4,
+        selection_block_size=4,
+        num_selected_blocks=2,
+        causal=True,
     )
     hidden = torch.randn(2, 16, 32).to(dtype)
     return Step(model.to(dtype), lambda model: model(hidden).float().square().mean())
@@ -172,7 +246,13 @@ def _sparse_attention_cases() -> list[Case]:
         *healthy(_sparse_attention),
         broken("a float32 input", "input|hidden", float32_input, BF16, lambda _: None),
         broken("float32 norm in bfloat16", "norm", _sparse_attention, BF16, cast("norm", FP32)),
-        broken("float32 gate in float16", "to_strategy_combine", _sparse_attention, FP16, cast("to_strategy_combine", FP32)),
+        broken(
+            "float32 gate in float16",
+            "to_strategy_combine",
+            _sparse_attention,
+            FP16,
+            cast("to_strategy_combine", FP32),
+        ),
     ]
 
 
@@ -180,7 +260,14 @@ def _reformer(dtype: torch.dtype) -> Step:
     from reformer_pytorch import ReformerLM
 
     model = ReformerLM(
-        num_tokens=VOCABULARY, dim=32, depth=2, max_seq_len=32, heads=2, bucket_size=4, n_hashes=2, causal=True
+        num_tokens=VOCABULARY,
+        dim=32,
+        depth=2,
+        max_seq_len=32,
+        heads=2,
+        bucket_size=4,
+        n_hashes=2,
+        causal=True,
     )
     ids = tokens()
     return Step(model.to(dtype), lambda model: next_token_loss(model, ids))
@@ -193,12 +280,12 @@ def _reformer_cases() -> list[Case]:
     ]
 
 
-LANGUAGE = (
-    CodeBase("x-transformers", "language model", ("x-transformers==2.31.10",), _x_transformers_cases),
-    CodeBase("litgpt", "language model with LoRA of its own", ("litgpt==0.5.13",), _litgpt_cases),
-    CodeBase("mambapy", "state-space language model", ("mambapy==1.2.0",), _mambapy_cases),
-    CodeBase("xlstm", "recurrent language model", ("xlstm",), _xlstm_cases),
-    CodeBase("titans-pytorch", "memory trained as it runs", ("titans-pytorch",), _titans_cases),
-    CodeBase("native-sparse-attention-pytorch", "sparse attention", ("native-sparse-attention-pytorch",), _sparse_attention_cases),
-    CodeBase("reformer-pytorch", "reversible layers, hashed attention", ("reformer_pytorch",), _reformer_cases),
-)
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "x-transformers": _x_transformers_cases,
+    "litgpt": _litgpt_cases,
+    "mambapy": _mambapy_cases,
+    "xlstm": _xlstm_cases,
+    "titans-pytorch": _titans_cases,
+    "native-sparse-attention-pytorch": _sparse_attention_cases,
+    "reformer-pytorch": _reformer_cases,
+}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from foreign_code.case import Case, CodeBase, Step, broken, cast, cast_norms, healthy
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
+
+from foreign_code.case import Case, Step, broken, cast, cast_norms, healthy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -20,8 +22,16 @@ def _ft_transformer(dtype: torch.dtype, numbers: torch.dtype | None = None) -> S
     from rtdl_revisiting_models import FTTransformer
 
     model = FTTransformer(
-        n_cont_features=3, cat_cardinalities=[4, 5], d_out=1, n_blocks=2, d_block=16, attention_n_heads=2,
-        attention_dropout=0.1, ffn_d_hidden_multiplier=2, ffn_dropout=0.1, residual_dropout=0.0,
+        n_cont_features=3,
+        cat_cardinalities=[4, 5],
+        d_out=1,
+        n_blocks=2,
+        d_block=16,
+        attention_n_heads=2,
+        attention_dropout=0.1,
+        ffn_d_hidden_multiplier=2,
+        ffn_dropout=0.1,
+        residual_dropout=0.0,
     )
     x, kinds = torch.randn(8, 3).to(numbers or dtype), torch.randint(0, 4, (8, 2))
     target = torch.randn(8, 1)
@@ -31,8 +41,20 @@ def _ft_transformer(dtype: torch.dtype, numbers: torch.dtype | None = None) -> S
 def _ft_transformer_cases() -> list[Case]:
     return [
         *healthy(_ft_transformer, "float32", "bfloat16", "float16", "autocast", "scaled"),
-        broken("a float32 table in bfloat16", r"\bx\b|input", lambda dtype: _ft_transformer(dtype, FP32), BF16, _nothing),
-        broken("float32 class token in bfloat16", "cls", _ft_transformer, BF16, cast("cls_embedding.weight", FP32)),
+        broken(
+            "a float32 table in bfloat16",
+            r"\bx\b|input",
+            lambda dtype: _ft_transformer(dtype, FP32),
+            BF16,
+            _nothing,
+        ),
+        broken(
+            "float32 class token in bfloat16",
+            "cls",
+            _ft_transformer,
+            BF16,
+            cast("cls_embedding.weight", FP32),
+        ),
         broken("float32 norms in float16", "norm", _ft_transformer, FP16, cast_norms(FP32)),
     ]
 
@@ -48,8 +70,16 @@ def _zuko(dtype: torch.dtype, sample: torch.dtype | None = None) -> Step:
 def _zuko_cases() -> list[Case]:
     return [
         *healthy(_zuko, "float32", "bfloat16", "autocast", "scaled"),
-        broken("float32 samples in bfloat16", r"\bx\b|context|input", lambda dtype: _zuko(dtype, FP32), BF16, _nothing),
-        broken("one layer in float32", r"hyper\.2", _zuko, BF16, cast("transform.transforms.0.hyper.2", FP32)),
+        broken(
+            "float32 samples in bfloat16",
+            r"\bx\b|context|input",
+            lambda dtype: _zuko(dtype, FP32),
+            BF16,
+            _nothing,
+        ),
+        broken(
+            "one layer in float32", r"hyper\.2", _zuko, BF16, cast("transform.transforms.0.hyper.2", FP32)
+        ),
     ]
 
 
@@ -57,7 +87,11 @@ def _gat(dtype: torch.dtype, features: torch.dtype | None = None) -> Step:
     from torch_geometric.nn import GAT
 
     model = GAT(in_channels=8, hidden_channels=8, num_layers=2, out_channels=4, heads=2, v2=True)
-    x, edges, labels = torch.randn(10, 8).to(features or dtype), torch.randint(0, 10, (2, 30)), torch.randint(0, 4, (10,))
+    x, edges, labels = (
+        torch.randn(10, 8).to(features or dtype),
+        torch.randint(0, 10, (2, 30)),
+        torch.randint(0, 4, (10,)),
+    )
     return Step(model.to(dtype), lambda model: F.cross_entropy(model(x, edges), labels))
 
 
@@ -73,8 +107,16 @@ def _gcn(dtype: torch.dtype, weights: torch.dtype | None = None) -> Step:
 def _graph_cases() -> list[Case]:
     return [
         *healthy(_gat, "float32", "bfloat16", "autocast", "scaled"),
-        broken("float32 features in bfloat16", r"\bx\b|input", lambda dtype: _gat(dtype, FP32), BF16, _nothing),
-        broken("GCN: float32 edge weights in bfloat16", "weight|input", lambda dtype: _gcn(dtype, FP32), BF16, _nothing),
+        broken(
+            "float32 features in bfloat16", r"\bx\b|input", lambda dtype: _gat(dtype, FP32), BF16, _nothing
+        ),
+        broken(
+            "GCN: float32 edge weights in bfloat16",
+            "weight|input",
+            lambda dtype: _gcn(dtype, FP32),
+            BF16,
+            _nothing,
+        ),
         broken("float32 attention vector", "att", _gat, BF16, cast("convs.0.att", FP32)),
         broken("float32 last layer in float16", r"convs\.1", _gat, FP16, cast("convs.1", FP32)),
     ]
@@ -84,7 +126,9 @@ def _conformer(dtype: torch.dtype) -> Step:
     from conformer import Conformer
 
     model = nn.Sequential(
-        Conformer(dim=16, depth=2, dim_head=8, heads=2, ff_mult=2, conv_expansion_factor=2, conv_kernel_size=5),
+        Conformer(
+            dim=16, depth=2, dim_head=8, heads=2, ff_mult=2, conv_expansion_factor=2, conv_kernel_size=5
+        ),
         nn.Linear(16, 12),
     )
     frames, labels = torch.randn(2, 20, 16).to(dtype), torch.randint(1, 12, (2, 6))
@@ -99,7 +143,13 @@ def _conformer(dtype: torch.dtype) -> Step:
 def _conformer_cases() -> list[Case]:
     return [
         *healthy(_conformer),
-        broken("float32 convolution in bfloat16", r"conv\.net", _conformer, BF16, cast("0.layers.0.conv.net.2", FP32)),
+        broken(
+            "float32 convolution in bfloat16",
+            r"conv\.net",
+            _conformer,
+            BF16,
+            cast("0.layers.0.conv.net.2", FP32),
+        ),
         broken("float32 batch norm in float16", r"norm|net\.5", _conformer, FP16, cast_norms(FP32)),
         broken("float32 head in bfloat16", r"\b1\.weight|\b1 ", _conformer, BF16, cast("1", FP32)),
     ]
@@ -114,7 +164,7 @@ def _vector_quantizer(dtype: torch.dtype) -> Step:
             self.encoder, self.decoder = nn.Conv1d(1, 16, 4, 4), nn.ConvTranspose1d(16, 1, 4, 4)
             self.quantizer = ResidualVQ(dim=16, codebook_size=8, num_quantizers=2, decay=0.9)
 
-        def forward(self, wave: torch.Tensor) -> torch.Tensor:
+        def forward(self, wave: torch.Tensor) -> Any:
             quantized, _, commitment = self.quantizer(self.encoder(wave).transpose(1, 2))
             decoded = self.decoder(quantized.transpose(1, 2))
             return F.l1_loss(decoded, wave) + commitment.sum()
@@ -139,7 +189,7 @@ def _policy(dtype: torch.dtype) -> Step:
     model = ActorCriticPolicy(seen, done, lambda _: 1e-3, net_arch=[16, 16])
     states, actions, gains = torch.randn(8, 6), torch.randn(8, 2), torch.randn(8, 1)
 
-    def loss(model: Any) -> torch.Tensor:
+    def loss(model: Any) -> Any:
         values, log_probability, entropy = model.evaluate_actions(states, actions)
         ratio = log_probability.exp().unsqueeze(-1)
         return F.mse_loss(values.float(), gains) - (ratio * gains).mean() - 0.01 * entropy.mean()
@@ -159,7 +209,9 @@ def _unet3d(dtype: torch.dtype) -> Step:
     from monai.losses import DiceLoss
     from monai.networks.nets import UNet
 
-    model = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(4, 8), strides=(2,), num_res_units=1)
+    model = UNet(
+        spatial_dims=3, in_channels=1, out_channels=2, channels=(4, 8), strides=(2,), num_res_units=1
+    )
     scan, label = torch.randn(1, 1, 8, 8, 8).to(dtype), torch.randint(0, 2, (1, 1, 8, 8, 8))
     loss = DiceLoss(to_onehot_y=True, softmax=True)
     return Step(model.to(dtype), lambda model: loss(model(scan), label))
@@ -169,8 +221,15 @@ def _unetr(dtype: torch.dtype) -> Step:
     from monai.networks.nets import UNETR
 
     model = UNETR(
-        in_channels=1, out_channels=2, img_size=16, feature_size=4, hidden_size=16, mlp_dim=16, num_heads=2,
-        norm_name="instance", spatial_dims=2,
+        in_channels=1,
+        out_channels=2,
+        img_size=16,
+        feature_size=4,
+        hidden_size=16,
+        mlp_dim=16,
+        num_heads=2,
+        norm_name="instance",
+        spatial_dims=2,
     )
     scan = torch.randn(1, 1, 16, 16).to(dtype)
     return Step(model.to(dtype), lambda model: model(scan).float().square().mean())
@@ -181,8 +240,13 @@ def _monai_cases() -> list[Case]:
         *healthy(_unet3d),
         *healthy(_unetr, "bfloat16"),
         broken("float32 first convolution in bfloat16", r"model\.0", _unet3d, BF16, cast("model.0", FP32)),
-        broken("float32 positions in bfloat16", "position_embeddings", _unetr, BF16, cast(
-            "vit.patch_embedding.position_embeddings", FP32)),
+        broken(
+            "float32 positions in bfloat16",
+            "position_embeddings",
+            _unetr,
+            BF16,
+            cast("vit.patch_embedding.position_embeddings", FP32),
+        ),
         broken("float32 norms in float16", "norm", _unetr, FP16, cast_norms(FP32)),
     ]
 
@@ -195,7 +259,7 @@ def _ode(dtype: torch.dtype, adjoint: bool = True) -> Step:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
 
-        def forward(self, time: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        def forward(self, time: torch.Tensor, state: torch.Tensor) -> Any:
             return self.net(state**3)
 
     start, times, target = torch.randn(4, 2).to(dtype), torch.linspace(0, 1, 4), torch.randn(4, 2)
@@ -219,8 +283,17 @@ def _perceiver(dtype: torch.dtype, image: torch.dtype | None = None) -> Step:
     from perceiver_pytorch import Perceiver
 
     model = Perceiver(
-        input_channels=3, input_axis=2, num_freq_bands=2, max_freq=4.0, depth=1, num_latents=4, latent_dim=16,
-        cross_dim_head=8, latent_heads=2, latent_dim_head=8, num_classes=5,
+        input_channels=3,
+        input_axis=2,
+        num_freq_bands=2,
+        max_freq=4.0,
+        depth=1,
+        num_latents=4,
+        latent_dim=16,
+        cross_dim_head=8,
+        latent_heads=2,
+        latent_dim_head=8,
+        num_classes=5,
     )
     images, labels = torch.randn(2, 8, 8, 3).to(image or dtype), torch.randint(0, 5, (2,))
     return Step(model.to(dtype), lambda model: F.cross_entropy(model(images).float(), labels))
@@ -229,7 +302,13 @@ def _perceiver(dtype: torch.dtype, image: torch.dtype | None = None) -> Step:
 def _perceiver_cases() -> list[Case]:
     return [
         *healthy(_perceiver, "float32", "bfloat16", "float16", "autocast", "scaled"),
-        broken("float32 images in bfloat16", "images|input", lambda dtype: _perceiver(dtype, FP32), BF16, _nothing),
+        broken(
+            "float32 images in bfloat16",
+            "images|input",
+            lambda dtype: _perceiver(dtype, FP32),
+            BF16,
+            _nothing,
+        ),
         broken("float32 latents in bfloat16", "latents", _perceiver, BF16, cast("latents", FP32)),
         broken("float32 head in bfloat16", "to_logits", _perceiver, BF16, cast("to_logits", FP32)),
     ]
@@ -239,8 +318,14 @@ def _diffusers(dtype: torch.dtype) -> Step:
     from diffusers import DDPMScheduler, UNet2DModel
 
     model = UNet2DModel(
-        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         attention_head_dim=8,
     )
     scheduler = DDPMScheduler(num_train_timesteps=20)
@@ -257,21 +342,27 @@ def _diffusers(dtype: torch.dtype) -> Step:
 def _diffusers_cases() -> list[Case]:
     return [
         *healthy(_diffusers, "float32", "bfloat16", "float16", "autocast", "scaled"),
-        broken("float32 time embedding in bfloat16", "time_embedding", _diffusers, BF16, cast("time_embedding", FP32)),
+        broken(
+            "float32 time embedding in bfloat16",
+            "time_embedding",
+            _diffusers,
+            BF16,
+            cast("time_embedding", FP32),
+        ),
         broken("float32 norms in bfloat16", "norm", _diffusers, BF16, cast_norms(FP32)),
         broken("float32 conv_out in float16", "conv_out", _diffusers, FP16, cast("conv_out", FP32)),
     ]
 
 
-SCIENCE = (
-    CodeBase("rtdl_revisiting_models", "tables", ("rtdl_revisiting_models",), _ft_transformer_cases),
-    CodeBase("zuko", "normalizing flows", ("zuko",), _zuko_cases),
-    CodeBase("torch-geometric", "graphs", ("torch-geometric",), _graph_cases),
-    CodeBase("conformer", "speech", ("conformer",), _conformer_cases),
-    CodeBase("vector-quantize-pytorch", "audio codec", ("vector-quantize-pytorch",), _vector_quantizer_cases),
-    CodeBase("stable-baselines3", "control", ("stable-baselines3",), _policy_cases),
-    CodeBase("monai", "medical images", ("monai",), _monai_cases),
-    CodeBase("torchdiffeq", "differential equations", ("torchdiffeq",), _ode_cases),
-    CodeBase("perceiver-pytorch", "images", ("perceiver-pytorch",), _perceiver_cases),
-    CodeBase("diffusers", "diffusion", ("diffusers",), _diffusers_cases),
-)
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "rtdl_revisiting_models": _ft_transformer_cases,
+    "zuko": _zuko_cases,
+    "torch-geometric": _graph_cases,
+    "conformer": _conformer_cases,
+    "vector-quantize-pytorch": _vector_quantizer_cases,
+    "stable-baselines3": _policy_cases,
+    "monai": _monai_cases,
+    "torchdiffeq": _ode_cases,
+    "perceiver-pytorch": _perceiver_cases,
+    "diffusers": _diffusers_cases,
+}

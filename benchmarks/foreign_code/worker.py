@@ -12,8 +12,10 @@ from dataclasses import asdict
 
 import torch
 
-from foreign_code.code_bases import CODE_BASES
+from foreign_code import language, science
 from foreign_code.judge import Row, judge
+
+CASES = {**language.CASES, **science.CASES}
 
 
 def main() -> int:
@@ -22,15 +24,18 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    for case in CODE_BASES[name].cases():
+    for case in CASES[name]():
         if not re.search(pattern, case.name):
             continue
         try:
             row = judge(name, case)
         except Exception as error:  # noqa: BLE001 - a set-up that cannot be judged is a row of the table
             traceback.print_exc()
-            row = Row(name, case.name, real=f"not judged: {type(error).__name__}: {error}"[:300], verdict=False)
+            row = Row(
+                name, case.name, real=f"not judged: {type(error).__name__}: {error}"[:300], verdict=False
+            )
         print("ROW " + json.dumps(asdict(row)), flush=True)
+    print("END")
     return 0
 
 
