@@ -16,7 +16,7 @@ listed there: several ask for torchvision or CUDA kernels that the models used h
 
 Run: python benchmarks/foreign.py [--only NAME,NAME] [--case PATTERN] [--jobs 2] [--cache FOLDER]
      [--python PATH (an environment that has them)] [--json PATH] [--list]
-Prints a row a set-up, what was wrong, a table of code bases and one line of JSON; ends with status 1 where a verdict,
+Prints a row a set-up (seconds are of CPU time), what was wrong, a table of code bases and one line of JSON; ends with status 1 where a verdict,
 place, cause or repair is wrong, check raises, or something is left behind.
 """
 

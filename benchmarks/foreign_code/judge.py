@@ -44,7 +44,7 @@ class Row:
         verdict, place, cause, repaired: whether right; None where there was nothing to judge.
         repair: what was done, what the caller had to do, and how the real step then ended.
         untouched: what check changed: the loss, the weights, random states, fake tensors that are still alive.
-        seconds: of the real step, of check without and with trying fixes.
+        seconds: CPU time of the real step, of check without and with trying fixes.
     """
 
     code_base: str
@@ -61,6 +61,13 @@ class Row:
     repair: str = ""
     touched: list[str] = field(default_factory=list)
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+def warm_up() -> None:
+    """What a first step and a first check load is no set-up's time."""
+    case = Case("warm-up", lambda: Step(torch.nn.Linear(2, 2), lambda model: model(torch.ones(1, 2)).sum()))
+    _run(made(case))
+    checked(made(case))
 
 
 def judge(code_base: str, case: Case) -> Row:
@@ -251,9 +258,9 @@ def _alive() -> list[str]:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    started = time.perf_counter()
+    started = time.process_time()
     result = work()
-    return result, time.perf_counter() - started
+    return result, time.process_time() - started
 
 
 def _seed() -> None:

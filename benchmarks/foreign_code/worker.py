@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 
 from foreign_code import language, science
-from foreign_code.judge import Row, judge
+from foreign_code.judge import Row, judge, warm_up
 
 CASES = {**language.CASES, **science.CASES}
 
@@ -24,6 +24,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    warm_up()
     for case in CASES[name]():
         if not re.search(pattern, case.name):
             continue
