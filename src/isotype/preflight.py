@@ -15,6 +15,7 @@ from isotype.dtypes import parse_dtype
 from isotype.errors import IsotypeError, Problem, UsageError
 from isotype.fixes.apply import apply_actions
 from isotype.fixes.repair import needs_the_caller
+from isotype.lora.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.hardware import device_profile
@@ -93,6 +94,7 @@ def check(
         checkpoint_dtype=_checkpoint_dtype(model),
         attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
         batch=_shapes(inputs),
+        details=(*adapter_words(model), *_checkpointing_words(model, gradient_checkpointing)),
     )
     given = None if isinstance(optimizer, str) else optimizer
     try:
@@ -117,6 +119,11 @@ def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple
         said = f"{type(error).__name__}: {first_line(error)}"
         message = f"the fixes could not be tried, because {said}"
         return (*findings, Finding("IST199", "warning", message, source=line_of(error), cause=said))
+
+
+def _checkpointing_words(model: nn.Module, asked: object) -> tuple[str, ...]:
+    on = asked or any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    return ("gradient checkpointing",) if on else ("no gradient checkpointing",)
 
 
 def _check_arguments(inputs: Any, phases: Sequence[str], optimizer: Any) -> None:

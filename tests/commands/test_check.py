@@ -133,7 +133,7 @@ def test_no_row_is_longer_than_the_model(capsys, config):
 @pytest.mark.parametrize("method", ["dpo", "reward", "kto", "grpo", "rloo"])
 def test_every_method_runs(capsys, config, method, tmp_path):
     found = report_json(
-        capsys, method, "--model_name_or_path", config, "--dataset_name", "no/such/data", "--output_dir",
+        capsys, method, "--model_name_or_path", config, "--dataset_name", "somebody/data", "--output_dir",
         tmp_path / "out", "--device", "h100", "--batch", 2,
     )  # fmt: skip
     assert found["complete"]

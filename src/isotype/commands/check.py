@@ -71,7 +71,8 @@ def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[R
         fsdp=plan.fsdp,
     )
     notes = (*plan.notes, *_notes(plan, model, length))
-    trace = replace(report.trace, model=plan.source, notes=(*report.trace.notes, *notes))
+    setup = replace(report.trace.setup, data=plan.data)
+    trace = replace(report.trace, setup=setup, model=plan.source, notes=(*report.trace.notes, *notes))
     report = replace(report, trace=trace)
     if not options.fix:
         return report, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,7 @@ class Plan:
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
         notes: what is not followed as asked.
+        data: what the rows' lengths say, "" where no data set was opened.
     """
 
     source: str
@@ -100,6 +101,7 @@ class Plan:
     revision: str | None = None
     attention: str | None = None
     notes: tuple[str, ...] = ()
+    data: str = ""
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -237,7 +239,8 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[Plan, tuple[str, ...
     problems = argument_problems(settings)
     if problems:
         raise UsageError("arguments that cannot work", problems)
-    return _full_plan(options, settings), ("isotype", method, *arguments)
+    plan = _full_plan(options, settings)
+    return _with_data(plan, settings, options), ("isotype", method, *arguments)
 
 
 def _refuse_second_model(first: str, arguments: Sequence[str]) -> None:
@@ -301,6 +304,43 @@ def _full_plan(options: Options, settings: Settings) -> Plan:
         revision=model.model_revision,
         attention=attention,
         notes=tuple(notes),
+    )
+
+
+def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
+    """The plan with the lengths that the rows of a data set on this machine really have.
+
+    Raises:
+        DataError: the data set cannot be trained on, as the training itself would say.
+        UsageError, CheckpointError: the tokenizer does not fit it.
+    """
+    from isotype.data.load import training_data_here
+    from isotype.train.check import check_tokenizer
+    from isotype.train.lengths import lengths_of
+    from isotype.train.models import tokenizer_here
+
+    training, script = settings.training, settings.script
+    data = training_data_here(settings)
+    if data is None:
+        return plan
+    source, tokenizer = tokenizer_here(plan.source)
+    if tokenizer is None:
+        return replace(plan, notes=(*plan.notes, "the rows' lengths: the checkpoint has no tokenizer"))
+    check_tokenizer(settings, source, tokenizer, data)
+    rows = data[script.dataset_train_split]
+    found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
+    if found is None or getattr(training, "packing", False) or options.length is not None:
+        return plan
+    limit = getattr(training, "max_length", None)
+    longest = found.longest + plan.completion
+    told = f"the longest of {len(found.tokens):,} rows has {longest:,} tokens"
+    told += f", with a completion of {plan.completion:,}" if plan.completion else ""
+    cut = found.cut(limit)
+    return replace(
+        plan,
+        rows=min(plan.rows, found.rows) if options.batch is None else plan.rows,
+        length=longest if limit is None else min(longest, limit),
+        data=cut or told,
     )
 
 

@@ -85,6 +85,29 @@ def load_training_data(
     return _load_local(local, script_args.dataset_streaming, job)
 
 
+def training_data_here(settings: Any) -> DatasetDict | IterableDatasetDict | None:
+    """The data of a training command, if it lies on this machine; None where none is named or it is the hub's.
+
+    Args:
+        settings: of the command, see `isotype.train.settings.Settings`.
+
+    Raises:
+        DataError: as `load_training_data`.
+    """
+    script, mixture = settings.script, settings.dataset
+    if (mixture is not None and mixture.datasets) or not script.dataset_name:
+        return None
+    if find_local(script.dataset_name, test_split=script.dataset_test_split) is None:
+        return None
+    return load_training_data(
+        script,
+        mixture,
+        settings.method.name,
+        need_test=settings.training.eval_strategy != "no",
+        text_field=getattr(settings.training, "dataset_text_field", "text"),
+    )
+
+
 @dataclass(frozen=True)
 class _Job:
     """What a data set is read for: the trainer, its text column, and the splits it takes."""

@@ -105,6 +105,22 @@ def _leave_out_experts(model: Any, config: Any) -> tuple[str, ...]:
     return (note,)
 
 
+def adapter_words(model: Any) -> tuple[str, ...]:
+    """Kind, rank, scale and targets of a PEFT model's adapters in words; nothing for another model."""
+    configs = getattr(model, "peft_config", None) or {}
+    words = []
+    for config in configs.values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type)).replace("LORA", "LoRA")
+        kind = "DoRA" if getattr(config, "use_dora", False) else kind
+        rank = f" r {config.r}" if hasattr(config, "r") else ""
+        scale = f" alpha {config.lora_alpha:g}" if hasattr(config, "lora_alpha") else ""
+        targets = getattr(config, "target_modules", None) or ()
+        last = {name.rsplit(".", 1)[-1] for name in ([] if isinstance(targets, str) else targets)}
+        named = targets if isinstance(targets, str) else ", ".join(sorted(last))
+        words.append(f"{kind}{rank}{scale}" + (f" on {named}" if named else ""))
+    return tuple(words)
+
+
 def save_policy_too(model: Any) -> None:
     """Let this one model's `save_pretrained` leave the policy it carries beside the weights it writes.
 

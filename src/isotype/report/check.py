@@ -236,6 +236,8 @@ def _setup(setup: Setup) -> dict[str, Any]:
         "phases": list(setup.phases),
         "fsdp": setup.fsdp,
         "batch": {name: list(shape) for name, shape in setup.batch.items()},
+        "details": list(setup.details),
+        "data": setup.data,
         "policy": None if setup.policy is None else setup.policy.to_dict(),
     }
 

@@ -166,6 +166,7 @@ def setup_words(setup: Setup) -> str:
         "GradScaler" if setup.scaler else "no GradScaler",
         setup.optimizer + (f" lr {setup.learning_rate:g}" if setup.learning_rate is not None else ""),
         f"FSDP{setup.fsdp}" if setup.fsdp else "",
+        *setup.details,
         ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items()),
     ]
     return "   ".join(word for word in words if word)
@@ -257,7 +258,8 @@ def lines(report: Report, width: int = WIDTH) -> list[Line]:
     ]
     for finding in report.findings:
         found += [*_finding(finding, setup.profile.title, layers, width), ()]
-    rows = [("memory", memory_words(report)), ("FLOPs", flops_words(report)), *trust(report)]
+    data = [("data", setup.data)] if setup.data else []
+    rows = [*data, ("memory", memory_words(report)), ("FLOPs", flops_words(report)), *trust(report)]
     found += _rows(rows, width)
     found.append(())
     found += _hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status])

@@ -272,6 +272,8 @@ class Setup:
         checkpoint_dtype: dtype that the model's config names as its checkpoint's; None where it names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None where unknown.
         batch: shapes of the inputs by argument name, for the report.
+        details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
+        data: what is known about the rows of the data set in words, "" where none was opened.
     """
 
     profile: DeviceProfile
@@ -288,6 +290,8 @@ class Setup:
     checkpoint_dtype: torch.dtype | None = None
     attention: str | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    data: str = ""
 
 
 @dataclass(frozen=True)

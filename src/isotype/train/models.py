@@ -117,6 +117,15 @@ def first_sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def tokenizer_here(model: str) -> tuple[Path | str, Any]:
+    """(directory, tokenizer) of a checkpoint directory on this machine; (model, None) where it has none."""
+    path = Path(model)
+    directory = path.parent if path.name == "config.json" else path
+    if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
+        return model, None
+    return directory, processing_class(directory)
+
+
 def processing_class(source: Path | str, **kwargs: Any) -> Any:
     """The tokenizer of a checkpoint, or its processor where it takes images.
 

@@ -28,6 +28,7 @@ from isotype.train.governed import (
     masters_of,
     mixed_precision_name,
 )
+from isotype.train.lengths import lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class
 from isotype.train.saved import (
     RESULT_FILES,
@@ -261,6 +262,7 @@ def _build(
     source = dense_source(settings.model.model_name_or_path, policy.plain)
     tokenizer = processing_class(source, revision=settings.model.model_revision)
     check_tokenizer(settings, source, tokenizer, data)
+    cut = _what_is_cut(settings, tokenizer, data)
     set_seed(training.seed)
     with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
         model, peft_config = adapted_model(settings, policy)
@@ -283,9 +285,21 @@ def _build(
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
         console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
-    if dropped is not None:
-        console.print(f"note: {dropped}", highlight=False, markup=False, soft_wrap=True)
-    return _Built(trainer, asked, (dropped,) if dropped else ())
+    notes = tuple(note for note in (cut, dropped) if note is not None)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    return _Built(trainer, asked, notes)
+
+
+def _what_is_cut(settings: Settings, tokenizer: Any, data: Any) -> str | None:
+    """What `max_length` cuts away of the training data, in words."""
+    training = settings.training
+    limit = getattr(training, "max_length", None)
+    if limit is None or getattr(training, "packing", False):
+        return None
+    rows = data[settings.script.dataset_train_split]
+    found = lengths_of(settings.method.name, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
+    return found.cut(limit) if found is not None else None
 
 
 @contextmanager

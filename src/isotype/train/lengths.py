@@ -1,0 +1,108 @@
+"""Lengths of a data set's rows in tokens: what a step really takes, and what `max_length` cuts away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from isotype.errors import DataError, Problem
+
+COUNTED_ROWS = 2000
+"""Rows that are tokenized at most; of a longer data set, as many at equal distances."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of rows.
+
+    Attributes:
+        tokens: of each row that was tokenized (of a pair, its longer half with the prompt).
+        rows: rows of the data set.
+    """
+
+    tokens: tuple[int, ...]
+    rows: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.tokens)
+
+    def cut(self, limit: int | None) -> str | None:
+        """What `max_length` cuts away, in words; None where it cuts nothing."""
+        over = [length - limit for length in self.tokens if limit is not None and length > limit]
+        if not over:
+            return None
+        lost = sum(over) / sum(self.tokens)
+        rows = f"{len(over):,} of {len(self.tokens):,} rows"
+        sample = f" (of {self.rows:,}, a sample)" if len(self.tokens) < self.rows else ""
+        share = f"{100 * lost:.0f} %" if lost >= 0.01 else "under 1 %"
+        return (
+            f"{rows}{sample} are longer than max_length {limit} and lose what is beyond it: {share} "
+            f"of all tokens; the longest has {self.longest:,}"
+        )
+
+
+def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text") -> Lengths | None:
+    """The lengths of a data set's rows as the method's trainer makes them, but for a token at an end.
+
+    Args:
+        method: a key of `METHOD_COLUMNS`.
+        tokenizer: the model's tokenizer or processor.
+        rows: a data set; of a stream, and of rows with images, nothing is known: None.
+        text_field: the name of SFT's plain text column.
+
+    Raises:
+        DataError: the chat template refuses a row.
+    """
+    if not hasattr(rows, "__len__") or not len(rows) or {"image", "images"} & set(rows[0]):
+        return None
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    step = max(1, -(-len(rows) // COUNTED_ROWS))
+    tokens = []
+    for at in range(0, len(rows), step):
+        try:
+            tokens.append(_length(method, words, rows[at], text_field))
+        except TemplateError as error:
+            given = f"row {at + 1}: {' '.join(str(error).split())}"
+            fix = "change the row, or give another template with --chat_template_path"
+            raise DataError(
+                "the model's chat template refuses a row",
+                [Problem(given, "turns that the template can write", fix)],
+            ) from error
+    return Lengths(tuple(tokens), len(rows))
+
+
+def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> int:
+    for ids in ("input_ids", "chosen_ids"):
+        if row.get(ids) is not None:
+            return max(len(row[ids]), len(row.get("rejected_ids") or ()))
+    tools = row.get("tools")
+    prompt = row.get("prompt")
+    if method in ("grpo", "rloo"):
+        return _tokens(tokenizer, prompt, None, tools)
+    answers = [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
+    if answers:
+        return max(_tokens(tokenizer, prompt, answer, tools) for answer in answers)
+    chat = row.get("messages")
+    if chat is None and row.get("conversations") is not None:
+        chat = [{"role": each["from"], "content": each["value"]} for each in row["conversations"]]
+    return _tokens(tokenizer, None, chat if chat is not None else row[text_field], tools)
+
+
+def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
+    parts = [part for part in (prompt, answer) if part]
+    if any(isinstance(part, list) for part in parts):
+        turns = [turn for part in parts for turn in part]
+        schemas = tools if isinstance(tools, list) else None
+        return len(
+            tokenizer.apply_chat_template(
+                turns, tools=schemas, tokenize=True, add_generation_prompt=answer is None, return_dict=False
+            )
+        )
+    ids: Sequence[int] = tokenizer("".join(parts))["input_ids"]
+    ended = answer is None or (len(ids) > 0 and ids[-1] == tokenizer.eos_token_id)
+    return len(ids) + (not ended)

@@ -1,0 +1,102 @@
+"""Lengths of rows: what a step takes, and what `max_length` cuts away."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isotype.cli import main
+from isotype.commands.plan import parse_options, plan_of
+from isotype.errors import DataError
+from isotype.train.lengths import Lengths, lengths_of
+from isotype.train.models import processing_class
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def turn(role: str, words: int) -> list[dict[str, str]]:
+    return [{"role": role, "content": "w1 " * words}]
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "length"),
+    [
+        ("sft", {"input_ids": [1, 2, 3]}, 3),
+        ("sft", {"text": "w1 w2 w3"}, 4),
+        ("sft", {"prompt": "w1 w2 ", "completion": "w3"}, 4),
+        ("sft", {"messages": turn("user", 2) + turn("assistant", 3)}, 11),
+        ("sft", {"conversations": [{"from": "user", "value": "w1 w2"}]}, 5),
+        ("dpo", {"prompt": "w1 ", "chosen": "w2", "rejected": "w3 w4 w5"}, 5),
+        ("kto", {"prompt": turn("user", 2), "completion": turn("assistant", 3), "label": True}, 11),
+        ("grpo", {"prompt": turn("user", 2)}, 7),
+    ],
+)
+def test_the_length_of_a_row(model, method, row, length):
+    assert lengths_of(method, processing_class(model), [row]) == Lengths((length,), 1)
+
+
+def test_what_is_cut():
+    lengths = Lengths((10, 20, 30, 40), 4)
+    assert lengths.cut(None) is lengths.cut(40) is None
+    assert lengths.cut(25) == (
+        "2 of 4 rows are longer than max_length 25 and lose what is beyond it: 20 % of all tokens; the longest has 40"
+    )
+    assert "2 of 4 rows (of 400, a sample)" in str(Lengths((10, 20, 30, 40), 400).cut(25))
+
+
+def test_a_row_that_the_template_refuses(model):
+    tokenizer = processing_class(model)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="row 1: roles must alternate"):
+        lengths_of("sft", tokenizer, [{"messages": turn("user", 2)}])
+
+
+def test_of_streams_and_images_nothing_is_known(model):
+    assert lengths_of("sft", None, iter([])) is None
+    assert lengths_of("sft", None, [{"messages": [], "images": []}]) is None
+
+
+def check(capsys, model: Path, data: object, *argv: object) -> tuple[int, str, str]:
+    command = ["check", "sft", "--model_name_or_path", model, "--dataset_name", data, "--device", "h100"]
+    status = main([str(each) for each in (*command, *argv)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_check_opens_the_data_set(capsys, model, tmp_path):
+    data = save_rows(tmp_path / "train.jsonl", rows("sft", 5))
+    status, out, _ = check(capsys, model, data, "--json")
+    longest = max(
+        len(r["prompt"][0]["content"].split() + r["completion"][0]["content"].split()) for r in rows("sft", 5)
+    )
+    assert status == 0
+    found = json.loads(out)["setup"]
+    assert found["batch"]["input_ids"] == [5, longest + 6]  # of 8 rows asked for there are 5
+    assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens"
+    assert found["details"] == [
+        "LoRA r 16 alpha 32 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        "gradient checkpointing",
+    ]
+    argv = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--max_length", 16]
+    plan, _ = plan_of(*parse_options([str(each) for each in argv]))
+    assert plan.length == 16
+    assert "are longer than max_length 16 and lose what is beyond it" in plan.data
+
+
+def test_check_refuses_what_the_training_would_refuse(capsys, model, tmp_path):
+    data = save_rows(tmp_path / "train.jsonl", [{"question": "w1", "reply": "w2"}])
+    status, _, err = check(capsys, model, data)
+    assert status == 2
+    assert "rename 'question' to 'prompt'" in err
+    status, _, err = check(capsys, model, tmp_path / "tran.jsonl")
+    assert status == 2
+    assert f"there is no file or directory '{tmp_path / 'tran.jsonl'}'" in err
+    status, _, err = check(capsys, model, save_rows(data, rows("sft", 2)), "--eos_token", "nonsense")
+    assert status == 2
+    assert "--eos_token nonsense" in err
