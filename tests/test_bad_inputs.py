@@ -167,3 +167,25 @@ def test_a_pickled_adapter_is_converted_by_the_command_that_is_named(capsys, fol
     monkeypatch.chdir(copy)
     exec(code, {})
     assert (copy / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "command", ["check {}", "sft --model_name_or_path {} --dataset_name sft.jsonl", "chat {} --ask a"]
+)
+def test_a_config_that_contradicts_the_weights(capsys, folder, monkeypatch, tmp_path, command):
+    odd = shutil.copytree(folder / "chat", tmp_path / "odd")
+    config = (odd / "config.json").read_text()
+    (odd / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
+    message = said(capsys, folder, monkeypatch, command.format(odd))
+    assert "config.json contradicts the weights" in message
+    part = "model.layers.*.mlp.down_proj.weight (2 tensors) of shape [64, 96]"
+    assert f"{part} expected [64, 128], as config.json says" in message
+
+
+@pytest.mark.parametrize("command", ["check chat", f"sft {SFT}"])
+def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
+    message = said(capsys, folder, monkeypatch, f"{command} --lora_r 65")
+    assert (
+        "--lora_r 65 expected at most 64, the width of the widest adapted layer (the narrowest has 32)"
+        in message
+    )

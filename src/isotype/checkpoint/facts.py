@@ -236,6 +236,8 @@ def _of_config(
     quantization = _config_quantization(config)
     said_dtype = config_dtype(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    if headers is not None and quantization is None:
+        _check_shapes(source, model, headers)
     if headers is None:
         dense = said_dtype if quantization is None else None
         counts: Mapping[torch.dtype | str, int] = {dense: parameters} if dense else {}
@@ -257,6 +259,36 @@ def _of_config(
         parameter_bytes=nbytes,
         notes=notes,
     )
+
+
+def _check_shapes(source: str, model: nn.Module, headers: CheckpointHeaders) -> None:
+    """Whether the tensors have the shapes that the config asks for.
+
+    Compared are tensors of the model's own names and number of dimensions: others are renamed or rearranged by
+    transformers while they are loaded, as those of a transposed shape may be.
+
+    Raises:
+        CheckpointError: with every tensor that has not.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    wrong: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for tensor in headers.tensors:
+        plain = tensor.name if tensor.name in wanted else f"{prefix}{tensor.name}"
+        shape = wanted.get(plain)
+        if shape is not None and len(shape) == len(tensor.shape) and sorted(shape) != sorted(tensor.shape):
+            part = re.sub(r"\.\d+\.", ".*.", tensor.name)
+            wrong.setdefault((part, tuple(tensor.shape), shape), []).append(tensor.name)
+    if wrong:
+        problems = [
+            Problem(
+                f"{names[0] if len(names) == 1 else f'{part} ({len(names)} tensors)'} of shape {list(found)}",
+                f"{list(shape)}, as config.json says",
+                "take config.json and the weights from the same place",
+            )
+            for (part, found, shape), names in wrong.items()
+        ]
+        raise CheckpointError(f"{source}: config.json contradicts the weights", problems)
 
 
 def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:

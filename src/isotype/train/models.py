@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,41 @@ def check_module_names(model: Any, config: Any) -> None:
             )
     if problems:
         raise UsageError("no such modules in the model", problems)
+    _check_rank(model, converted)
+
+
+def _check_rank(model: Any, config: Any) -> None:
+    """Whether some adapted layer is as wide as the rank: none has more directions than its narrower side.
+
+    Raises:
+        UsageError: every one is narrower.
+    """
+    rank, targets = getattr(config, "r", None), config.target_modules
+    widths = [
+        min(module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if hasattr(module, "in_features") and hasattr(module, "out_features") and _is_target(name, targets)
+    ]
+    if rank is None or not widths or rank <= max(widths):
+        return
+    raise UsageError(
+        "a rank above the layers' width",
+        [
+            Problem(
+                f"--lora_r {rank}",
+                f"at most {max(widths)}, the width of the widest adapted layer (the narrowest has {min(widths)})",
+                f"--lora_r {min(16, max(widths))} is common; --use_peft False trains every weight",
+            )
+        ],
+    )
+
+
+def _is_target(name: str, targets: Any) -> bool:
+    if targets == "all-linear":
+        return not name.endswith("lm_head")
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == each or name.endswith(f".{each}") for each in targets or ())
 
 
 def first_sentence(error: BaseException) -> str:
