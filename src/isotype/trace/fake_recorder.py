@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.trace.fake import fake_like, forget_fakes
+from isotype.trace.inputs import named_arguments
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.recorder import Place, Recorder, given_tensors, leaves, schema_of, tensors_in, width
 from isotype.trace.source import first_line, raising_frame, shown
@@ -92,6 +93,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.lines = lines or {}
         self.values = Values()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._brings: dict[int, tuple[torch.Tensor, str]] = {}
 
     # ----------------------------------------------------------------------------------------------- what is given
 
@@ -106,11 +108,27 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._own_plain_tensors(model)
         return handles
 
+    def knows(self, model: nn.Module, twin: nn.Module, brought: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Before the step: what stands for the real model's weights, where code reads them, and what a loss brings.
+
+        Args:
+            model: the real one.
+            twin: its weights have the same names.
+            brought: tensors that the loss has at hand, by name.
+        """
+        self._brings = {id(tensor): (tensor, name) for name, tensor in brought}
+        fakes = dict(_tensors(twin))
+        for name, tensor in _tensors(model):
+            if name in fakes and _is_real(tensor):
+                self._outside[id(tensor)] = (tensor, fakes[name])
+
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Real tensors that the model is called with (by a loss of the caller's own) are its inputs."""
-        for name, value in (*((f"args[{i}]", arg) for i, arg in enumerate(args)), *kwargs.items()):
-            if _is_real(value):
-                self.stand_for(value, Origin("input", value.dtype, name))
+        # Asking a tensor for its dtype is a function call too, at which it would be swapped before it has its name.
+        with torch._C.DisableTorchFunction():
+            for name, value in named_arguments(module, args, kwargs):
+                if _is_real(value):
+                    self.stand_for(value, Origin("input", value.dtype, name))
         return self.swapped(args), self.swapped(kwargs)
 
     def swapped(self, values: Any) -> Any:
@@ -137,9 +155,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return known[1]
 
     def _brought(self, tensor: torch.Tensor) -> Origin:
-        """The origin of a real tensor: met in a module it is one that the code keeps; else the loss brings it."""
+        """The origin of a real tensor: the loss brings it, or, met in a module, the code keeps it."""
+        if id(tensor) in self._brings:
+            return Origin("data", tensor.dtype, self._brings[id(tensor)][1])
         unknown = self._unknown(tensor)
-        return unknown if self._frames or unknown.kind != "outside" else replace(unknown, kind="data")
+        return (
+            unknown if self._frames or unknown.kind != "outside" else replace(unknown, kind="data", name="")
+        )
 
     # ------------------------------------------------------------------------------------------------- dispatch
 
@@ -408,6 +430,11 @@ def _made_in(dtype: torch.dtype, result: Any) -> Any:
         return result
     with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
         return aten._to_copy.default(result, dtype=dtype)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _is_real(leaf: Any) -> bool:

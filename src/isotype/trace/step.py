@@ -19,6 +19,7 @@ from isotype.contracts.contract import contracts_for
 from isotype.trace.fake import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
+from isotype.trace.inputs import brought_by, named_tensors
 from isotype.trace.optimizers import kept_states, make_optimizer
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.source import first_line, line_of
@@ -86,6 +87,8 @@ def trace_step(
             change(twin)
     recorder = FakeRecorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
     states = kept_states(optimizer, model, mode)
+    loss = inputs.function if isinstance(inputs, LossOf) else inputs
+    recorder.knows(model, twin, brought_by(loss))
     step = _Step(twin, inputs, setup, recorder, mode, optimizer, states, generate)
     try:
         with _untouched_globals():
@@ -259,13 +262,15 @@ class _Step:
                     kept = f"the optimizer's {key} of {owner}"
                     self.recorder.mark(held, Origin("outside", held.dtype, kept))
                     ledger.seen(held, "optimizer")
-        for name, value in self.inputs.items():
-            if isinstance(value, torch.Tensor):
-                self.recorder.mark(value, Origin("input", value.dtype, name))
-                ledger.seen(value, "inputs")
-                if name in self.known:
-                    self.recorder.values.give(value, self.known[name])
-                    self.recorder.values.came_rounded(value, name)
+        for name, value in _named(self.inputs):
+            if not isinstance(value, FakeTensor):  # in an object that is passed as it is
+                self.recorder.stand_for(value, Origin("input", value.dtype, name))
+                continue
+            self.recorder.mark(value, Origin("input", value.dtype, name))
+            ledger.seen(value, "inputs")
+            if name in self.known:
+                self.recorder.values.give(value, self.known[name])
+                self.recorder.values.came_rounded(value, name)
 
     def _gradient(self, repeats: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
@@ -379,15 +384,17 @@ def _loss_function(inputs: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
     return lambda model, given: loss_of(model(**given))
 
 
+def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in inputs.items():
+        yield from named_tensors(value, name)
+
+
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Copies of the inputs that are small enough for their values to be followed."""
     return {
         name: value.detach().cpu().clone()
-        for name, value in inputs.items()
-        if isinstance(value, torch.Tensor)
-        and not value.is_meta
-        and not isinstance(value, FakeTensor)
-        and value.numel() <= LIMIT
+        for name, value in _named(inputs)
+        if not value.is_meta and not isinstance(value, FakeTensor) and value.numel() <= LIMIT
     }
 
 

@@ -94,13 +94,9 @@ class Untouched:
 
     Args:
         roots: objects by name, the nearest to the user's code first.
-
-    Attributes:
-        tensors: real tensors that were reached, with the names they were reached by, by identity.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self.tensors: dict[int, tuple[torch.Tensor, _Name]] = {}
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._empty: list[Any] = []
@@ -343,7 +339,6 @@ class Untouched:
         if isinstance(value, FakeTensor):
             return
         self._seen.add(id(value))
-        self.tensors[id(value)] = (value, name)
         if value.requires_grad and value.is_leaf:
             self._gradients.append((value, value.grad))
         held = _instance_dict(value)

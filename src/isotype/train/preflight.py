@@ -7,6 +7,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def before_first_step(
         try:
             report = check(
                 module,
-                LossOf(_call, {"args": args, "kwargs": kwargs}),
+                LossOf(partial(_call, len(args)), {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}),
                 device=arguments.device,
                 autocast=_autocast(arguments),
                 scaler=scaler is not None and scaler.is_enabled(),
@@ -179,8 +180,10 @@ def before_first_step(
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _call(model: nn.Module, given: Any) -> torch.Tensor:
-    return loss_of(model(*given["args"], **given["kwargs"]))
+def _call(positional: int, model: nn.Module, given: Any) -> torch.Tensor:
+    """The model on inputs whose first ones come by position."""
+    values = list(given.values())[:positional]
+    return loss_of(model(*values, **dict(list(given.items())[positional:])))
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:

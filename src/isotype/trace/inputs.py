@@ -1,0 +1,88 @@
+"""Names of the tensors that a step is given: by the arguments of the model's forward, or by the loss's own variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_DEPTH = 4
+_LONG = 256
+# Modules that pass on what they are given hold the one that names it so.
+_WRAPPED = ("_orig_mod", "module", "base_model", "model")
+
+
+def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in `value` as Python would write them: `batch['x']`, `masks[0]`, `batch.x`."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    if depth == 0 or isinstance(value, (nn.Module, type, types.ModuleType)):
+        return
+    if isinstance(value, Mapping):
+        parts = [(f"{name}[{key!r}]", held) for key, held in value.items()] if len(value) <= _LONG else []
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{name}[{index}]", held) for index, held in enumerate(value[:_LONG])]
+    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        parts = [(f"{name}.{key}", held) for key, held in list(vars(value).items())[:_LONG]]
+    else:
+        parts = []
+    for part, held in parts:
+        yield from named_tensors(held, part, depth - 1)
+
+
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that `module` is called with, by the names that its forward has for them."""
+    names = _positional(module)
+    for index, value in enumerate(args):
+        yield from named_tensors(value, names[index] if index < len(names) else f"args[{index}]")
+    for name, value in kwargs.items():
+        yield from named_tensors(value, name)
+
+
+def _positional(module: nn.Module) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()  # a forward that is not written in Python
+    names = tuple(
+        each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    )
+    passes_on = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    held = (getattr(module, name, None) for name in _WRAPPED) if passes_on and not names else ()
+    inner = next((each for each in held if isinstance(each, nn.Module)), None)
+    return names if inner is None else _positional(inner)
+
+
+def brought_by(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a loss has at hand: what it closes over, its defaults, the globals that it names."""
+    while isinstance(loss, functools.partial):
+        yield from named_tensors(loss.args, "args")
+        for name, value in loss.keywords.items():
+            yield from named_tensors(value, name)
+        loss = loss.func
+    if isinstance(loss, types.MethodType):
+        yield from named_tensors(loss.__self__, "self")
+        loss = loss.__func__
+    if not isinstance(loss, types.FunctionType):
+        if isinstance(loss, Callable) and not isinstance(loss, nn.Module):  # type: ignore[arg-type]
+            yield from named_tensors(loss, "self")
+        return
+    for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
+        try:
+            yield from named_tensors(cell.cell_contents, name)
+        except ValueError:
+            continue  # nothing has been assigned so far
+    signature = inspect.signature(loss).parameters.values()
+    for each in signature:
+        yield from named_tensors(each.default, each.name)
+    for name in loss.__code__.co_names:
+        yield from named_tensors(loss.__globals__.get(name), name)
