@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ def check(
     generate: Callable[[nn.Module], Any] | None = None,
     autocast_eval: bool = False,
     verify: bool = True,
+    seconds: float = math.inf,
 ) -> Report:
     """Run one training step on fake tensors, find every dtype problem in it, and try the fixes.
 
@@ -71,6 +73,7 @@ def check(
         generate: what the phase `"generate"` runs, given the model.
         autocast_eval: whether autocast is on in the phase `"generate"` too.
         verify: whether fixes are tried by a second trace each.
+        seconds: that the step may be traced for; what was seen until then is judged. Trials of fixes are not counted.
 
     What cannot be traced is a finding (IST199), with all that was seen until then.
 
@@ -99,7 +102,7 @@ def check(
     given = None if isinstance(optimizer, str) else optimizer
     try:
         step = _Step(model, inputs, setup, given, generate, weights_of(model))
-        trace = step.trace()
+        trace = step.trace(deadline=time.monotonic() + seconds)
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - a check never ends a script: IST199 says what it failed on
@@ -213,7 +216,7 @@ class _Step:
     weights: Sequence[Weight]
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
 
-    def trace(self, actions: Sequence[Action] = ()) -> Trace:
+    def trace(self, actions: Sequence[Action] = (), deadline: float = math.inf) -> Trace:
         setup = with_settings(self.setup, actions)
 
         def change(twin: nn.Module) -> None:
@@ -228,6 +231,7 @@ class _Step:
             optimizer=self.optimizer,
             generate=self.generate,
             weights=self.weights,
+            deadline=deadline,
         )
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import warnings
@@ -14,13 +15,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from isotype.commands.diagnosis import Diagnosis, autocast_of
-from isotype.commands.run import Options, _when_imported, parse, run
+from isotype.commands.ahead import autocast_of
+from isotype.commands.diagnosis import Diagnosis
+from isotype.commands.family import Family
+from isotype.commands.run import parse, run
+from isotype.commands.session import Options
 from isotype.commands.traceback import cleaned
 from isotype.errors import UsageError
 from tests.train.tiny import save_chat_model
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+_NOTHING_SEEN = (
+    "isotype: no training step was seen: no module was called with parameters that require a gradient\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +73,7 @@ def test_output_status_and_traceback_are_those_of_python() -> None:
     assert plain.stderr in ours.stderr
 
 
-def test_a_script_without_torch_runs_without_a_word(tmp_path: Path) -> None:
+def test_a_script_without_torch_runs_and_that_is_said(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(
         "import sys, os\n"
@@ -76,7 +83,7 @@ def test_a_script_without_torch_runs_without_a_word(tmp_path: Path) -> None:
     done = _plain("-m", "isotype.commands.run", str(script), "--steps", "-m")
     assert done.returncode == 1
     assert done.stdout == f"__main__ ['--steps', '-m'] {tmp_path} False\n"
-    assert done.stderr == "a reason\n"
+    assert done.stderr == "isotype: no training step was seen: the script never imported torch\na reason\n"
 
 
 def test_an_interrupt_ends_with_130(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +105,9 @@ def test_an_error_of_another_kind_is_shown_and_not_explained(
     status, _, err = _run(capsys, str(script))
     assert status == 1
     assert err.startswith(f'Traceback (most recent call last):\n  File "{script}", line 4, in <module>\n')
-    assert err.endswith("KeyError: 'absent'\n")
-    assert "isotype" not in err
+    _, traceback, after = _around(err)
+    assert traceback.endswith("KeyError: 'absent'")
+    assert after == _NOTHING_SEEN
 
 
 def test_a_module_runs_as_with_dash_m(
@@ -110,11 +118,11 @@ def test_a_module_runs_as_with_dash_m(
     monkeypatch.chdir(tmp_path)
     status, out, err = _run(capsys, "-m", "package", "--device", "x")
     assert (status, out) == (0, "package.__main__ ['--device', 'x']\n")
-    assert err == "isotype: no training step was seen\n"
+    assert err == _NOTHING_SEEN
     assert str(tmp_path) not in sys.path
     status, _, err = _run(capsys, "-m", "absent_module")
     assert status == 1
-    assert err.endswith("No module named absent_module\n")
+    assert "No module named absent_module\n" in err
     assert "Traceback" not in err
 
 
@@ -138,37 +146,28 @@ def test_arguments_after_the_script_are_the_script_s(tmp_path: Path) -> None:
     path = str(script)
     assert parse([path, "--steps", "3"]) == Options(path, False, ("--steps", "3"))
     assert parse(["--steps", "3", "--device", "t4", "--no-preflight", path, "x"]) == Options(
-        path, False, ("x",), 3, "t4", False
+        path, False, ("x",), 3, "t4", 0.0
     )
+    assert parse(["--preflight-seconds", "2.5", path]) == Options(path, False, (), seconds=2.5)
+    options = Options(path, False, ("x",), 2, "t4", 0.5)
+    assert parse([*options.flags(), path, "x"]) == options
     assert parse(["--steps", "2", "-m", "package.train", "-m"]) == Options("package.train", True, ("-m",), 2)
     assert parse(["--", path]) == Options(path, False, ())
 
 
 @pytest.mark.parametrize(
     ("argv", "given"),
-    [([], "no script"), (["absent.py"], "absent.py"), (["--steps", "0", __file__], "--steps 0")],
+    [
+        ([], "no script"),
+        (["absent.py"], "absent.py"),
+        (["--steps", "0", __file__], "--steps 0"),
+        (["--preflight-seconds", "-1", __file__], "--preflight-seconds -1"),
+    ],
 )
 def test_what_cannot_be_run_is_said(argv: list[str], given: str) -> None:
     with pytest.raises(UsageError, match="nothing to run") as raised:
         parse(argv)
     assert given in str(raised.value)
-
-
-def test_a_module_is_heard_of_once_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "awaited_module.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    heard: list[int] = []
-    _when_imported("awaited_module", lambda: heard.append(sys.modules["awaited_module"].value))
-    assert not heard
-    finders = len(sys.meta_path)
-    import awaited_module  # type: ignore[import-not-found]
-
-    assert heard == [1]
-    assert len(sys.meta_path) == finders - 1
-    assert awaited_module.__spec__.loader.__dict__.get("exec_module") is None
-    _when_imported("awaited_module", lambda: heard.append(2))
-    assert heard == [1, 2]
-    del sys.modules["awaited_module"]
 
 
 # ----------------------------------------------------------------------------------------------------- the diagnosis
@@ -179,7 +178,9 @@ def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[s
     assert status == 0
     assert out.count("loss") == 3
     assert "error[" not in err
-    assert "isotype: the model returns no loss: the script's own loss could not be followed ahead\n" in err
+    assert (
+        "isotype: the model returns no loss: the loss that the script computes was not traced ahead\n" in err
+    )
     last = err.splitlines()[-1]
     assert last.startswith("isotype: step 1 watched: ")
     assert "operators" in last
@@ -197,7 +198,7 @@ def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixt
     )
     assert "isotype/" not in traceback
     assert "isotype: foreseen before the step:" in after
-    assert "   = cause  a cast to float32 at raw_loop.py:23" in after
+    assert "   = cause  norm.weight is float32" in after
     assert "   = note   the script stopped here" in after
     assert "verified: " in after
 
@@ -207,9 +208,11 @@ def test_without_a_look_ahead_the_live_recorder_explains(capsys: pytest.CaptureF
     before, _, after = _around(err)
     assert (status, before) == (1, "")
     assert "error[IST101]" in after
-    assert "   = cause  a cast to float32 at raw_loop.py:23" in after
+    assert "   = cause  norm.weight is float32" in after
     assert "embed.weight is bfloat16" in after
-    assert "not verified" in after
+    assert "isotype: the step, traced again, explains it:" in after
+    assert "verified: " in after
+    assert "not verified" not in after
     assert "IST199" not in after
 
 
@@ -248,7 +251,7 @@ def test_a_crash_after_the_watch_is_explained_by_a_second_look(capsys: pytest.Ca
     assert out.count("loss") == 2
     before, _, after = _around(err)
     assert "error[" not in before
-    assert "isotype: the script's last known step, followed once more, explains it:" in after
+    assert "isotype: the script's last known step, traced again, explains it:" in after
     assert "error[IST101]" in after
 
 
@@ -361,20 +364,20 @@ def test_the_autocast_that_accelerate_hides_in_the_forward_is_known(monkeypatch:
         assert autocast_of(model, "cpu") == torch.bfloat16
 
 
-def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def check(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such thing\nwith details")
 
-    monkeypatch.setattr("isotype.commands.diagnosis.check", check)
+    monkeypatch.setattr("isotype.commands.ahead.check", check)
     console = Console(record=True, width=100, file=io.StringIO())
-    diagnosis = Diagnosis(1, None, True, console)
+    diagnosis = Diagnosis(1, None, 10.0, console, Family(tmp_path, os.getpid()))
     diagnosis.begin()
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2))
     diagnosis.stop()
     diagnosis.watch.forget()
     assert console.export_text() == (
-        "isotype: the step could not be followed ahead: RuntimeError: no such thing\n"
+        "isotype: the step could not be traced ahead: RuntimeError: no such thing\n"
     )
 
 

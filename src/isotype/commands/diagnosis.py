@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import io
-import logging
+import os
 import re
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
+from isotype.commands.ahead import (
+    TRIED_AFTER,
+    TRIED_BEFORE,
+    Ahead,
+    ahead_of,
+    call_with,
+    rank,
+    tried,
+    unwrapped,
+)
+from isotype.commands.family import Family
 from isotype.dtypes import dtype_name
 from isotype.precision.hardware import device_profile
-from isotype.preflight import DEFAULT_PHASES, check, compute_dtype
+from isotype.preflight import DEFAULT_PHASES, compute_dtype
 from isotype.report.check import Report
-from isotype.report.check_text import fix_standing, render, repairable, short_source
+from isotype.report.check_text import fix_standing, render, short_source
 from isotype.report.text import format_bytes
 from isotype.rules import judge
 from isotype.rules.finding import Finding
 from isotype.rules.words import evidence, plural
+from isotype.trace.fake_recorder import TimeSpentError
 from isotype.trace.live import device_of
-from isotype.trace.modes import no_modes
-from isotype.trace.optimizers import learning_rate_of
+from isotype.trace.loss import find_loss, loss_of
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup
-from isotype.trace.step import LossOf, loss_of
-from isotype.trace.watch import Beginning, Watch, enumerate_inputs
+from isotype.trace.watch import Beginning, Watch
 
-VERIFY_WITHIN = 20.0
-"""Seconds that trying the fixes may take, each by one more look ahead; the script waits."""
+AGAIN_SECONDS = 60.0
+"""Seconds that tracing the step again may take after a crash."""
 
 MENTIONED_FROM = 5.0
 """Seconds from which on a look ahead that found nothing is mentioned: the script waited for it."""
@@ -51,60 +56,28 @@ _ABOUT_DTYPES = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """The arguments of `check` for the script's step.
-
-    Attributes:
-        inputs: of the first forward, or their shapes.
-        device, autocast, scaler, optimizer, learning_rate: as `check` takes them.
-    """
-
-    inputs: LossOf
-    device: str
-    autocast: torch.dtype | None
-    scaler: bool
-    optimizer: Any
-    learning_rate: float | None
-
-    def check(self, model: nn.Module, phases: Sequence[str] = DEFAULT_PHASES) -> Report:
-        """The report; fixes are tried where that does not take long. Nothing of the script is touched."""
-        step = partial(
-            check,
-            model,
-            self.inputs,
-            device=self.device,
-            autocast=self.autocast or False,
-            scaler=self.scaler,
-            optimizer=self.optimizer or "adamw",
-            learning_rate=self.learning_rate,
-            phases=phases,
-        )
-        with _unnoticed():
-            report = step(verify=False)
-            if report.findings and _trial_seconds(report) <= VERIFY_WITHIN:
-                report = step(verify=True)
-        return report
-
-
 class Diagnosis:
     """Follows one script and speaks about it.
 
     Args:
         steps: optimizer steps to watch.
         device: a profile to judge for, None for the device the model is on.
-        preflight: whether the step is followed on fake tensors before it runs.
+        seconds: that the trace on fake tensors may take before the step runs; 0 for none.
         console: where to speak.
+        family: the processes of this run; one of them speaks about the first step, and one explains a crash.
     """
 
-    def __init__(self, steps: int, device: str | None, preflight: bool, console: Console) -> None:
-        self.watch = Watch(steps, self._before, self._after)
+    def __init__(
+        self, steps: int, device: str | None, seconds: float, console: Console, family: Family
+    ) -> None:
+        self.watch = Watch(steps, self._before, self._after, self._evaluates)
         self.report: Report | None = None
-        self._device, self._preflight, self._console = device, preflight, console
+        self._device, self._seconds, self._console = device, seconds, console
+        self._family = family
+        self._speaker: int | None = None
         self._ahead: Ahead | None = None
         self._live: tuple[Finding, ...] = ()
         self._returned_loss = True
-        self._stopped = False
 
     def begin(self) -> None:
         """Wait for the first step."""
@@ -113,60 +86,68 @@ class Diagnosis:
     def stop(self) -> None:
         """Take everything away from the script; what was recorded stays."""
         self.watch.detach()
-        self._stopped = True
 
     # ------------------------------------------------------------------------------------------------ before a step
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process is the one that tells of the first step; a fork of it is not."""
+        return self._speaker == os.getpid()
+
     def _before(self, beginning: Beginning) -> None:
-        model = getattr(beginning.model, "module", beginning.model)
-        model = model if _is_wrapper(beginning.model) else beginning.model
-        device = device_of(model)
-        optimizer, scaler = _helpers(model)
-        ahead = Ahead(
-            LossOf(self._loss, _given(beginning)),
-            self._device or device,
-            autocast_of(model, device),
-            scaler,
-            _asked(optimizer),
-            None if optimizer is None else learning_rate_of(optimizer),
-        )
-        if self._preflight:
-            self.report = self._looked_ahead(ahead, model)
-        shapes = torch.utils._pytree.tree_map(_shape_only, ahead.inputs.inputs)
-        self._ahead = replace(ahead, inputs=LossOf(self._loss, shapes))
+        self._family.claim("seen")
+        if rank() == 0 and self._family.claim("speaks"):
+            self._speaker = os.getpid()
+        ahead = ahead_of(beginning, self._loss, self._device, DEFAULT_PHASES)
+        if self._seconds and self._speaks:
+            self.report = self._looked_ahead(ahead, unwrapped(beginning.model))
+        self._ahead = ahead.without_values()
+
+    def _evaluates(self, beginning: Beginning) -> None:
+        """A forward before the first training step: nothing is said of it unless it raises."""
+        self._ahead = ahead_of(beginning, self._loss, self._device, ("generate",)).without_values()
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-        args = [value for name, value in inputs.items() if name.startswith("argument ")]
-        output = model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
-        self._returned_loss = _has_loss(output)
+        output = call_with(model, inputs)
+        if torch.is_grad_enabled():
+            self._returned_loss = find_loss(output) is not None
         return loss_of(output)
 
     def _looked_ahead(self, ahead: Ahead, model: nn.Module) -> Report | None:
         started = time.perf_counter()
         try:
-            report = ahead.check(model)
+            with self._working(f"tracing the first step ahead, for at most {self._seconds:g} s"):
+                report = ahead.check(model, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs whether or not we can look ahead
-            self._say(f"the step could not be followed ahead: {type(error).__name__}: {_first_line(error)}")
+            self._say(f"the step could not be traced ahead: {type(error).__name__}: {_first_line(error)}")
             return None
-        # That the step was not followed to its end is said below.
-        report = replace(
+        self._say_ahead(report, time.perf_counter() - started)
+        # That the step was not traced to its end was said.
+        return replace(
             report, findings=tuple(finding for finding in report.findings if finding.code != _NOT_FOLLOWED)
         )
-        seconds, found = time.perf_counter() - started, (*report.errors, *report.warnings)
-        title = report.trace.setup.profile.title
+
+    def _say_ahead(self, report: Report, seconds: float) -> None:
+        title, failure = report.trace.setup.profile.title, report.trace.failure
+        spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
+        # What a part of a step costs says little about the whole; what it breaks is broken.
+        found = [
+            each
+            for each in (*report.errors, *(() if spent else report.warnings))
+            if each.code != _NOT_FOLLOWED
+        ]
         if found:
-            tried = "" if _tried(report) else "; fixes were not tried, that would take too long"
-            self._say(f"before the first step, on {title} ({seconds:.1f} s{tried}):")
+            untried = "" if tried(report) else "; fixes were not tried yet"
+            self._say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
             self._print_brief(found)
-        elif seconds > MENTIONED_FROM:
-            self._say(f"looked ahead at the first step, on {title} ({seconds:.1f} s): no findings")
-        failure = report.trace.failure
+        elif seconds > MENTIONED_FROM and failure is None:
+            self._say(f"traced the first step ahead, on {title} ({seconds:.1f} s): no findings")
         if failure is not None:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
-            self._say(f"the step could be followed ahead only up to {where}: {failure.error}")
+            reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
+            self._say(f"the step was traced ahead only up to {where}: {reason}")
         if not self._returned_loss:
-            self._say("the model returns no loss: the script's own loss could not be followed ahead")
-        return report
+            self._say("the model returns no loss: the loss that the script computes was not traced ahead")
 
     # ------------------------------------------------------------------------------------------------- after a step
 
@@ -191,24 +172,31 @@ class Diagnosis:
             learning_rate=watch.learning_rate,
         )
 
-    def left(self, code: Any) -> None:
-        """The script has ended by itself, with `code` as `sys.exit` takes it."""
+    def left(self, code: Any, reason: BaseException | None) -> bool:
+        """The script has ended by itself; `stop` has been called.
+
+        Args:
+            code: of the exit, as `sys.exit` takes it.
+            reason: the exception that the script was handling when it left.
+
+        Returns:
+            Whether an error was explained.
+        """
         recorder = self.watch.recorder
-        died = code not in (None, 0) and recorder is not None and bool(recorder.failure_text)
-        self.stop()
-        if died and recorder is not None:
+        explained = reason is not None and self.crashed(reason)
+        if not explained and code not in (None, 0) and recorder is not None and recorder.failed is not None:
             # A script that prints its own traceback and leaves.
-            self._explain(recorder.failure_text, "RuntimeError")
-        else:
+            explained = self._explain_once(partial(self._explain, recorder.failure_text, "RuntimeError"))
+        if not explained and (self._speaks or self._family.is_top):
             self._print_summary()
         self.watch.forget()
+        return explained
 
     def _print_summary(self) -> None:
         watch = self.watch
         for note in watch.notes:
             self._say(note)
         if not watch.seen:
-            self._say("no training step was seen")
             return
         steps, last = len(watch.seen), watch.seen[-1]
         found = [finding for finding in self._findings() if finding.severity != "note"]
@@ -223,24 +211,41 @@ class Diagnosis:
 
     # -------------------------------------------------------------------------------------------------- after a crash
 
-    def crashed(self, error: BaseException) -> None:
-        """Explain an exception that ended the script; `stop` has been called."""
+    def crashed(self, error: BaseException) -> bool:
+        """Explain an exception that ended the script; `stop` has been called.
+
+        Returns:
+            Whether there was something to explain.
+        """
+        explained = False
         for each in _chain(error):
-            text = str(each)
-            recorder = self.watch.recorder
-            if recorder is not None and recorder.failure_text and recorder.failure_text == text:
-                self._explain(text, type(each).__name__)
+            text, recorder = str(each), self.watch.recorder
+            if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
+                explained = self._explain_once(partial(self._explain, text, type(each).__name__))
                 break
             if _UNSCALE_REFUSED in text or _ABOUT_DTYPES.search(text):
-                self._explain_elsewhere(text, type(each).__name__)
+                explained = self._explain_once(partial(self._explain_elsewhere, text, type(each).__name__))
                 break
         self.watch.forget()
+        return explained
+
+    def _explain_once(self, explain: Callable[[], None]) -> bool:
+        """Explain, unless another process has: that of a launched rank, or of a worker whose error was handed on."""
+        if self._family.knows("explained"):
+            if self._family.is_top:
+                self._say("explained above, by the process that raised it")
+            return True
+        if self._ahead is None or self.watch.model is None or not self._family.claim("explained"):
+            return False
+        explain()
+        return True
 
     def _explain(self, text: str, name: str) -> None:
         """An operator of the watched step raised."""
         recorder = self.watch.recorder
         assert recorder is not None
-        call = next(call for call in reversed(recorder.calls) if call.breach is not None)
+        call = recorder.failed
+        assert call is not None
         verdict = recorder.contracts.judge(call.op, tuple(operand.dtype for operand in call.operands))
         rejected = verdict is not None and not verdict.accepted
         if not rejected and not _ABOUT_DTYPES.search(text):
@@ -250,37 +255,29 @@ class Diagnosis:
             return
         # Only what ended the script is broken; what the script caught is not.
         recorder.calls[:] = [call if each is call else replace(each, breach=None) for each in recorder.calls]
-        self._diagnose(call, f"{name}: {text.strip().splitlines()[0]}")
+        self._diagnose(call, f"{name}: {_head(text)}")
 
     def _explain_elsewhere(self, text: str, name: str) -> None:
         """Something about dtypes was raised by no operator that was watched: after the watch, or above operators."""
-        headline, recorder = f"{name}: {text.strip().splitlines()[0]}", self.watch.recorder
-        model, ahead = self.watch.model, self._ahead
-        if model is None or ahead is None:
-            self._say("no training step had begun: nothing to diagnose")
-            return
+        headline, recorder, model = f"{name}: {_head(text)}", self.watch.recorder, self.watch.model
+        assert model is not None
+        assert self._ahead is not None
         if _UNSCALE_REFUSED in text:
-            ahead = replace(ahead, scaler=True)
+            self._ahead = replace(self._ahead, scaler=True)
             if recorder is not None:
                 call = _unscaled(model, recorder.origin)
                 recorder.calls.append(call)
                 self.watch.scaler = True
                 self._diagnose(call, headline)
                 return
-        try:
-            report = ahead.check(model, phases=(*DEFAULT_PHASES, "generate"))
-        except Exception as error:  # noqa: BLE001 - the script's own error was shown; this is one line under it
-            self._say(
-                f"its last known step could not be followed: {type(error).__name__}: {_first_line(error)}"
-            )
+        report = self._traced_again()
+        if report is None:
             return
         if report.errors:
-            self._say("the script's last known step, followed once more, explains it:")
+            self._say("the script's last known step, traced again, explains it:")
             self._render(report)
         else:
-            self._say(
-                "the script's last known step, followed once more, runs clean: the cause lies outside of it"
-            )
+            self._say("the script's last known step, traced again, runs clean: the cause lies outside of it")
 
     def _diagnose(self, call: Call, headline: str) -> None:
         setup = self._setup()
@@ -291,40 +288,52 @@ class Diagnosis:
         trace = self.watch.trace(setup, failure)
         # That the step ended early is what the traceback says.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
-        foreseen = self._foreseen(call, live)
-        if foreseen is not None:
+        foreseen = _matching(self.report, call, live)
+        if foreseen is not None and tried(foreseen):
             self._say("foreseen before the step:")
             self._render(foreseen)
+            return
+        again = _matching(self._traced_again(), call, live) or foreseen
+        if again is not None:
+            self._say("foreseen before the step:" if foreseen else "the step, traced again, explains it:")
+            self._render(again)
         elif live:
             self._render(Report(trace, tuple(live)))
         else:
             self._say(f"{call.op} was given dtypes that do not fit:")
             self._print_call(call)
 
-    def _foreseen(self, call: Call, live: Sequence[Finding]) -> Report | None:
-        """The look ahead, with the finding that came true first, where it holds one."""
-        if self.report is None:
+    def _traced_again(self) -> Report | None:
+        """The step on fake tensors once more, with its fixes tried: the script has ended, and nobody waits for it."""
+        model, ahead = self.watch.model, self._ahead
+        if model is None or ahead is None:
             return None
-        codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
-        for finding in self.report.errors:
-            place = call.module in (finding.module, *finding.places) and finding.phase == call.phase
-            if (place or finding.cause in causes) and (finding.code in codes or not live):
-                came = replace(finding, notes=("the script stopped here", *finding.notes))
-                others = [other for other in self.report.findings if other is not finding]
-                return replace(self.report, findings=(came, *others))
-        return None
+        phases = tuple(dict.fromkeys((*ahead.phases, "generate")))
+        try:
+            with self._working("tracing the step again, and trying the fixes"):
+                return replace(ahead, phases=phases).check(model, TRIED_AFTER, AGAIN_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the script's own error was shown; this is one line under it
+            self._say(
+                f"the last known step could not be traced: {type(error).__name__}: {_first_line(error)}"
+            )
+            return None
 
     # ------------------------------------------------------------------------------------------------------ speaking
 
     def _say(self, text: str) -> None:
         self._console.print(f"isotype: {text}", highlight=False, markup=False, soft_wrap=True)
 
+    def _working(self, text: str) -> contextlib.AbstractContextManager[Any]:
+        """A line on a terminal while the user waits for us."""
+        shown = self._console.is_terminal and not self._console.quiet
+        return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
+
     def _plain(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _render(self, report: Report) -> None:
         self._plain("")
-        render(report, self._console)
+        render(report, self._console, in_script=True)
 
     def _print_brief(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
@@ -349,90 +358,18 @@ class Diagnosis:
 # --------------------------------------------------------------------------------------------------------- helpers
 
 
-@contextlib.contextmanager
-def _unnoticed() -> Iterator[None]:
-    """Within it the script's modes are off, and what its code prints or warns of is not shown."""
-    log = logging.getLogger(
-        "torch._subclasses.fake_tensor"
-    )  # it logs what a fake kernel refuses, with a traceback
-    disabled, log.disabled = log.disabled, True
-    try:
-        with no_modes(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.disabled = disabled
-
-
-def _trial_seconds(report: Report) -> float:
-    trials = {fix.actions for finding in report.findings for fix in finding.fixes if fix.actions}
-    return report.seconds * len(trials)
-
-
-def _tried(report: Report) -> bool:
-    """Whether the fixes were tried: one that was says what came of it."""
-    fixes = [fix for finding in report.findings for fix in finding.fixes if repairable(fix)]
-    return not fixes or any(fix.outcome for fix in fixes)
-
-
-def _given(beginning: Beginning) -> Mapping[str, Any]:
-    if beginning.inputs is not None:
-        return beginning.inputs
-    return dict(enumerate_inputs(beginning.args, beginning.kwargs))
-
-
-def _shape_only(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _asked(optimizer: torch.optim.Optimizer | None) -> Any:
-    """The optimizer as `check` takes it, without the parameters that it holds."""
-    if optimizer is None:
+def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
+    """A report that holds the finding which came true, with that one first."""
+    if report is None:
         return None
-    if type(optimizer).__module__.startswith("bitsandbytes"):
-        return type(optimizer).__name__.lower()  # kernels of its own, which `check` knows by name
-    known = signature(type(optimizer).__init__).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in known}
-    return type(optimizer)([nn.Parameter(torch.zeros(1))], **options)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """Whether it only spreads a model over devices; by name, so that nothing has to be imported."""
-    return type(module).__name__ in ("DistributedDataParallel", "DataParallel")
-
-
-def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
-    """The optimizer that trains `model`, and whether an enabled GradScaler exists: a script tells nobody of them."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    optimizer, scaler = None, False
-    for thing in gc.get_objects():
-        # Not isinstance: a lazy object of the script would be made to load.
-        if issubclass(type(thing), torch.amp.GradScaler):
-            scaler = scaler or thing.is_enabled()
-        elif issubclass(type(thing), torch.optim.Optimizer) and not hasattr(thing, "optimizer"):
-            trained = (parameter for group in thing.param_groups for parameter in group["params"])
-            if any(id(parameter) in parameters for parameter in trained):
-                optimizer = thing
-    return optimizer, scaler
-
-
-def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
-    """The autocast dtype that a forward of `model` runs under now, or that accelerate puts around it.
-
-    Accelerate's lies inside the forward. On a CPU the look ahead meets it there; another device's it would not.
-    """
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    state = sys.modules.get("accelerate.state")
-    if device == "cpu" or state is None or not hasattr(model, "_original_forward"):
-        return None
-    mixed = str(state.AcceleratorState._shared_state.get("_mixed_precision"))
-    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(mixed)
-
-
-def _has_loss(output: Any) -> bool:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return isinstance(loss, torch.Tensor) or (isinstance(output, torch.Tensor) and output.ndim == 0)
+    codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
+    for finding in report.errors:
+        place = call.module in (finding.module, *finding.places) and finding.phase == call.phase
+        if (place or finding.cause in causes) and (finding.code in codes or not live):
+            came = replace(finding, notes=("the script stopped here", *finding.notes))
+            others = [other for other in report.findings if other is not finding]
+            return replace(report, findings=(came, *others))
+    return None
 
 
 def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Call:
@@ -457,7 +394,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+    return _head(str(error))
+
+
+def _head(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _peak(memory: Memory) -> str:

@@ -7,25 +7,19 @@ so that what a script sets first (threads, visible devices) counts. Standard out
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import runpy
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from isotype.arguments import Parser
-from isotype.commands.traceback import cleaned
+from isotype.commands.command_line import is_python_script
+from isotype.commands.session import PREFLIGHT_SECONDS, Options, Session, show
 from isotype.errors import IsotypeError, Problem, UsageError
-
-if TYPE_CHECKING:
-    from isotype.commands.diagnosis import Diagnosis
 
 CRASHED = 1
 INTERRUPTED = 130
@@ -34,28 +28,7 @@ _DESCRIPTION = """\
 Run a training script unchanged and watch its first step: what will fail or cost is said before the step, a crash is
 explained under its traceback. Output and exit status stay the script's own; isotype writes to standard error."""
 
-_WITH_VALUE = ("--steps", "--device", "-m")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `isotype run` was asked.
-
-    Attributes:
-        target: path of the script, or name of the module.
-        module: whether `target` is a module (`-m`).
-        arguments: the script's own.
-        steps: optimizer steps to watch.
-        device: profile to judge for; None for the device the model is on.
-        preflight: whether the first step is followed on fake tensors before it runs.
-    """
-
-    target: str
-    module: bool
-    arguments: tuple[str, ...]
-    steps: int = 1
-    device: str | None = None
-    preflight: bool = True
+_WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
 
 def run(argv: Sequence[str], console: Console) -> int:
@@ -68,20 +41,25 @@ def run(argv: Sequence[str], console: Console) -> int:
     options = parse(argv)
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script is to die of it as it would without us
-    session = _Session(options)
-    _when_imported("torch", session.begin)
+    session = Session(options)
+    session.watch()
+    try:
+        return _watched(options, session)
+    finally:
+        session.leave()
+
+
+def _watched(options: Options, session: Session) -> int:
     try:
         _execute(options)
     except SystemExit as leaving:
-        session.left(leaving.code)
+        session.left(leaving.code, leaving)
         raise
     except KeyboardInterrupt as interrupt:
-        session.stop()
-        _show(interrupt)
+        show(session.failed(interrupt))
         return INTERRUPTED
     except BaseException as error:  # noqa: BLE001 - the last frame of the script: what python itself would print
-        session.stop()
-        _show(error)
+        show(session.failed(error))
         session.crashed(error)
         return CRASHED
     session.left(0)
@@ -97,18 +75,25 @@ def parse(argv: Sequence[str]) -> Options:
     own, rest = _split(list(argv))
     parser = Parser(
         prog="isotype run",
-        usage="isotype run [--steps N] [--device PROFILE] [--no-preflight] (SCRIPT | -m MODULE) [ARGUMENT …]",
+        usage="isotype run [OPTION …] (SCRIPT | -m MODULE) [ARGUMENT …]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps to watch (1)")
     parser.add_argument("--device", help="a profile (t4, h100) to judge for; by default the device in use")
     parser.add_argument(
-        "--no-preflight", action="store_true", help="do not follow the first step before it runs"
+        "--preflight-seconds",
+        type=float,
+        default=PREFLIGHT_SECONDS,
+        metavar="S",
+        help=f"time for tracing the first step on fake tensors before it runs ({PREFLIGHT_SECONDS:g}; 0: do not)",
+    )
+    parser.add_argument(
+        "--no-preflight", action="store_true", help="do not trace the first step before it runs"
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
     given = parser.parse_args(own)
-    target = given.module or (rest.pop(0) if rest else None)
+    target = given.module or (_script(rest.pop(0)) if rest else None)
     problems = []
     if target is None:
         problems.append(
@@ -118,11 +103,20 @@ def parse(argv: Sequence[str]) -> Options:
         problems.append(Problem(target, "a script that exists", "check the path"))
     if given.steps < 1:
         problems.append(Problem(f"--steps {given.steps}", "1 or more", "leave it out to watch one step"))
+    if not given.preflight_seconds >= 0:
+        problems.append(
+            Problem(f"--preflight-seconds {given.preflight_seconds:g}", "0 or more", "0 leaves the trace out")
+        )
     if problems or target is None:
         raise UsageError("nothing to run", problems)
-    return Options(
-        target, given.module is not None, tuple(rest), given.steps, given.device, not given.no_preflight
-    )
+    seconds = 0.0 if given.no_preflight else given.preflight_seconds
+    return Options(target, given.module is not None, tuple(rest), given.steps, given.device, seconds)
+
+
+def _script(given: str) -> str:
+    """The path of a script; that of an installed command (`torchrun`) where it is one of Python's."""
+    found = None if Path(given).exists() else shutil.which(given)
+    return found if found is not None and is_python_script(Path(found)) else given
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -149,82 +143,6 @@ def _execute(options: Options) -> None:
             runpy.run_path(str(Path(options.target).absolute()), run_name="__main__")
     finally:
         sys.argv, sys.path[0] = arguments, first
-
-
-def _show(error: BaseException) -> None:
-    """What python would print, by the hook it would call."""
-    error = cleaned(error)
-    if isinstance(error, ImportError) and error.__traceback__ is None:
-        sys.stderr.write(f"{sys.executable}: {error}\n")
-        return
-    sys.excepthook(type(error), error, error.__traceback__)
-
-
-class _Session:
-    """The diagnosis, once torch is there; a script that never imports it runs without one."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._diagnosis: Diagnosis | None = None
-
-    def begin(self) -> None:
-        from isotype.commands.diagnosis import Diagnosis
-
-        options = self._options
-        self._diagnosis = Diagnosis(options.steps, options.device, options.preflight, _errors())
-        self._diagnosis.begin()
-
-    def stop(self) -> None:
-        if self._diagnosis is not None:
-            self._diagnosis.stop()
-
-    def crashed(self, error: BaseException) -> None:
-        if self._diagnosis is not None:
-            self._diagnosis.crashed(error)
-
-    def left(self, code: Any) -> None:
-        if self._diagnosis is not None:
-            self._diagnosis.left(code)
-
-
-def _errors() -> Console:
-    # Under a launcher every rank runs this; one of them speaks.
-    console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 110
-    return console
-
-
-def _when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call `act` as soon as the module `name` has been imported; at once where it has been."""
-    if name in sys.modules:
-        act()
-    else:
-        sys.meta_path.insert(0, _Finder(name, act))
-
-
-class _Finder:
-    """Finds the one module as it would be found without us, and hears of its end."""
-
-    def __init__(self, name: str, act: Callable[[], None]) -> None:
-        self._name, self._act = name, act
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                del loader.exec_module
-                execute(module)
-                self._act()
-
-            loader.exec_module = exec_module
-        return spec
 
 
 def main() -> int:

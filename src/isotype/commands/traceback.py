@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
 _PACKAGE = Path(__file__).parents[1]
-_OURS = (str(_PACKAGE / "trace"), str(_PACKAGE / "commands" / "run.py"))
+_OURS = (str(_PACKAGE / "trace"), str(_PACKAGE / "commands"))
 _RUNPY = runpy.run_path.__code__.co_filename
 
 _Entry = tuple[FrameType, int, int]
@@ -46,7 +46,7 @@ def _rebuilt(entries: list[_Entry]) -> TracebackType | None:
 
 def _kept(entries: list[_Entry]) -> list[_Entry]:
     first = 0
-    while first < len(entries) and _file(entries[first]) in (_RUNPY, *_OURS):
+    while first < len(entries) and _file(entries[first]).startswith((_RUNPY, *_OURS)):
         first += 1
     kept: list[_Entry] = []
     ours = False

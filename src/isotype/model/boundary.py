@@ -30,8 +30,7 @@ class Boundary:
     boundary: str
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The state as the module's own class gives it: recurrent layers leave weak references out.
-        return _rebuild, (self.original, self.boundary), self.__getstate__()
+        return _rebuild, (self.original, self.boundary), cast(nn.Module, self).__dict__
 
 
 def set_boundary(module: nn.Module, boundary: str | None, compute: torch.dtype) -> bool:

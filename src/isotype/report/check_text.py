@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from isotype.dtypes import dtype_name
 from isotype.report.charts import format_number
-from isotype.report.check import Report, repair_outlook
+from isotype.report.check import Report
 from isotype.report.check_map import layer_counts, plain_name, split_layer
 from isotype.report.text import format_bytes
-from isotype.rules.finding import Finding, Fix, Price, Scope, marked
+from isotype.rules.finding import Finding, Fix, Price
 from isotype.rules.words import named, plural
 from isotype.trace.record import Operand, Setup
 
@@ -37,6 +37,8 @@ _VERDICTS = {
     "clean": "bold green",
 }
 _PATTERNS_SHOWN = 8
+# Kinds of actions that change the script and not the model.
+_BY_HAND = ("advice", "setting", "line")
 # A figure and its unit stay on one line.
 _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
@@ -106,25 +108,10 @@ def format_count(flops: float) -> str:
     return f"{flops:,.0f} FLOP"
 
 
-_SCOPES: Mapping[Scope, str] = {
-    "model": "",
-    "setting": "a setting",
-    "line": "a line of your code",
-    "library": "in a library's code",
-    "advice": "by hand",
-}
-
-
-def fix_scope(fix: Fix) -> str:
-    """What the caller has to change: `"a setting"`; `""` where `repair` does it."""
-    return _SCOPES[fix.scope]
-
-
 def fix_standing(fix: Fix) -> str:
-    """`"safe; verified: the step then runs clean"`; `"a setting; safe; not verified"`."""
+    """`"safe; verified: the step then runs clean"`."""
     tried = "verified" if fix.verified else "not verified"
-    words = [word for word in (fix_scope(fix), fix.safety, tried) if word]
-    return "; ".join(words) + (f": {fix.outcome}" if fix.outcome else "")
+    return f"{fix.safety}; {tried}{f': {fix.outcome}' if fix.outcome else ''}"
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
@@ -238,47 +225,65 @@ def trust(report: Report) -> list[tuple[str, str]]:
 
 
 def next_steps(report: Report) -> list[tuple[str, str]]:
-    """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for."""
-    found = repair_outlook(report)
-    every = plural(sum(map(len, found.values())), "finding")
-    done = "isotype check --fix, or isotype.repair(model, isotype.check(model, …))"
-    asked = "isotype.repair(model, report, unsafe=True)"
-    rows = [
-        ("repair", f"{done}, resolves {len(found['repair']):,} of {every}", found["repair"]),
-        ("unsafe", f"{asked} resolves {len(found['unsafe']):,} of {every} by a change that is unsafe", found["unsafe"]),
-        ("untried", f"isotype.repair(model, report) tries the fixes of {len(found['untried']):,} of {every}", found["untried"]),
-        ("to do", f"by you, for {len(found['caller']):,} of {every}: {_orders(found['caller'])}", found["caller"]),
-        ("left", f"no fix is known for {len(found['left']):,} of {every}", found["left"]),
-    ]  # fmt: skip
-    steps = [(label, text) for label, text, some in rows if some]
+    """(label, sentence) for what to do now."""
+    rows = []
+    fixes = [[fix for fix in finding.fixes if repairable(fix)] for finding in report.findings]
+    safe = sum(any(fix.safety == "safe" and fix.verified for fix in some) for some in fixes)
+    some = sum(map(bool, fixes))
+    every = plural(len(report.findings), "finding")
+    if safe:
+        text = f"isotype check --fix, or isotype.repair(model, isotype.check(model, …)), clears {safe:,} of {every}"
+        rows.append(("repair", text))
+    if some > safe:
+        text = f"isotype.repair(model, report, unsafe=True) goes on with {plural(some - safe, 'finding')}"
+        rows.append(("unsafe", f"{text}; its fixes are unsafe or not verified"))
     if report.findings:
-        steps.append(("explain", f"isotype explain {report.findings[0].code}"))
-    return steps
+        rows.append(("explain", f"isotype explain {report.findings[0].code}"))
+    return rows
 
 
-_ORDERS_SHOWN = 3
-
-
-def _orders(findings: Sequence[Finding]) -> str:
-    """What the caller has to do for them, each order once."""
-    orders = list(dict.fromkeys(marked(finding.fixes[0]) for finding in findings))
-    more = len(orders) - _ORDERS_SHOWN
-    return "; ".join(orders[:_ORDERS_SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
+def script_steps(report: Report) -> list[tuple[str, str]]:
+    """`next_steps` where the step is one of the user's own script, which no command of ours repairs."""
+    rows, setup = [], report.trace.setup
+    ours = [
+        fix
+        for finding in report.findings
+        for fix in finding.fixes
+        if fix.verified and fix.actions and not any(action.kind in _BY_HAND for action in fix.actions)
+    ]
+    autocast = f', autocast="{dtype_name(setup.autocast)}"' if setup.autocast else ""
+    check = f"isotype.check(model, inputs{autocast}{', scaler=True' if setup.scaler else ''})"
+    if any(fix.safety == "safe" for fix in ours):
+        rows.append(("repair", f"in the script, before the first step: isotype.repair(model, {check})"))
+    elif ours:
+        rows.append(("unsafe", f"in the script: isotype.repair(model, {check}, unsafe=True)"))
+    if report.findings:
+        rows.append(("explain", f"isotype explain {report.findings[0].code}"))
+    return rows
 
 
 def repairable(fix: Fix) -> bool:
-    """Whether `isotype.repair` tries the fix: it has actions, and none is mere advice."""
-    return fix.scope != "advice"
+    """Whether `isotype.repair` can apply the fix: it has actions, and none is mere advice."""
+    return bool(fix.actions) and all(action.kind != "advice" for action in fix.actions)
 
 
 # --- lines ------------------------------------------------------------------------------------------------
 
 
-def lines(report: Report, width: int = WIDTH) -> list[Line]:
-    """The whole report as styled lines of at most `width` columns, where names and words allow it."""
+def lines(report: Report, width: int = WIDTH, in_script: bool = False) -> list[Line]:
+    """The whole report as styled lines of at most `width` columns, where names and words allow it.
+
+    Args:
+        report: of `check`.
+        width: columns.
+        in_script: whether the step is one of a script that `isotype run` runs.
+    """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     found: list[Line] = [
-        (("isotype check", "bold"), (f"   {report.trace.model or 'model'} on {setup.profile.title}", "")),
+        (
+            ("isotype run" if in_script else "isotype check", "bold"),
+            (f"   {report.trace.model or 'model'} on {setup.profile.title}", ""),
+        ),
         *_hang(((" " * 3, ""),), setup_words(setup), width, "dim"),
         (),
     ]
@@ -289,7 +294,7 @@ def lines(report: Report, width: int = WIDTH) -> list[Line]:
     found += _rows(rows, width)
     found.append(())
     found += _hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status])
-    found += _rows(next_steps(report), width)
+    found += _rows(script_steps(report) if in_script else next_steps(report), width)
     return found
 
 
@@ -298,11 +303,11 @@ def to_text(report: Report, width: int = WIDTH) -> str:
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
 
 
-def render(report: Report, console: Console, *, width: int | None = None) -> None:
-    """Print the report; `width` is the console's unless it is given."""
+def render(report: Report, console: Console, *, width: int | None = None, in_script: bool = False) -> None:
+    """Print the report; `width` is the console's unless it is given, `in_script` as `lines` takes it."""
     from rich.text import Text
 
-    for line in lines(report, width or console.width):
+    for line in lines(report, width or console.width, in_script):
         # Wrapped already: rich must neither wrap again nor read markup out of a module's name.
         console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
 

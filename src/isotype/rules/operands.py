@@ -151,7 +151,7 @@ def _notes(group: Group, places: Sequence[str]) -> tuple[str, ...]:
 
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """What may fix a group; a second trace decides."""
+    """What may mend a group, in order of preference; a second trace decides."""
     expected = dtype_name(_wanted(trace, group))
     names = tuple(dict.fromkeys(starred(cause.name) for cause in group.causes))
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
@@ -189,10 +189,17 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
             written,
             expected,
         )
+    autocast: tuple[Fix, ...] = ()
     if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.code != "IST109":
-        yield _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected)
+        autocast = (
+            _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected),
+        )
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
-    yield from _call_fixes(group, called, expected)
+    edit = tuple(_call_fixes(group, called, expected))
+    # Nobody edits a library's line who can do without.
+    yield from (
+        (*autocast, *edit) if any("site-packages" in source for source in called) else (*edit, *autocast)
+    )
 
 
 def _held_beside(trace: Trace, group: Group) -> Iterator[str]:

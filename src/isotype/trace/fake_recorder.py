@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,10 @@ _MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.a
 _NOT_REAL = (FakeTensor, int, float, str, type(None), torch.dtype, torch.device)
 
 
+class TimeSpentError(RuntimeError):
+    """The step was to be traced until a deadline, and that has come."""
+
+
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Writes down one step on fakes.
 
@@ -77,6 +82,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         fake: the mode its tensors are fakes of.
         lines: `file:line` -> dtype: casts and new tensors that this line asks for get this dtype instead, and what it
             calls with mixed dtypes is converted to it: a change of the code that is to be tried.
+
+    Attributes:
+        deadline: of the step, in seconds of `time.monotonic`; the operator after it ends the step.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.compute = compute
         self.fake = fake
         self.lines = lines or {}
+        self.deadline = math.inf
         self.values = Values()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._brings: dict[int, tuple[torch.Tensor, str]] = {}
@@ -168,6 +177,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
+        if time.monotonic() > self.deadline:
+            raise TimeSpentError("the time for the trace was spent")
         # Function modes see what the model calls, not what this recorder and the fake kernels do.
         with torch._C.DisableTorchFunction():
             return self._record(func, args, kwargs or {})

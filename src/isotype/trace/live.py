@@ -6,7 +6,9 @@ Everything the recorder needs for itself is booked beside the step. Should its b
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,23 +41,28 @@ class LiveRecorder(Recorder):
 
     Args:
         device: type of the device the step runs on.
+        limit: calls that are written down; what follows them runs unseen.
+        seconds: that the bookkeeping may take in all; then it stops.
 
     Attributes:
         contracts: what the device is known to accept, for the diagnosis.
         autocast_device: device type whose autocast the step is under.
         fault: why the bookkeeping has stopped, "" while it works.
-        failure_text: text of the last exception that an operator or a function raised.
+        failed: the last call of this step that raised; the script may have caught it.
+        failure_text: what it raised.
         weights: parameters and buffers of every model it has weighed.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, limit: float = math.inf, seconds: float = math.inf) -> None:
         super().__init__()
+        self._limit, self._seconds, self._spent = limit, seconds, 0.0
         kind = "rocm" if device == "cuda" and torch.version.hip else device
         self.contracts = contracts_for(kind if kind in KINDS else "cpu")
         self.autocast_device = device
         self.fault = ""
+        self.failed: Call | None = None
         self.failure_text = ""
         self.weights: list[Weight] = []
         self._marked: list[TensorWeakRef] = []
@@ -64,7 +71,8 @@ class LiveRecorder(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # A higher-order operator is booked by what it runs; a process forked off (a data loader's) is another script.
-        if self.fault or not isinstance(func, OpOverload) or os.getpid() != self._process:
+        blind = self.fault or len(self.calls) >= self._limit
+        if blind or not isinstance(func, OpOverload) or os.getpid() != self._process:
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
@@ -75,10 +83,14 @@ class LiveRecorder(Recorder):
         return result
 
     def _book(self, note: Callable[..., None], *given: Any) -> None:
+        started = time.perf_counter()
         try:
             note(*given)
         except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script's step is not
             self.fault = f"{type(error).__name__}: {first_line(error)}"
+        self._spent += time.perf_counter() - started
+        if self._spent > self._seconds and not self.fault:
+            self.fault = f"after {len(self.calls):,} operators it had taken {self._seconds:g} s"
 
     def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._turn(func)
@@ -86,9 +98,9 @@ class LiveRecorder(Recorder):
 
     def _raised(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         self._turn(func)
-        self.failure_text = str(error)
         breach = Breach(first_line(error), False, None)
         self._write(func, (), {}, tensors_in(func, args, kwargs), None, self._place(), breach)
+        self.failed, self.failure_text = self.calls[-1], str(error)
 
     def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         """A function refused its operands before any operator ran: keep the call for the diagnosis."""
@@ -100,8 +112,14 @@ class LiveRecorder(Recorder):
         tensors = given_tensors(args, kwargs)
         if len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) < 2:
             return
-        self.failure_text = str(error)
         self.note(f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, None))
+        self.failed, self.failure_text = self.calls[-1], str(error)
+
+    def begin_step(self) -> None:
+        """Another step follows: what the last one did, and raised, is its own."""
+        self.calls.clear()
+        self.failed, self.failure_text = None, ""
+        self.turn_to("forward")
 
     def reads_dtype(self, tensor: torch.Tensor) -> None:
         """The script reads `tensor.dtype`."""
@@ -131,7 +149,7 @@ class LiveRecorder(Recorder):
 
     def _turn(self, func: Any) -> None:
         """Autograd says when the backward begins; a module's forward outside of it ends it."""
-        if self.phase == "optimizer":
+        if self.phase in ("optimizer", "generate"):
             return
         if torch._C._current_autograd_node() is not None:
             now: Phase = "backward"

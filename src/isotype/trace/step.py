@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from isotype.trace.fake import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.functions import Functions
 from isotype.trace.inputs import brought_by, named_tensors
+from isotype.trace.loss import loss_of
 from isotype.trace.optimizers import kept_states, make_optimizer
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.source import first_line, line_of
@@ -53,6 +55,7 @@ def trace_step(
     optimizer: Any = None,
     generate: Callable[[nn.Module], Any] | None = None,
     weights: Sequence[Weight] | None = None,
+    deadline: float = math.inf,
 ) -> Trace:
     """Follow one step of `model` on a weightless twin.
 
@@ -65,6 +68,7 @@ def trace_step(
         optimizer: an optimizer, its class or a callable (parameters -> optimizer); by default `setup.optimizer`.
         generate: what the phase `generate` runs; by default one forward without labels and without gradients.
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
+        deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
     """
     untouched = Untouched(
         [
@@ -86,6 +90,7 @@ def trace_step(
         if change is not None:
             change(twin)
     recorder = FakeRecorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
+    recorder.deadline = deadline
     states = kept_states(optimizer, model, mode)
     loss = inputs.function if isinstance(inputs, LossOf) else inputs
     recorder.knows(model, twin, brought_by(loss))
@@ -396,28 +401,3 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for name, value in _named(inputs)
         if not value.is_meta and not isinstance(value, FakeTensor) and value.numel() <= LIMIT
     }
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss of a transformers output; else the mean of the first float tensor in it."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if isinstance(loss, torch.Tensor):
-        return loss
-    found = next((leaf for leaf in _floats(output)), None)
-    if found is None:
-        raise TypeError(f"the model returned {type(output).__name__} without a float tensor to train on")
-    return found.float().mean()
-
-
-def _floats(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _floats(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _floats(value)

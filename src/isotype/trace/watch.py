@@ -1,7 +1,8 @@
 """Watching the first steps of a script that knows nothing of it: hooks that see a step begin and end, then go.
 
 The hooks are torch's own, for all modules and all optimizers. They wait for the first forward that trains something,
-hand it to `before` (which may look ahead), and put the live recorder under the script's modes. After the asked number
+hand it to `before` (which may look ahead), and put the live recorder under the script's modes. What is evaluated or
+generated before is recorded too, for a few forwards. After the asked number
 of optimizer steps hooks, modes and every reference to the script's tensors are gone, and modules are called as fast
 as if nothing had been there.
 """
@@ -9,6 +10,7 @@ as if nothing had been there.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 import warnings
@@ -26,11 +28,20 @@ from torch.optim import optimizer as optimizers
 from isotype.trace.live import LiveFunctions, LiveRecorder, device_of
 from isotype.trace.modes import is_simulated, put_under, take_out
 from isotype.trace.optimizers import learning_rate_of
-from isotype.trace.record import Failure, Memory, Setup, Trace
+from isotype.trace.record import Failure, Memory, Phase, Setup, Trace
 
-State = Literal["waiting", "looking", "watching", "paused", "over"]
+State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
+
+WATCH_SECONDS = 10.0
+"""Seconds that the bookkeeping of a watch may take in all: enough for 100,000 operators."""
 
 _BLIND_STEPS = 3
+_EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
+"""Forwards of a model, and of all, that are recorded before the first training step: what crashes does so early."""
+
+_EVALUATION_CALLS = 20_000
+"""Operators that are recorded of them, at most; a script may go on for hours before it trains."""
+
 _COMPILED_WARNING = "Using `torch.compile"
 
 
@@ -64,12 +75,13 @@ class StepSeen:
 
 
 class Watch:
-    """Watches the first `steps` training steps of this process, in the thread that made it.
+    """Watches the first `steps` training steps of this process, in the thread that begins one.
 
     Args:
         steps: optimizer steps to watch, at least 1.
         before: called with the first forward before it runs; the script waits.
         after: called when a step is over, while its calls are still there.
+        evaluates: called with each recorded forward that trains nothing, before it runs.
 
     Attributes:
         state: where it is.
@@ -86,6 +98,7 @@ class Watch:
         steps: int = 1,
         before: Callable[[Beginning], None] = lambda beginning: None,
         after: Callable[[], None] = lambda: None,
+        evaluates: Callable[[Beginning], None] = lambda beginning: None,
     ) -> None:
         self.state: State = "waiting"
         self.seen: list[StepSeen] = []
@@ -93,20 +106,22 @@ class Watch:
         self.recorder: LiveRecorder | None = None
         self.optimizer, self.scaler = "", False
         self.learning_rate: float | None = None
-        self._steps, self._before, self._after = steps, before, after
-        self._thread = threading.get_ident()
+        self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
+        self._mine: tuple[int, int] | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
         self._modes: tuple[Any, ...] = ()
         self._handles: list[Any] = []
+        self._weights_handles: list[Any] = []
         self._module_handles: list[Any] = []
         self._stance: Any = None
         self._blind = 0
+        self._evaluations: Counter[int] = Counter()
 
     @property
     def model(self) -> nn.Module | None:
-        """The module that the first watched forward called, while the script keeps it."""
+        """The module that the first recorded forward of the step called, while the script keeps it."""
         return self._model() if self._model is not None else None
 
     @property
@@ -133,9 +148,8 @@ class Watch:
         self._unhook_modules()
         while self._handles:
             self._handles.pop().remove()
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        self._unhook_weights()
+        self._leave_stance()
         if self.recorder is not None and self.recorder.fault:
             self._note(f"watching stopped early: {self.recorder.fault}")
             self.recorder.fault = ""
@@ -167,6 +181,15 @@ class Watch:
         while self._module_handles:
             self._module_handles.pop().remove()
 
+    def _leave_stance(self) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def _unhook_weights(self) -> None:
+        while self._weights_handles:
+            self._weights_handles.pop().remove()
+
     def _enter_modes(self) -> None:
         assert self.recorder is not None
         self._modes = (self.recorder, LiveFunctions(self.recorder))
@@ -190,43 +213,93 @@ class Watch:
     # ----------------------------------------------------------------------------------------------------- modules
 
     def _enters(self, module: nn.Module, args: Any, frame: Any) -> None:
-        if self.state not in ("waiting", "watching") or not self._is_mine():
+        if self.state not in ("waiting", "evaluating", "watching") or not self._is_mine():
             return
-        if self.state == "waiting":
-            if not _trains(module):
+        inside = self.recorder is not None and self.recorder.inside
+        if self.state != "watching" and not inside:
+            if _trains(module):
+                self._end_evaluation()
+                self._begin(module, args, _kwargs_of(frame))
+            elif self._may_evaluate(module):
+                self._evaluate(module, args, _kwargs_of(frame))
+            else:
+                self._end_evaluation()
                 return
-            self._begin(module, args, frame.f_locals.get("kwargs", {}))
         recorder = self.recorder
         assert recorder is not None
-        if not recorder.inside:
+        if not inside:
             if recorder.phase == "backward" and not _in_backward():
                 self._pause()
                 return
-            self._know(module, args, frame.f_locals.get("kwargs", {}))
+            self._know(module, args, _kwargs_of(frame))
         recorder.enter(self._names.get(id(module), type(module).__name__))
 
     def _leaves(self) -> None:
-        if self.state == "watching" and self.recorder is not None and self._is_mine():
-            self.recorder.leave()
+        recorder = self.recorder
+        if (
+            self.state in ("watching", "evaluating")
+            and recorder is not None
+            and recorder.inside
+            and self._is_mine()
+        ):
+            recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Whether this is a real call of the watched thread; autograd's own threads compute again for it."""
-        mine = threading.get_ident() == self._thread or _in_backward()
+        """Whether this is a real call of the watched thread; autograd's own threads compute again for it.
+
+        What is forked off while a step is watched (a data loader's worker) is another process.
+        """
+        process, thread = self._mine or (os.getpid(), threading.get_ident())
+        mine = process == os.getpid() and (thread == threading.get_ident() or _in_backward())
         return mine and not is_simulated() and torch._C._get_tracing_state() is None
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         inner = getattr(module, "_orig_mod", module)
         if inner is not module or any(getattr(m, "_compiled_call_impl", None) for m in module.modules()):
             self._note("torch.compile is off in the watched steps: compiled code has no operators to watch")
-        self.state = "looking"
+        self.state, self._mine = "looking", (os.getpid(), threading.get_ident())
         self._model = weakref.ref(inner)
         self._before(Beginning(inner, named_inputs(inner, args, kwargs), args, kwargs))
-        self.recorder = LiveRecorder(device_of(module))
+        self._record(LiveRecorder(device_of(module), seconds=WATCH_SECONDS), "forward")
+        self.state = "watching"
+
+    def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
+        self.recorder = recorder
         if "torch._dynamo" in sys.modules:
             self._stance = torch.compiler.set_stance("force_eager")
-        self.state = "watching"
-        self.recorder.turn_to("forward")
+        recorder.turn_to(phase)
         self._enter_modes()
+
+    def _may_evaluate(self, module: nn.Module) -> bool:
+        """Whether a forward that trains nothing is recorded: one of the first, of a model that runs eagerly."""
+        known = self._evaluations
+        if known[id(module)] == _EVALUATIONS or known.total() == _EVALUATIONS_IN_ALL:
+            return False
+        if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
+            return False
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        return not compiled and _has_parameters(module)
+
+    def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._evaluations[id(module)] += 1
+        self._model, self._mine = weakref.ref(module), (os.getpid(), threading.get_ident())
+        beginning = Beginning(module, named_inputs(module, args, kwargs), args, kwargs)
+        if self.state == "evaluating":
+            self._without_modes(lambda: self._evaluates(beginning))
+        else:
+            self._evaluates(beginning)
+            self._record(LiveRecorder(device_of(module), _EVALUATION_CALLS), "generate")
+            self.state = "evaluating"
+
+    def _end_evaluation(self) -> None:
+        """Nothing of what was evaluated is kept: what trains, or another forward, follows."""
+        if self.state != "evaluating":
+            return
+        self._leave_modes()
+        self._unhook_weights()
+        self._leave_stance()
+        self.forget()
+        self.state, self._mine = "waiting", None
 
     def _know(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Names and weights of a module that is called from outside of any other."""
@@ -239,7 +312,7 @@ class Watch:
                 prefix = f"{type(inner).__name__}."
             self._names |= {id(part): f"{prefix}{name}".rstrip(".") for name, part in inner.named_modules()}
             self._roots.append(inner)
-            self._without_modes(lambda: self._handles.extend(self._weighed(inner, prefix)))
+            self._without_modes(lambda: self._weights_handles.extend(self._weighed(inner, prefix)))
         self._names.setdefault(id(module), "")
         inputs = named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs))
         self.recorder.given(inputs)
@@ -275,6 +348,7 @@ class Watch:
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if torch.compiler.is_compiling() or not self._is_mine():
             return
+        self._end_evaluation()
         if self.state == "waiting":
             self._blind += 1
             if self._blind == _BLIND_STEPS:
@@ -298,16 +372,19 @@ class Watch:
             or not self._is_mine()
         ):
             return
+        if recorder.fault:
+            self.detach()  # what was seen of this step is not the step
+            self.forget()
+            return
         self.scaler = self.scaler or any(call.phase == "unscale" for call in recorder.calls)
         self.seen.append(StepSeen(len(recorder.calls), recorder.ledger.record()))
         self._leave_modes()
         self._after()
-        if len(self.seen) == self._steps or recorder.fault:
+        if len(self.seen) == self._steps:
             self.detach()
             self.forget()
             return
-        recorder.calls.clear()
-        recorder.turn_to("forward")
+        recorder.begin_step()
         self._enter_modes()
         if not self._module_handles:
             self._hook_modules()
@@ -341,7 +418,8 @@ class Watch:
     def autocast(self) -> torch.dtype | None:
         """The autocast dtype that most operators of the forward ran under."""
         assert self.recorder is not None
-        counts = Counter(call.autocast for call in self.recorder.calls if call.phase == "forward")
+        forward = ("forward", "generate")
+        counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
         return counts.most_common(1)[0][0] if counts else None
 
 
@@ -373,6 +451,17 @@ def _trains(module: nn.Module) -> bool:
     if not torch.is_grad_enabled():
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
+
+
+def _kwargs_of(frame: Any) -> Mapping[str, Any]:
+    """The keyword arguments of a module's call, which the hooks for all modules are not given."""
+    kwargs: Mapping[str, Any] = frame.f_locals.get("kwargs", {})
+    return kwargs
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether it is a model; transforms and metrics are modules, too."""
+    return any(not p.is_meta for p in module.parameters())
 
 
 def named_inputs(

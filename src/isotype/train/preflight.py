@@ -16,9 +16,10 @@ from torch import nn
 from isotype.errors import Problem, UsageError
 from isotype.report.check import Report
 from isotype.rules.finding import Finding
+from isotype.trace.loss import loss_of
 from isotype.trace.record import Trace
 from isotype.trace.source import first_line, line_of
-from isotype.trace.step import LossOf, loss_of
+from isotype.trace.step import LossOf
 
 logger = logging.getLogger("isotype")
 

@@ -1,0 +1,85 @@
+"""The loss in what a model returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss that a model returns; where it returns none, the mean of the first float tensor.
+
+    Raises:
+        TypeError: it returns no float tensor.
+    """
+    loss = find_loss(output)
+    if loss is not None:
+        return loss
+    found = next((leaf for leaf in _floats(output)), None)
+    if found is None:
+        raise TypeError(f"the model returned {type(output).__name__} without a float tensor to train on")
+    return found.float().mean()
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """What a training would call `backward` on: the field `loss`, else a scalar anywhere in the output.
+
+    A scalar is the loss where every parameter that any part of the output depends on is behind it: nanoGPT's model
+    returns `(logits, loss)`, CLIP's its features and a temperature, which is no loss. Several scalars in one mapping
+    (a detector's losses) are losses that are summed.
+
+    Returns:
+        A tensor, [] unless it is a field `loss` of another shape; None where there is none.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    floats = list(_floats(output))
+    if len(floats) == 1 and not floats[0].ndim:
+        return floats[0]
+    trained = [leaf for leaf in floats if leaf.requires_grad]
+    scalars = [leaf for leaf in trained if not leaf.ndim]
+    if not scalars:
+        return None
+    behind = {id(leaf): _leaves_behind(leaf) for leaf in trained}
+    everything = set().union(*behind.values())
+    for scalar in scalars:
+        if behind[id(scalar)] == everything:
+            return scalar
+    together = set().union(*(behind[id(scalar)] for scalar in scalars))
+    return sum(scalars[1:], scalars[0]) if isinstance(output, Mapping) and together == everything else None
+
+
+def _leaves_behind(tensor: torch.Tensor) -> set[Any]:
+    """The nodes of the autograd graph that gather the gradients of parameters which `tensor` depends on."""
+    if tensor.grad_fn is None:
+        return set()
+    found: set[Any] = set()
+    seen, waiting = {tensor.grad_fn}, [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if not node.next_functions:
+            found.add(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found
+
+
+def _floats(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _floats(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _floats(value)
+    elif dataclasses.is_dataclass(output):
+        for field in dataclasses.fields(output):
+            yield from _floats(getattr(output, field.name))

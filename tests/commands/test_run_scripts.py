@@ -1,0 +1,208 @@
+"""`isotype run` on scripts that do other things than train first, or that an error does not end."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from isotype.commands.diagnosis import Diagnosis
+from isotype.commands.run import run
+
+MODEL = """\
+import sys
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self, head=torch.bfloat16):
+        super().__init__()
+        self.embed = nn.Embedding(32, 8, dtype=torch.bfloat16)
+        self.head = nn.Linear(8, 16, dtype=head)
+
+    def forward(self, ids, labels=None):
+        logits = self.head(self.embed(ids))
+        if labels is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+ids = torch.arange(12).reshape(2, 6)
+
+def train(model, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        _, loss = model(ids, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("trained")
+"""
+
+Runs = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Runs]:
+    """Runs a script that goes on after `MODEL`: its status, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run_it(script: str, *flags: str) -> tuple[int, str, str]:
+        path = tmp_path / "train.py"
+        path.write_text(MODEL + script)
+        capsys.readouterr()
+        try:
+            status = run([*flags, str(path)], Console())
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield run_it
+
+
+# ------------------------------------------------------------------------------------------ before the first step
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        "with torch.no_grad(): model(ids, ids)\n",
+        "with torch.inference_mode(): model.eval()(ids)\n",
+        "with torch.no_grad():\n    for _ in range(5): model.embed(ids)\n    model(ids)\n",
+    ],
+    ids=["an evaluation", "in inference mode", "after many forwards"],
+)
+def test_a_crash_before_the_first_step_is_explained(runs: Runs, evaluation: str) -> None:
+    status, out, err = runs(f"model = Net(torch.float32)\n{evaluation}train(model)\n")
+    assert (status, out) == (1, "")
+    after = err.partition("RuntimeError: mat1 and mat2 must have the same dtype")[2]
+    assert err.count("error[IST101]") == 1
+    assert "  --> head   aten.addmm.default   generate" in after
+    assert "   = cause  head.weight is float32" in after
+    assert "safe; verified: " in after
+    assert "no training step was seen" not in err
+
+
+def test_what_an_evaluation_computes_outside_of_a_module_is_explained(runs: Runs) -> None:
+    status, _, err = runs(
+        "model = Net()\nwith torch.no_grad():\n    hidden = model.embed(ids)\n"
+        "    hidden.float() @ model.head.weight.t()\n"
+    )
+    assert status == 1
+    assert "error[IST101]" in err
+    assert "   = cause  a cast to float32 at train.py:31" in err
+
+
+def test_an_evaluation_leaves_the_first_step_to_be_watched(runs: Runs) -> None:
+    status, out, err = runs(
+        "model = Net()\nwith torch.no_grad():\n    for _ in range(2): model(ids, ids)\ntrain(model)\n"
+        "assert not any(vars(p).get('_post_accumulate_grad_hooks') for p in model.parameters())\n",
+        "--no-preflight",
+    )
+    assert (status, out) == (0, "trained\n")
+    assert "isotype: step 1 watched: " in err
+    assert "error[" not in err
+
+
+def test_an_error_before_the_first_step_that_the_script_gets_over_is_none(runs: Runs) -> None:
+    status, out, err = runs(
+        "try:\n    with torch.no_grad(): Net(torch.float32)(ids)\nexcept RuntimeError: pass\ntrain(Net())\nsys.exit(3)\n",
+        "--no-preflight",
+    )
+    assert (status, out) == (3, "trained\n")
+    assert "error[" not in err
+    assert "isotype: step 1 watched: " in err
+
+
+# ----------------------------------------------------------------------------------------------- caught by the script
+
+
+@pytest.mark.parametrize("steps", ["1", "2", "3"])
+def test_an_error_that_the_script_caught_in_a_step_that_ended_is_not_what_ended_it(
+    runs: Runs, steps: str
+) -> None:
+    status, out, err = runs(
+        "model = Net()\ntry: model.head(torch.ones(2, 8))\nexcept RuntimeError: pass\n"
+        "try:\n    model(ids, ids)\n    model.head(torch.ones(2, 8))\nexcept RuntimeError as error: print('caught')\n"
+        "train(model)\nsys.exit(7)\n",
+        "--no-preflight",
+        "--steps",
+        steps,
+    )
+    assert (status, out) == (7, "caught\ntrained\n")
+    assert "Traceback" not in err
+    assert "the watch failed" not in err
+
+
+def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> bool:
+        raise StopIteration("of ours")
+
+    monkeypatch.setattr(Diagnosis, "left", fails)
+    monkeypatch.setattr(Diagnosis, "crashed", fails)
+    failed = "isotype: the watch failed, the script did not: StopIteration: of ours\n"
+    assert runs("sys.exit(5)\n") == (5, "", failed)
+    status, _, err = runs("1 / 0\n")
+    assert status == 1
+    assert err.endswith(f"ZeroDivisionError: division by zero\n{failed}")
+
+
+# ---------------------------------------------------------------------------------------------------- time, and fixes
+
+
+def test_a_model_that_returns_its_loss_in_a_tuple_is_traced_to_its_end(runs: Runs) -> None:
+    status, _, err = runs("train(Net())\n")
+    assert status == 0
+    assert "returns no loss" not in err
+    assert "traced ahead only" not in err
+
+
+def test_a_look_ahead_ends_when_its_time_is_spent(runs: Runs) -> None:
+    status, out, err = runs("train(Net(torch.float32))\n", "--preflight-seconds", "1e-9")
+    before, _, after = err.partition("Traceback (most recent call last):\n")
+    assert (status, out) == (1, "")
+    assert before == (
+        "isotype: the step was traced ahead only up to forward of embed: 1e-09 s were spent (--preflight-seconds)\n"
+    )
+    assert "error[IST101]" in after
+    assert "safe; verified: " in after
+
+
+def test_fixes_that_take_long_are_tried_after_the_crash(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isotype.commands.diagnosis.TRIED_BEFORE", 0.0)
+    status, _, err = runs("train(Net(torch.float32))\n")
+    before, _, after = err.partition("Traceback (most recent call last):\n")
+    assert status == 1
+    assert "; fixes were not tried yet):" in before
+    assert "isotype: foreseen before the step:" in after
+    assert "not verified" in before
+    assert "not verified" not in after
+
+
+def test_a_watch_that_takes_long_ends(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isotype.trace.watch.WATCH_SECONDS", 0.0)
+    status, out, err = runs("train(Net())\n", "--no-preflight")
+    assert (status, out) == (0, "trained\n")
+    assert re.fullmatch(r"isotype: watching stopped early: after \d+ operators it had taken 0 s\n", err)
+
+
+def test_only_what_a_script_can_do_is_recommended(runs: Runs) -> None:
+    status, _, err = runs("train(Net(torch.float32))\n")
+    assert status == 1
+    assert "check --fix" not in err
+    assert "isotype run   Net on " in err
+    assert (
+        "repair   in the script, before the first step: isotype.repair(model, isotype.check(model, inputs))"
+        in err
+    )
