@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from isotype.arguments import Parser
+from isotype.commands.fit import fitting, set_flag
 from isotype.commands.function import function_arguments
 from isotype.commands.plan import DEFAULT_LENGTH, Options, Plan, parse_options, plan_of
 from isotype.errors import Problem, UsageError
@@ -58,17 +59,25 @@ def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[R
 
     _import_bitsandbytes()
     policy, model, length = build(plan)
-    report = check(
-        model,
-        _inputs(plan, model, length),
-        policy=policy,
-        device=plan.device,
-        autocast=policy.autocast or False,
-        scaler=policy.loss_scaling,
-        optimizer=plan.optimizer,
-        learning_rate=plan.learning_rate,
-        phases=_phases(options),
-        fsdp=plan.fsdp,
+
+    def traced(rows: int, tokens: int, verify: bool) -> Report:
+        return check(
+            model,
+            _inputs(replace(plan, rows=rows), model, tokens),
+            policy=policy,
+            device=plan.device,
+            autocast=policy.autocast or False,
+            scaler=policy.loss_scaling,
+            optimizer=plan.optimizer,
+            learning_rate=plan.learning_rate,
+            phases=_phases(options),
+            fsdp=plan.fsdp,
+            verify=verify,
+        )
+
+    report = traced(plan.rows, length, True)
+    report = fitting(
+        report, plan, length, command, lambda rows, tokens: traced(rows, tokens, False).memory.peak
     )
     notes = (*plan.notes, *_notes(plan, model, length))
     setup = replace(report.trace.setup, data=plan.data)
@@ -276,7 +285,7 @@ def repaired_command(
         if not flags:
             by_hand.append(fix.description)
         for name, value in flags:
-            tokens = _set_flag(tokens, name, value)
+            tokens = set_flag(tokens, name, value)
     lines = [f"repaired:  {shlex.join(tokens)}"] if tokens != list(command) else []
     lines += [f"by hand:   {text}" for text in by_hand]
     lines += [f"left:      {finding.code}: {finding.message}: {reason}" for finding, reason in left]
@@ -286,16 +295,6 @@ def repaired_command(
 def _flag(action: Action) -> tuple[str, str] | None:
     name = _FLAGS.get(action.target if action.kind == "setting" else action.kind)
     return None if name is None or action.value in ("", "None") else (name, action.value)
-
-
-def _set_flag(tokens: list[str], name: str, value: str) -> list[str]:
-    """`tokens` with the argument `name` set to `value`, in place of a former value or at the end."""
-    for at, token in enumerate(tokens):
-        if token == name:
-            return [*tokens[: at + 1], value, *tokens[at + 2 :]]
-        if token.startswith(f"{name}="):
-            return [*tokens[:at], f"{name}={value}", *tokens[at + 1 :]]
-    return [*tokens, name, value]
 
 
 # Output

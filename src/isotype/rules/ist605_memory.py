@@ -33,7 +33,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
+import torch
+
+from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price
 from isotype.rules.prices import size_text
@@ -41,15 +45,21 @@ from isotype.trace.record import Trace, Weight
 
 TITLE = "The step does not fit into the device's memory"
 
-_TIGHT = 0.92
+TIGHT = 0.92
+"""Share of the memory above which a step only just fits."""
+
 _NF4_BYTES = 0.5 + 4 / 64
+_NUMBERS = re.compile(r"\.\d+\.")
+_LARGEST, _HEAVIEST = 4, 2  # tensors and weights that are named
+# Its schema says nothing of it, but it shares its operand's memory.
+_SHARING = ("aten._unsafe_view.default",)
 _LAYER = re.compile(r"(.*)\.\d+$")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     """The peak against what the device has."""
     capacity, peak, phase = trace.setup.profile.memory_bytes, trace.memory.peak, trace.memory.peak_phase
-    if not capacity or phase is None or peak <= _TIGHT * capacity:
+    if not capacity or phase is None or peak <= TIGHT * capacity:
         return
     over = peak - capacity
     kinds = sorted(trace.memory.phases[phase].items(), key=lambda item: -item[1])
@@ -61,10 +71,53 @@ def find(trace: Trace) -> Iterator[Finding]:
         message=f"the step does not fit: {fact}" if over > 0 else f"the step only just fits: {fact}",
         phase=phase,
         cause=f"{kinds[0][0]} take {size_text(kinds[0][1])}",
-        notes=(", ".join(f"{kind} {size_text(size)}" for kind, size in kinds if size >= peak / 100),),
+        notes=(
+            ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds if size >= peak / 100),
+            *largest_tensors(trace),
+        ),
         fixes=tuple(_fixes(trace, over)),
         price=Price(memory_bytes=max(0, over)),
     )
+
+
+def largest_tensors(trace: Trace) -> Iterator[str]:
+    """In words, the largest tensors that the step makes, those of equal layers as one; views make none."""
+    sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
+    for call in trace.calls:
+        if call.recomputed or call.phase not in ("forward", "backward") or not _makes(call.op):
+            continue
+        for made_in, shape in call.results:
+            size = prices.elements(shape) * made_in.itemsize
+            source = "/".join(call.source.split("/")[-2:])
+            key = (_NUMBERS.sub(".*.", call.module), source, dtype_name(made_in), shape)
+            sizes[key] = (size, sizes.get(key, (size, 0))[1] + call.repeats)
+    made = sorted(sizes.items(), key=lambda item: -item[1][0])[:_LARGEST]
+    for (module, source, dtype, shape), (size, times) in made:
+        where = f"in {module or 'the model'} at {source}"
+        yield f"one tensor of {_counted(size, times)}: {dtype} {list(shape)} {where}"
+    weights: dict[tuple[str, str, tuple[int, ...]], list[Weight]] = {}
+    for weight in trace.weights:
+        key_of = (_NUMBERS.sub(".*.", weight.name), dtype_name(weight.dtype), weight.shape)
+        weights.setdefault(key_of, []).append(weight)
+    for (name, dtype, shape), some in sorted(weights.items(), key=lambda item: -item[1][0].bytes)[:_HEAVIEST]:
+        times = sum(weight.repeats for weight in some)
+        yield f"one weight of {_counted(some[0].bytes, times)}: {dtype} {list(shape)} {name}"
+
+
+def _counted(size: int, times: int) -> str:
+    return f"{size_text(size)}{f', {times} of them' if times > 1 else ''}"
+
+
+@cache
+def _makes(op: str) -> bool:
+    """Whether an operator's results have memory of their own: those of views and in-place operators have not."""
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found = getattr(packet, overload, None)
+    if op in _SHARING:
+        return False
+    return found is None or all(each.alias_info is None for each in found._schema.returns)
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
