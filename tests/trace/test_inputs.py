@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.trace.inputs import named_tensors
 from isotype.trace.record import Call, Trace
 from tests.rules.traces import traced
 from tests.small import BF16, WIDTH
@@ -125,3 +126,12 @@ def test_a_weight_that_the_loss_reads_off_the_real_model() -> None:
     model.other.float()
     trace = traced(model, lambda m: torch.mm(m.proj(X), model.other.weight).mean())
     assert causes(trace) == {("parameter", "other.weight")}
+
+
+def test_a_dataclass_with_slots_is_looked_into() -> None:
+    @dataclass(slots=True)
+    class Slotted:
+        x: torch.Tensor
+        count: int
+
+    assert [name for name, _ in named_tensors({"batch": Slotted(X, 1)}, "given")] == ["given['batch'].x"]

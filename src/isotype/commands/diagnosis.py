@@ -77,7 +77,7 @@ class Diagnosis:
         self._speaker: int | None = None
         self._ahead: Ahead | None = None
         self._live: tuple[Finding, ...] = ()
-        self._returned_loss = True
+        self._returned: list[bool] = []
 
     def begin(self) -> None:
         """Wait for the first step."""
@@ -98,20 +98,16 @@ class Diagnosis:
         self._family.claim("seen")
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
-        ahead = ahead_of(beginning, self._loss, self._device, DEFAULT_PHASES)
+        ahead = ahead_of(beginning, _loss_noting(self._returned), self._device, DEFAULT_PHASES)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(ahead, unwrapped(beginning.model))
         self._ahead = ahead.without_values()
 
     def _evaluates(self, beginning: Beginning) -> None:
         """A forward before the first training step: nothing is said of it unless it raises."""
-        self._ahead = ahead_of(beginning, self._loss, self._device, ("generate",)).without_values()
-
-    def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-        output = call_with(model, inputs)
-        if torch.is_grad_enabled():
-            self._returned_loss = find_loss(output) is not None
-        return loss_of(output)
+        self._ahead = ahead_of(
+            beginning, _loss_noting(self._returned), self._device, ("generate",)
+        ).without_values()
 
     def _looked_ahead(self, ahead: Ahead, model: nn.Module) -> Report | None:
         started = time.perf_counter()
@@ -146,7 +142,7 @@ class Diagnosis:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
             reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
             self._say(f"the step was traced ahead only up to {where}: {reason}")
-        if not self._returned_loss:
+        if not all(self._returned):
             self._say("the model returns no loss: the loss that the script computes was not traced ahead")
 
     # ------------------------------------------------------------------------------------------------- after a step
@@ -356,6 +352,18 @@ class Diagnosis:
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
+
+
+def _loss_noting(returned: list[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
+    """(model, inputs) -> loss; whether the model returned one goes into `returned`."""
+
+    def loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        output = call_with(model, inputs)
+        if torch.is_grad_enabled():
+            returned.append(find_loss(output) is not None)
+        return loss_of(output)
+
+    return loss
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:

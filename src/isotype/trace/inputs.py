@@ -29,8 +29,11 @@ def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[
         parts = [(f"{name}[{key!r}]", held) for key, held in value.items()] if len(value) <= _LONG else []
     elif isinstance(value, (list, tuple)):
         parts = [(f"{name}[{index}]", held) for index, held in enumerate(value[:_LONG])]
-    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+    elif hasattr(value, "__dict__"):
         parts = [(f"{name}.{key}", held) for key, held in list(vars(value).items())[:_LONG]]
+    elif dataclasses.is_dataclass(value):  # one with slots
+        fields = (field.name for field in dataclasses.fields(value))
+        parts = [(f"{name}.{field}", getattr(value, field, None)) for field in fields]
     else:
         parts = []
     for part, held in parts:
