@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +22,9 @@ from isotype.errors import PrecisionError, UsageError
 from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight import check, compute_dtype, with_settings
 from isotype.rules.finding import Action
+from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.optimizers import OPTIMIZERS
-from isotype.trace.record import Setup
+from isotype.trace.record import Setup, Trace
 from isotype.trace.step import LossOf
 from tests.reality import real_step
 from tests.small import BF16, FP16, FP32, WIDTH, ids, net, wide_norms
@@ -457,3 +460,13 @@ def test_float16_autocast_brings_a_scaler() -> None:
     assert made.scaler
     both = [Action("setting", "autocast", "float16"), Action("setting", "scaler", "False")]
     assert not with_settings(setup_of(), both).scaler
+
+
+def test_a_check_keeps_no_trace_and_no_twin_alive() -> None:
+    report = check(wide_norms(), ids(), device="cpu")
+    kept = weakref.ref(report.trace)
+    assert kept() is not None
+    del report
+    gc.collect()
+    assert kept() is None
+    assert not [each for each in gc.get_objects() if type(each) in (Trace, FakeRecorder)]

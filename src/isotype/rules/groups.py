@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from isotype.dtypes import dtype_name
+from isotype.rules.per_trace import per_trace
 from isotype.rules.words import starred
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Call, Operand, Origin, Trace, Weight
 
@@ -45,7 +45,7 @@ class Group:
         return self.causes[0]
 
 
-@lru_cache(maxsize=4)
+@per_trace
 def groups(trace: Trace) -> tuple[Group, ...]:
     """The broken contracts of a trace by cause, in the order in which they surface."""
     owners = trace.owners

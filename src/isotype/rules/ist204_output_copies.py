@@ -32,11 +32,11 @@ although the loss inside the model has cast what it needs. Megatron's `Float16Mo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 from isotype.dtypes import dtype_name
 from isotype.rules import prices
 from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
+from isotype.rules.per_trace import per_trace
 from isotype.rules.words import short
 from isotype.trace.record import Call, Origin, Trace
 
@@ -75,7 +75,7 @@ def _signature(call: Call, before: Origin) -> _Signature:
     return (id(before), call.source, call.module)
 
 
-@lru_cache(maxsize=2)
+@per_trace
 def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
     """The calls that read what was made of a cast, by the cast; views of it read nothing."""
     found: dict[_Signature, list[Call]] = {}

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from isotype.precision.hardware import DeviceProfile
 from isotype.rules.finding import Price
+from isotype.rules.per_trace import per_trace
 from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -66,7 +67,7 @@ def cast_of(call: Call) -> Cast | None:
     return Cast(call, operand, operand.dtype, after, elements(shape) * call.repeats)
 
 
-@lru_cache(maxsize=4)
+@per_trace
 def casts(trace: Trace) -> tuple[Cast, ...]:
     """The casts between float dtypes of a step, in order."""
     return tuple(cast for call in trace.calls if (cast := cast_of(call)) is not None)
@@ -121,7 +122,7 @@ def root(origin: Origin) -> Origin:
     return blamed
 
 
-@lru_cache(maxsize=4)
+@per_trace
 def adapter_modules(trace: Trace) -> frozenset[str]:
     """Names of the modules that hold adapter weights."""
     return frozenset(weight.module for weight in trace.weights if weight.adapter)
@@ -223,13 +224,13 @@ def _float_dtypes(call: Call) -> Iterator[torch.dtype]:
     yield from (dtype for dtype, _ in call.results if dtype in FLOATS)
 
 
-@lru_cache(maxsize=4)
+@per_trace
 def all_bytes(trace: Trace) -> int:
     """Bytes that all operators of the step read and write."""
     return sum(map(bytes_moved, trace.calls))
 
 
-@lru_cache(maxsize=4)
+@per_trace
 def all_flops(trace: Trace) -> int:
     """FLOPs of the whole step."""
     return sum(trace.flops.values())

@@ -23,12 +23,23 @@ from torch.utils._pytree import tree_map
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.trace.fake import fake_like, forget_fakes
 from isotype.trace.inputs import named_arguments
+from isotype.trace.kernels import Kernels
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
-from isotype.trace.recorder import Place, Recorder, given_tensors, leaves, schema_of, tensors_in, width
+from isotype.trace.recorder import (
+    Place,
+    Recorder,
+    given_tensors,
+    leaves,
+    operator_name,
+    schema_of,
+    tensors_in,
+    width,
+)
 from isotype.trace.source import first_line, raising_frame, shown
 from isotype.trace.values import LIMIT, Values, fakes_of, is_data_dependent
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 # Operators that write a number into a tensor, with the arguments that it comes in: the number has to fit the tensor's
 # dtype (`Scalar::to`, c10/core/Scalar.h).
@@ -98,6 +109,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.contracts = contracts
         self.compute = compute
         self.fake = fake
+        self.kernels = Kernels(fake)
         self.lines = lines or {}
         self.deadline = math.inf
         self.values = Values()
@@ -176,6 +188,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
+            # What every `tensor.device` asks; FakeTensor's own answer goes through two more dispatches.
+            if func is _DEVICE and isinstance(args[0], FakeTensor) and not self.fake.in_kernel_invocation:
+                return args[0].fake_device
             return func(*args, **(kwargs or {}))
         if time.monotonic() > self.deadline:
             raise TimeSpentError("the time for the trace was spent")
@@ -219,7 +234,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _judged(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
     ) -> tuple[Any, Breach | None]:
-        name = str(func)
+        name = operator_name(func)
         numbers = _FILLS.get(name) or (_CPU_FILLS.get(name) if self.contracts.kind == "cpu" else None)
         overflow = _overflow(func, args, kwargs, numbers) if numbers is not None else None
         if overflow is not None:
@@ -262,7 +277,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Run it as it is; where the fake kernel refuses mixed dtypes, note the breach and convert."""
         try:
             other = self.values.stand_in(func, args, kwargs)
-            return (other or func)(*args, **kwargs), None
+            return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs), None
         except Exception as error:
             floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
             if len(floats) < 2 or not says_dtypes(error):
@@ -285,7 +300,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if edited is not None:
             return edited, True
         alike = tuple(self.compute if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
-        verdict = self.contracts.judge(str(func), alike)
+        verdict = self.contracts.judge(operator_name(func), alike)
         if len(set(floats)) == 1 or not (verdict is None or verdict.accepted):
             return torch.float32, False  # no kernel for this dtype: there is one for float32
         own = {

@@ -96,6 +96,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Any] = []
         self._raised_in: _Frame | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, for nothing is compiled in a trace: torch would wrap every dispatch in a switch of its compiler."""
+        return False
+
     # -------------------------------------------------------------------------------------------------- modules
 
     def watch(self, model: nn.Module) -> list[Any]:
@@ -259,7 +264,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place: Place,
         breach: Breach | None,
     ) -> None:
-        name = str(func)
+        name = operator_name(func)
         operands = self.operands(tensors)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
@@ -352,6 +357,12 @@ class Schema:
     roles: tuple[str, ...]
     mutates: bool
     written: frozenset[str]
+
+
+@cache
+def operator_name(func: Any) -> str:
+    """`aten.mm.default`; torch puts it together anew each time."""
+    return str(func)
 
 
 @cache

@@ -278,9 +278,10 @@ class _Step:
                 self.recorder.values.came_rounded(value, name)
 
     def _gradient(self, repeats: int) -> Callable[[torch.Tensor], None]:
+        ledger = self.recorder.ledger
+
         def count(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            ledger = self.recorder.ledger
             ledger.seen(parameter.grad, "gradients")
             if repeats > 1:
                 ledger.add("gradients", (repeats - 1) * parameter.grad.untyped_storage().nbytes())

@@ -1,0 +1,195 @@
+"""Fake kernels, run once for operands of a kind: what they return is remembered as shapes, strides and dtypes.
+
+`FakeTensorMode` remembers too, but spends a third of a millisecond on looking up; a step has thousands of operators, and
+is traced again for every fix. What may be remembered is what torch itself allows (`_validate_cache_key` in
+torch/_subclasses/fake_tensor.py, 2.13), and views by the storage that they were seen to share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_CPU = torch.device("cpu")
+_BUILT_IN = ("aten", "prims")
+_UNSTEADY = frozenset(
+    {
+        torch.Tag.data_dependent_output,
+        torch.Tag.dynamic_output_shape,
+        torch.Tag.inplace_view,
+    }
+)
+# They change what a tensor is, without the tag that says so.
+_RESHAPED = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"})
+_PLAIN = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.layout,
+        torch.memory_format,
+        torch.device,
+    }
+)
+_MOST = 1 << 16
+
+# Entries hold numbers only, no tensors: they outlive the traces that made them.
+_KNOWN: dict[Any, Any] = {}
+_STEADY: dict[Any, bool] = {}
+
+
+class Kernels:
+    """Runs operators on the fakes of one mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        with mode:
+            template = torch.empty(())
+        self._state = dict(template.__dict__)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` returns: from an earlier run with operands of the same kind, else from its fake kernel."""
+        tensors: list[FakeTensor] = []
+        key = self._key(func, args, kwargs, tensors)
+        if key is None:
+            return func(*args, **kwargs)
+        entry = _KNOWN.get(key)
+        if entry is None:
+            result = func(*args, **kwargs)
+            if len(_KNOWN) >= _MOST:
+                _KNOWN.clear()
+            _KNOWN[key] = self._entry(result, tensors)
+            return result
+        kind, entry = entry
+        if kind is None:
+            return func(*args, **kwargs)
+        return (
+            kind(self._made(each, tensors) for each in entry)
+            if kind is not _One
+            else self._made(entry, tensors)
+        )
+
+    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
+        """Whatever a fake kernel's result depends on; None where it may not be remembered."""
+        steady = _STEADY.get(func)
+        if steady is None:
+            steady = _STEADY[func] = _is_steady(func)
+        if not steady or torch.is_inference_mode_enabled():
+            return None
+        parts: list[Any] = [func, torch.get_default_dtype()]
+        if not self._describe(args, parts, tensors):
+            return None
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not self._describe((value,), parts, tensors):
+                return None
+        return tuple(parts)
+
+    def _describe(self, values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
+        for value in values:
+            if isinstance(value, FakeTensor):
+                if not self._is_plain(value):
+                    return False
+                parts += (value.dtype, value.shape, value.stride(), value.storage_offset())
+                tensors.append(value)
+            elif type(value) in _PLAIN:
+                parts += (type(value), value)
+            elif isinstance(value, (list, tuple)):
+                parts += (type(value), len(value))
+                if not self._describe(value, parts, tensors):
+                    return False
+            else:
+                return False
+        return True
+
+    def _is_plain(self, tensor: FakeTensor) -> bool:
+        """Whether it has nothing but shape, strides and dtype: no value of its own, on the CPU, ours."""
+        return (
+            tensor.fake_mode is self._mode
+            and tensor.constant is None
+            and tensor._fake_device == _CPU
+            and tensor.layout == torch.strided
+            and not tensor.dtype.is_complex
+            and not tensor.is_neg()
+        )
+
+    # ------------------------------------------------------------------------------------------- what is remembered
+
+    def _entry(self, result: Any, tensors: list[FakeTensor]) -> Any:
+        """How to make `result` again: (its type, how each part is made); (None, None) where it cannot be."""
+        parts = result if isinstance(result, (tuple, list)) else (result,)
+        if type(result) not in (tuple, list) and parts is result:
+            return None, None  # a structure of its own
+        storages = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(tensors)}
+        seen: set[int] = set()
+        made = []
+        for part in parts:
+            found = self._part(part, tensors, storages, seen)
+            if found is None:
+                return None, None
+            made.append(found)
+        return (type(result), tuple(made)) if parts is result else (_One, made[0])
+
+    def _part(self, part: Any, tensors: list[FakeTensor], storages: dict[int, int], seen: set[int]) -> Any:
+        if part is None:
+            return ("none",)
+        if not isinstance(part, FakeTensor) or not self._is_plain(part):
+            return None
+        for at, tensor in enumerate(tensors):
+            if part is tensor:
+                return ("same", at)
+        if part.requires_grad:
+            return None
+        storage = part.untyped_storage()
+        shared = storages.get(storage._cdata)
+        how = ("view" if shared is not None else "new", shared, *_layout(part))
+        copy = self._made(how, tensors)
+        alike = torch._C._dispatch_key_set(copy) == torch._C._dispatch_key_set(part)
+        if shared is None:
+            # Larger memory than its shape needs, or shared with another result.
+            alike = (
+                alike and storage.nbytes() == copy.untyped_storage().nbytes() and storage._cdata not in seen
+            )
+            seen.add(storage._cdata)
+        return how if alike else None
+
+    def _made(self, how: Any, tensors: list[FakeTensor]) -> Any:
+        kind = how[0]
+        if kind == "same":
+            return tensors[how[1]]
+        if kind == "none":
+            return None
+        _, shared, shape, stride, dtype, offset = how
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if shared is not None:
+                memory.set_(tensors[shared].untyped_storage(), offset, shape, stride)
+        made = torch.Tensor._make_subclass(
+            FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(self._state)
+        return made
+
+
+class _One:
+    """Marks what returns one tensor, not several."""
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.storage_offset()
+
+
+def _is_steady(func: Any) -> bool:
+    """Whether an operator's result has the same kind whenever its operands have."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace in _BUILT_IN
+        and not _UNSTEADY.intersection(func.tags)
+        and func._schema.name not in _RESHAPED
+    )
