@@ -50,6 +50,7 @@ def check(
     autocast_eval: bool = False,
     verify: bool = True,
     seconds: float = math.inf,
+    fold: bool = False,
 ) -> Report:
     """Run one training step on fake tensors, find every dtype problem in it, and try the fixes.
 
@@ -74,6 +75,7 @@ def check(
         autocast_eval: whether autocast is on in the phase `"generate"` too.
         verify: whether fixes are tried by a second trace each.
         seconds: that the step may be traced for; what was seen until then is judged. Trials of fixes are not counted.
+        fold: trace layers that are equal but for their values once; what is found in one is said of all.
 
     What cannot be traced is a finding (IST199), with all that was seen until then.
 
@@ -101,7 +103,7 @@ def check(
     )
     given = None if isinstance(optimizer, str) else optimizer
     try:
-        step = _Step(model, inputs, setup, given, generate, weights_of(model))
+        step = _Step(model, inputs, setup, given, generate, weights_of(model), fold)
         trace = step.trace(deadline=time.monotonic() + seconds)
     except IsotypeError:
         raise
@@ -214,6 +216,7 @@ class _Step:
     optimizer: Any
     generate: Callable[[nn.Module], Any] | None
     weights: Sequence[Weight]
+    folded: bool = False
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
 
     def trace(self, actions: Sequence[Action] = (), deadline: float = math.inf) -> Trace:
@@ -232,6 +235,7 @@ class _Step:
             generate=self.generate,
             weights=self.weights,
             deadline=deadline,
+            folded=self.folded,
         )
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from isotype.preflight import check
 from isotype.trace.fold import _plan, fold, stands_for
 from tests.models import CONFIGS, tiny_batch
 
@@ -133,3 +134,20 @@ def test_every_layer_is_stood_for_by_one_of_its_kind(kinds):
     for place in plan.represents:
         counts[place] += 1
     assert tuple(counts) == plan.stands_for
+
+
+def test_a_layer_with_a_hook_of_its_own_is_kept():
+    model = build(deep("llama"))
+    model.model.layers[5].register_forward_hook(lambda module, args, output: output)
+    assert 5 in numbers(fold(model))
+
+
+def test_a_check_may_trace_equal_layers_once():
+    model, batch = build(deep("llama")), tiny_batch("llama")
+    arguments = {"device": "cpu", "verify": False}
+    whole, folded = check(model, batch, **arguments), check(model, batch, **arguments, fold=True)
+    assert len(folded.trace.calls) < len(whole.trace.calls) / 3
+    assert len(list(model.model.layers)) == 12
+    assert folded.trace.memory.peak == pytest.approx(whole.trace.memory.peak, rel=0.02)
+    assert folded.trace.flops == whole.trace.flops
+    assert [each.key for each in folded.findings] == [each.key for each in whole.findings]

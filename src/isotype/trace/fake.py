@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -20,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype})
+_HOLDERS = frozenset({dict, OrderedDict, set, list})
 _SHARED = (types.ModuleType, type, torch.Generator)
 
 
@@ -130,8 +133,10 @@ def _fill_slots(made: Any, given: Any, memo: dict[int, Any]) -> None:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, _SHARED):
+    if isinstance(value, _SHARED) or type(value) in _ATOMS:
         return value
+    if type(value) in _HOLDERS and not value:  # nearly every attribute of a module
+        return memo.setdefault(id(value), type(value)())
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace

@@ -115,7 +115,7 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
     """Whatever tells one layer from another in a trace, apart from its number."""
     parts: list[Any] = []
     for name, module in layer.named_modules():
-        parts.append((name, type(module), _tensors(module), _attributes(module)))
+        parts.append((name, type(module), _tensors(module), _attributes(module), _hooks(module)))
     return tuple(parts)
 
 
@@ -151,6 +151,15 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())
         if isinstance(value, _PLAIN) and not (_is_number(value) and _POSITION.search(name))
+    )
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Names of everything that it holds, and what runs before and after its forward."""
+    run = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return (
+        frozenset(vars(module)),
+        tuple(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run),
     )
 
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import _engine_run_backward
 from isotype.contracts.contract import contracts_for
 from isotype.trace.fake import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake_recorder import FakeRecorder
+from isotype.trace.fold import fold
 from isotype.trace.functions import Functions
 from isotype.trace.inputs import brought_by, named_tensors
 from isotype.trace.loss import loss_of
@@ -56,6 +57,7 @@ def trace_step(
     generate: Callable[[nn.Module], Any] | None = None,
     weights: Sequence[Weight] | None = None,
     deadline: float = math.inf,
+    folded: bool = False,
 ) -> Trace:
     """Follow one step of `model` on a weightless twin.
 
@@ -69,6 +71,7 @@ def trace_step(
         generate: what the phase `generate` runs; by default one forward without labels and without gradients.
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
         deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
+        folded: trace equal layers once, see `isotype.trace.fold`.
     """
     untouched = Untouched(
         [
@@ -81,6 +84,8 @@ def trace_step(
     )
     mode = fake_mode()
     twin = twin_of(model, mode)
+    if folded:
+        fold(twin)
     forget_fakes(mode)
     with mode:
         if "backward" in setup.phases:
@@ -215,10 +220,8 @@ class _Step:
         self.notes: list[str] = []
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
-        self.repeats = {
-            id(parameter): weight.repeats
-            for parameter, weight in zip(tensors_of(twin), weights_of(twin), strict=True)
-        }
+        self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
+        self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
 
     def run(self) -> Failure | None:
         """Run the phases in order; returns why it ended early, or None."""
@@ -253,7 +256,7 @@ class _Step:
     def _weigh(self) -> None:
         """Enter what is there before the step: weights, adapters, buffers, quantization states, inputs."""
         ledger = self.recorder.ledger
-        for tensor, weight in zip(tensors_of(self.twin), weights_of(self.twin), strict=True):
+        for tensor, weight in self.owned:
             ledger.seen(tensor, memory_kind(weight), weight.repeats)
             for state in state_tensors(tensor):
                 ledger.seen(state, "weights", weight.repeats)

@@ -171,6 +171,7 @@ def before_first_step(
                 learning_rate=arguments.learning_rate,
                 fsdp=_fsdp(arguments),
                 verify=False,
+                fold=True,
             )
         except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
             said = f"{type(error).__name__}: {first_line(error)}"
