@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.preflight import check
+from isotype.trace.untouched import Untouched, beside_twin
 from tests.reality import real_step
 from tests.rules.traces import traced
 from tests.small import WIDTH
@@ -259,6 +260,14 @@ def test_a_memo_without_tensors_of_the_trace_is_kept() -> None:
     first = memoized(WIDTH)
     traced(nn.Linear(WIDTH, WIDTH), lambda m: (m(X) * memoized(WIDTH)).mean())
     assert memoized(WIDTH) is first
+
+
+def test_numbers_that_modules_hold_do_not_count() -> None:
+    with torch.device("meta"):
+        many = nn.ModuleList(nn.LayerNorm(1) for _ in range(60))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isotype.trace.untouched._LIMIT", 50)
+        assert Untouched(beside_twin(many)).restore() == ()
 
 
 def test_restoring_takes_no_data() -> None:

@@ -154,7 +154,12 @@ class Untouched:
     # ----------------------------------------------------------------------------------------------------- walking
 
     def _meet(self, name: _Name, value: Any) -> None:
-        if type(value) in _ATOMS or id(value) in self._seen:
+        kind = type(value)
+        if (
+            kind in _ATOMS
+            or id(value) in self._seen
+            or (kind is tuple and _ATOMS.issuperset(map(type, value)))
+        ):
             return
         self._seen.add(id(value))
         self._alive.append(value)  # or another object could be given the same id
