@@ -14,7 +14,16 @@ from isotype.rules.ist605_memory import TIGHT
 from isotype.trace.record import Memory
 from tests.commands.test_check import report_with
 
-COMMAND = ("isotype", "sft", "--model_name_or_path", "m", "--per_device_train_batch_size", "64")
+COMMAND = (
+    "isotype",
+    "sft",
+    "--model_name_or_path",
+    "m",
+    "--device",
+    "t4",
+    "--per_device_train_batch_size",
+    "64",
+)
 
 
 def report_of(peak: int, room: int) -> Report:
@@ -49,9 +58,15 @@ def fixed(rows: int, length: int, weights: int, room: int) -> tuple[str, int]:
             1024,
             1000,
             1000 + 11 * 1024,
-            "--per_device_train_batch_size 11 --gradient_accumulation_steps 6",
+            "--per_device_train_batch_size 11 --max_length 1024 --gradient_accumulation_steps 6",
         ),
-        (64, 1024, 0, 1024, "--per_device_train_batch_size 1 --gradient_accumulation_steps 64"),
+        (
+            64,
+            1024,
+            0,
+            1024,
+            "--per_device_train_batch_size 1 --max_length 1024 --gradient_accumulation_steps 64",
+        ),
         (
             4,
             1024,

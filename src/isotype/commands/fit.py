@@ -47,7 +47,10 @@ def fitting(
         found = 1
     if plan.rows > 1:
         flags["--gradient_accumulation_steps"] = -(-plan.rows // found)
-    tokens = list(command)
+    if plan.length is not None and not plan.data:
+        flags = {"--max_length": length, **flags}
+    # The command is for the machine that was judged; a profile's name means nothing there.
+    tokens = list(command) if report.trace.setup.profile.present else _without(command, "--device")
     for name, value in flags.items():
         tokens = set_flag(tokens, name, str(value))
     fix = Fix(
@@ -84,6 +87,15 @@ def _largest(measure: Callable[[int], int], high: int, at_high: int, room: int) 
         else:
             high, at_high = guess, value
     return low
+
+
+def _without(command: Sequence[str], name: str) -> list[str]:
+    kept, skip = [], False
+    for token in command:
+        if not skip and token != name and not token.startswith(f"{name}="):
+            kept.append(token)
+        skip = token == name
+    return kept
 
 
 def set_flag(tokens: list[str], name: str, value: str) -> list[str]:
