@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Diagnosis:
         self._speaker: int | None = None
         self._ahead: Ahead | None = None
         self._live: tuple[Finding, ...] = ()
-        self._returned: list[bool] = []
+        self._returned: SimpleQueue[bool] = SimpleQueue()
 
     def begin(self) -> None:
         """Wait for the first step."""
@@ -142,7 +143,7 @@ class Diagnosis:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
             reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
             self._say(f"the step was traced ahead only up to {where}: {reason}")
-        if not all(self._returned):
+        if not all(self._returned.get() for _ in range(self._returned.qsize())):
             self._say("the model returns no loss: the loss that the script computes was not traced ahead")
 
     # ------------------------------------------------------------------------------------------------- after a step
@@ -354,13 +355,16 @@ class Diagnosis:
 # --------------------------------------------------------------------------------------------------------- helpers
 
 
-def _loss_noting(returned: list[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """(model, inputs) -> loss; whether the model returned one goes into `returned`."""
+def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
+    """(model, inputs) -> loss; whether the model returned one goes into `returned`.
+
+    A queue, since `check` puts back whatever else a loss has changed when it is over.
+    """
 
     def loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         output = call_with(model, inputs)
         if torch.is_grad_enabled():
-            returned.append(find_loss(output) is not None)
+            returned.put(find_loss(output) is not None)
         return loss_of(output)
 
     return loss
