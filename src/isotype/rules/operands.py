@@ -176,7 +176,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
         yield _fix(
             f"let the quantization states dequantize to {expected}", "safe", "state", stale or names, expected
         )
-    yield from _hook_fixes(group, expected)
+    yield from _hook_fixes(group, owners, expected)
     written = tuple(
         cause.source for cause in group.causes if cause.kind in ("cast", "constant") and cause.source
     )
@@ -301,9 +301,13 @@ def _keeps_digits(weight: Weight, expected: str) -> bool:
     return weight.holds is not None and dtype_name(weight.holds) == expected
 
 
-def _hook_fixes(group: Group, expected: str) -> Iterator[Fix]:
+def _hook_fixes(group: Group, owners: Mapping[str, Weight], expected: str) -> Iterator[Fix]:
     made_in = [step.module for step in group.odd.origin.way() if step.module and step.kind != "conversion"]
     made_in += [cause.module for cause in group.causes if cause.module]
+    # What flows out of a layer has the dtype of its weight; of norms `_parameter_fixes` says so.
+    blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
+    if not _is_own(group.odd, group.calls[0]):
+        made_in += [w.module for w in blamed if w.module and not w.buffer and w.kind != "norm"]
     makers = tuple(dict.fromkeys(map(starred, made_in)))
     for targets in (*([makers] if len(makers) > 1 else []), *((module,) for module in makers)):
         yield _fix(

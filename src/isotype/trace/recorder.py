@@ -413,10 +413,12 @@ def _tells(operand: Operand) -> int:
     """Rank of an operand as the source of a dtype: lower tells more.
 
     An empty or filled tensor took its dtype from Python code, and a gradient takes that of the forward's value; what
-    they are joined with tells more.
+    they are joined with tells more. So does a weight that meets an input of the step in the same dtype: the input could
+    not have had another one there.
     """
     kinds = {step.kind for step in operand.origin.way()}
-    return 2 if operand.origin.cause.kind == "constant" else 1 if "gradient" in kinds else 0
+    cause = operand.origin.cause.kind
+    return 3 if cause == "constant" else 2 if "gradient" in kinds else 1 if cause == "input" else 0
 
 
 def width(dtype: torch.dtype) -> int:
