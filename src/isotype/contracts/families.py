@@ -141,6 +141,10 @@ FAMILIES: tuple[Family, ...] = (
         alike=(0, 1, 4),
         devices=GPUS,
     ),
+    Family(
+        _ops("_weight_norm_interface"),
+        message="expected scalar type {0:name} but found {1:name}",
+    ),
     # The mask of the fused kernels; the CPU's converts a float32 one.
     Family(
         _ops("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"),

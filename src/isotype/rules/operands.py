@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -155,6 +156,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
     expected = dtype_name(_wanted(trace, group))
     names = tuple(dict.fromkeys(starred(cause.name) for cause in group.causes))
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
+    yield from _adapter_fixes(trace, group, owners)
     if group.cause.kind == "parameter" and blamed:
         yield from _parameter_fixes(blamed, owners, expected)
     if group.cause.kind in ("buffer", "attribute"):
@@ -257,6 +259,45 @@ def _fix(
     return Fix(
         description, safety, actions=tuple(Action(kind, target, value) for target in dict.fromkeys(targets))
     )
+
+
+def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
+    """Where a few trained adapters have another dtype than most, these are out of place, whatever is computed in."""
+    counts: Counter[torch.dtype] = Counter()
+    for weight in trace.weights:
+        if weight.adapter and weight.trainable and weight.dtype in FLOATS:
+            counts[weight.dtype] += weight.repeats
+    most = max(counts, key=lambda dtype: counts[dtype], default=None)
+    if most is None or 2 * counts[most] <= counts.total():
+        return
+    steps = (step for call in group.calls for operand in call.operands for step in operand.origin.way())
+    met = {step.name for step in steps if step.kind == "parameter"}
+    layers = {
+        _adapted(owners[name].module, trace.modules)
+        for name in met
+        if name in owners and owners[name].adapter
+    }
+    beside = [
+        weight
+        for weight in trace.weights
+        if weight.adapter and weight.trainable and weight.dtype in FLOATS and weight.dtype != most
+        and _adapted(weight.module, trace.modules) in layers
+    ]  # fmt: skip
+    # A cast that PEFT makes to an adapter's dtype hides which of its weights asked for it.
+    few = [weight for weight in beside if weight.name in met] or beside
+    if not few:
+        return
+    value, names = dtype_name(most), tuple(dict.fromkeys(starred(weight.name) for weight in few))
+    exact = all(weight.dtype.itemsize < most.itemsize or weight.holds == most for weight in few)
+    what = f"cast {_listed(names)} to {value}, the dtype of the other adapters"
+    yield _fix(what, "safe" if exact else "unsafe", "parameter", names, value)
+
+
+def _adapted(module: str, modules: Mapping[str, str]) -> str:
+    """The layer that the adapter `module` belongs to: the one that holds what it wraps, else the module around it."""
+    parts = module.split(".")
+    around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
 
 
 def _parameter_fixes(blamed: Sequence[Weight], owners: Mapping[str, Weight], expected: str) -> Iterator[Fix]:
