@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from isotype.errors import UsageError
 from isotype.fixes.repair import Repairs, plan, repair
 from isotype.preflight import check
 from isotype.report.check import Report
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, by_preference, in_library
 from tests.reality import real_step
 from tests.small import BF16, ids, net, wide_norms
 
@@ -175,7 +176,7 @@ def test_a_guess_is_proven_by_the_trace_that_it_is_planned_with() -> None:
     assert plan(good) == ([A], [])
     chosen, left = plan(bad)
     assert chosen == []
-    assert [reason for _, reason in left] == ["yours to do: mend a"]
+    assert [reason for _, reason in left] == ["no fix that was tried resolves it"]
 
 
 def test_every_finding_is_resolved_or_left_however_many_there_are() -> None:
@@ -233,13 +234,77 @@ def test_settings_and_lines_are_handed_to_the_caller() -> None:
     assert isinstance(done, Repairs)
     assert done.settings == {"autocast": "bfloat16"}
     assert done.lines == {"model.py:3": "bfloat16"}
+    assert (done.done, [fix.description for fix in done.to_do]) == ((), ["mend both", "write bfloat16"])
     assert str(done).splitlines() == [
         "to do     mend both",
         "to do     write bfloat16",
         "set       autocast=bfloat16",
         "edit      model.py:3: bfloat16",
         "left      IST101: c is wrong: no fix is known",
+        "in all    3 findings: 2 resolved once you have done the above, 1 left",
     ]
+
+
+def test_what_the_model_has_no_more_is_counted_apart_from_what_the_caller_has_to_do() -> None:
+    cast = Fix(
+        "cast the head", "safe", verified=True, actions=(Action("parameter", "head.weight", "bfloat16"),)
+    )
+    report = report_of(broken("a", cast), broken("b", BOTH), clears={cast: {"a"}, BOTH: {"b"}})
+    done = repair(net(), report)
+    assert [finding.cause for finding in done.resolved] == ["a"]
+    assert [finding.cause for finding in done.pending] == ["b"]
+    assert (done.done, done.to_do) == ((cast,), (BOTH,))
+    assert str(done).splitlines()[-1] == (
+        "in all    2 findings: 1 resolved, 1 resolved once you have done the above"
+    )
+
+
+LIBRARY = Fix(
+    "cast the operands",
+    "safe",
+    verified=True,
+    actions=(Action("line", "/v/lib/python3.11/site-packages/some/model.py:3", "bfloat16"),),
+)
+LINE = Fix(
+    "write bfloat16", "safe", verified=True, actions=(Action("line", "/home/me/train.py:3", "bfloat16"),)
+)
+PARTLY = Fix("masters and autocast", "safe", verified=True, actions=(*ROUGH.actions, *BOTH.actions))
+
+
+def test_the_order_of_fixes() -> None:
+    """A change of the model first, then a setting, the user's line, a library's line, advice; unsafe where asked."""
+    fixes = (TALK, LIBRARY, LINE, ROUGH, BOTH, A, PARTLY)
+    assert [fix.scope for fix in fixes] == [
+        "advice", "library", "line", "model", "setting", "model", "setting",
+    ]  # fmt: skip
+    assert by_preference(fixes) == (A, BOTH, PARTLY, LINE, ROUGH, LIBRARY, TALK)
+    assert by_preference(fixes, unsafe=True) == (A, ROUGH, BOTH, PARTLY, LINE, LIBRARY, TALK)
+    assert by_preference(fixes, command=True)[:3] == (BOTH, PARTLY, A)
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+@pytest.mark.parametrize("fixes", [(LINE, BOTH, ROUGH, A), (LINE, ROUGH, BOTH), (LIBRARY, LINE), (LIBRARY,)])
+def test_repair_takes_what_the_report_shows_first(fixes: tuple[Fix, ...], unsafe: bool) -> None:
+    finding = broken("a", *by_preference(fixes, unsafe=unsafe))
+    report = report_of(finding, clears={fix: {"a"} for fix in fixes})
+    assert plan(report, unsafe=unsafe) == ([finding.fixes[0]], [])
+
+
+def test_a_line_of_a_library_is_no_choice_beside_an_unsafe_change_of_the_model() -> None:
+    finding = broken("a", LIBRARY, ROUGH)
+    report = report_of(finding, clears={LIBRARY: {"a"}, ROUGH: {"a"}})
+    assert plan(report) == (
+        [],
+        [(finding, "only an unsafe fix: round the weight; repair(…, unsafe=True) applies it")],
+    )
+    assert plan(report, unsafe=True) == ([ROUGH], [])
+
+
+def test_a_line_of_a_library_is_marked() -> None:
+    done = repair(net(), report_of(broken("a", LIBRARY), clears={LIBRARY: {"a"}}))
+    assert str(done).startswith("to do     cast the operands (in a library's code)\n")
+    assert in_library(f"{json.__file__}:7")
+    assert not in_library("/home/me/train.py:3")
 
 
 def test_a_real_step_with_two_causes_is_repaired_jointly() -> None:

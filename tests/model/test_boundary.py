@@ -254,3 +254,14 @@ def test_an_int8_layer_gives_under_autocast_what_it_gives_without(dtype):
     assert torch.equal(plain, cast)
     # 8-bit rows of weight and input: 1/127 of their largest value each, over 512 products that add like a walk.
     assert torch.allclose(plain.float(), x.float() @ weight.T, atol=2.0)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_with_a_boundary_is_pickled_as_without(layer: type[nn.RNNBase]) -> None:
+    """Its own `__getstate__` leaves weak references out, which nothing can pickle."""
+    made = layer(4, 4).bfloat16()
+    set_boundary(made, "compute", torch.bfloat16)
+    x = torch.randn(2, 1, 4).bfloat16()
+    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert isinstance(twin, Boundary)
+        assert torch.equal(twin(x)[0], made(x)[0])

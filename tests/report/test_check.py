@@ -18,6 +18,7 @@ from rich.console import Console
 from isotype import __version__
 from isotype.errors import PrecisionError, SaveError
 from isotype.report.check import SCHEMA_VERSION, Report
+from isotype.report.check_html import to_html
 from isotype.report.check_text import (
     elide,
     fold_places,
@@ -29,7 +30,7 @@ from isotype.report.check_text import (
     to_text,
     verdict,
 )
-from isotype.rules.finding import Price
+from isotype.rules.finding import Action, Fix, Price
 from isotype.trace.record import Memory
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_followed, too_large
 
@@ -176,10 +177,35 @@ def test_advice_is_not_offered_as_a_repair() -> None:
     assert "repair" not in str(report)
 
 
+def test_what_only_the_caller_can_do_is_not_counted_as_repaired() -> None:
+    """`repair` changes nothing for a setting or a line: it is the caller's, and a library's line says so."""
+    setting = Fix(
+        "run the step under autocast", "safe", True, (Action("setting", "autocast", "float16"),), "it runs"
+    )
+    library = Fix(
+        "cast the operands", "safe", True, (Action("line", "/v/site-packages/some/model.py:3", "float16"),)
+    )
+    first = crash().findings[0]
+    findings = tuple(replace(first, fixes=fixes) for fixes in ((setting,), (library,), ()))
+    report = replace(crash(), findings=findings)
+    text = to_text(report, 200)
+    assert "isotype.repair" not in text
+    orders = "run the step under autocast; cast the operands (in a library's code)"
+    assert f"to do    by you, for 2 of 3 findings: {orders}\n" in text
+    assert "left     no fix is known for 1 of 3 findings\n" in text
+    assert "cast the operands   (in a library's code; safe; verified)" in text
+    counts = json.loads(report.to_json())["resolved_by"]
+    assert counts == {"repair": 0, "unsafe": 0, "untried": 0, "caller": 2, "left": 1}
+    page = to_html(report)
+    assert orders.split(";")[0] in page
+    assert "in a library&#x27;s code" in page
+    assert "in a library's code" in report.to_sarif()
+
+
 def test_unverified_fixes_are_offered_as_such() -> None:
     fixes = tuple(replace(fix, verified=False, outcome="") for fix in crash().findings[0].fixes)
     report = replace(crash(), findings=(replace(crash().findings[0], fixes=fixes),))
-    assert "isotype.repair(model, report, unsafe=True) goes on with 1 finding;" in str(report)
+    assert "isotype.repair(model, report) tries the fixes of 1 of 1 finding" in str(report)
     assert "--fix" not in str(report)
     assert "return each norm's output in float16   (safe; not verified)" in str(report)
 

@@ -10,26 +10,41 @@ from torch import nn
 from isotype.errors import Problem, UsageError
 from isotype.fixes.apply import Undo, apply_actions, take_back
 from isotype.report.check import Report
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, by_preference, marked
+from isotype.rules.words import plural
 
 
 @dataclass(frozen=True)
 class Repairs:
-    """What was done to a model; iterating gives the fixes.
+    """What was done to a model, and what is yet to do; iterating gives all fixes.
 
     Attributes:
-        fixes: applied, in order.
+        fixes: what together resolves the findings, in order: done as far as a change of the model does it.
         settings: arguments of the step that have to change with them, by name (`autocast`, `scaler`, …): only the
             caller can do that.
         lines: lines of code that have to change with them, `file:line` -> dtype: likewise.
-        left: findings that no fix was applied for, each with the reason.
+        left: findings that there is no fix for, each with the reason.
+        resolved: findings that the changed model has no more.
+        pending: findings that are resolved once the caller has changed `settings` and `lines`, too.
     """
 
     fixes: tuple[Fix, ...]
     settings: dict[str, str]
     lines: dict[str, str]
     left: tuple[tuple[Finding, str], ...]
+    resolved: tuple[Finding, ...] = ()
+    pending: tuple[Finding, ...] = ()
     _undos: list[Undo] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def done(self) -> tuple[Fix, ...]:
+        """The fixes that `repair` did all of."""
+        return tuple(fix for fix in self.fixes if not needs_the_caller(fix))
+
+    @property
+    def to_do(self) -> tuple[Fix, ...]:
+        """The fixes that the caller has to do, or has to complete by a setting."""
+        return tuple(fix for fix in self.fixes if needs_the_caller(fix))
 
     def undo(self) -> None:
         """Take everything back: the model is as it was before `repair`."""
@@ -42,10 +57,19 @@ class Repairs:
         return len(self.fixes)
 
     def __str__(self) -> str:
-        lines = [f"{_state(fix)}{fix.description}" for fix in self.fixes]
+        lines = [f"done      {fix.description}" for fix in self.done]
+        lines += [f"to do     {marked(fix)}" for fix in self.to_do]
         lines += [f"set       {name}={value}" for name, value in self.settings.items()]
         lines += [f"edit      {source}: {value}" for source, value in self.lines.items()]
         lines += [f"left      {finding.code}: {finding.message}: {reason}" for finding, reason in self.left]
+        counted = (
+            (self.resolved, "resolved"),
+            (self.pending, "resolved once you have done the above"),
+            (self.left, "left"),
+        )
+        total = sum(len(some) for some, _ in counted)
+        parts = ", ".join(f"{len(some):,} {what}" for some, what in counted if some)
+        lines += [f"in all    {plural(total, 'finding')}: {parts}"] if total else []
         return "\n".join(lines) or "nothing to repair"
 
 
@@ -76,10 +100,23 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
             ],
         )
     chosen, left = plan(report, unsafe)
-    undos = apply_actions(model, [action for fix in chosen for action in fix.actions])
-    settings = {a.target: a.value for fix in chosen for a in fix.actions if a.kind == "setting"}
-    code = {a.target: a.value for fix in chosen for a in fix.actions if a.kind == "line"}
-    return Repairs(tuple(chosen), settings, code, tuple(left), undos)
+    actions = [action for fix in chosen for action in fix.actions]
+    undos = apply_actions(model, actions)
+    settings = {a.target: a.value for a in actions if a.kind == "setting"}
+    code = {a.target: a.value for a in actions if a.kind == "line"}
+    resolved = _gone(report, [action for action in actions if action.scope == "model"])
+    known = {finding.key for finding in resolved}
+    pending = tuple(finding for finding in _gone(report, actions) if finding.key not in known)
+    return Repairs(tuple(chosen), settings, code, tuple(left), resolved, pending, undos)
+
+
+def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
+    """The findings of `report`, notes aside, that a step with `actions` in it has no more."""
+    if not actions:
+        return ()
+    assert report.again is not None
+    after = {(each.code, each.cause) for each in report.again(actions)}
+    return tuple(f for f in report.findings if f.severity != "note" and (f.code, f.cause) not in after)
 
 
 def plan(
@@ -150,9 +187,12 @@ def _first_that_works(
     command: bool,
 ) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
-    for fix in sorted(finding.fixes, key=lambda fix: (fix.safety == "unsafe", _is_beyond(fix, command))):
-        if not _may_be_applied(fix, unsafe, command) or fix in chosen:
+    unasked = any(_is_unasked(fix, unsafe) and fix.verified for fix in finding.fixes)
+    for fix in by_preference(finding.fixes, unsafe=unsafe, command=command):
+        if _is_unasked(fix, unsafe) or not _may_be_applied(fix, command) or fix in chosen:
             continue
+        if fix.scope == "library" and unasked:
+            continue  # nobody edits a library who has another choice, be it one to ask for
         if finding.severity != "error" and needs_the_caller(fix) and not command:
             continue  # a model that runs must not depend on arguments that the caller may forget to change
         actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
@@ -165,30 +205,19 @@ def _first_that_works(
     return None, present
 
 
-def _state(fix: Fix) -> str:
-    """Whether `repair` did all of a fix, or its words are an order to the caller."""
-    return "to do     " if all(action.kind in _CALLERS for action in fix.actions) else "done      "
-
-
-_CALLERS = ("setting", "line")  # what no change of a model does
-
-
 def needs_the_caller(fix: Fix) -> bool:
     """Whether a part of a fix is beyond the model: an argument of the step, or a line of code."""
-    return any(action.kind in _CALLERS for action in fix.actions)
+    return fix.scope != "model"
 
 
-def _is_beyond(fix: Fix, command: bool) -> bool:
-    """Whether a fix changes something else than what is repaired: the arguments of a command, or a model."""
-    return needs_the_caller(fix) if not command else all(action.kind != "setting" for action in fix.actions)
+def _is_unasked(fix: Fix, unsafe: bool) -> bool:
+    return fix.safety == "unsafe" and not unsafe
 
 
-def _may_be_applied(fix: Fix, unsafe: bool, command: bool) -> bool:
-    if fix.safety == "unsafe" and not unsafe:
-        return False
+def _may_be_applied(fix: Fix, command: bool) -> bool:
     # The dtype a whole step computes in is a decision, not a repair of a model; and advice is for people.
     decisions = any(action.kind == "setting" and action.target == "compute" for action in fix.actions)
-    return not (decisions and not command) and any(action.kind != "advice" for action in fix.actions)
+    return fix.scope != "advice" and not (decisions and not command)
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
@@ -210,7 +239,11 @@ def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Fi
 def _reason(finding: Finding, unsafe: bool) -> str:
     if not finding.fixes:
         return "no fix is known"
-    verified = [fix for fix in finding.fixes if fix.verified]
-    if verified and not unsafe and all(fix.safety == "unsafe" for fix in verified):
-        return f"only an unsafe fix: {verified[0].description}; repair(…, unsafe=True) applies it"
-    return f"yours to do: {finding.fixes[0].description}"
+    fixes = by_preference(finding.fixes, unsafe=unsafe)
+    proven = next((fix for fix in fixes if fix.verified), None)
+    if proven is not None and _is_unasked(proven, unsafe):
+        return f"only an unsafe fix: {proven.description}; repair(…, unsafe=True) applies it"
+    if proven is not None and not needs_the_caller(proven):
+        return f"resolved alone, but not together with the other fixes, by: {proven.description}"
+    yours = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
+    return "no fix that was tried resolves it" if yours is None else f"yours to do: {marked(yours)}"

@@ -30,7 +30,8 @@ class Boundary:
     boundary: str
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self.original, self.boundary), cast(nn.Module, self).__dict__
+        # The state as the module's own class gives it: recurrent layers leave weak references out.
+        return _rebuild, (self.original, self.boundary), self.__getstate__()
 
 
 def set_boundary(module: nn.Module, boundary: str | None, compute: torch.dtype) -> bool:

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from isotype.dtypes import dtype_name
 from isotype.errors import PrecisionError, Problem, SaveError
-from isotype.rules.finding import Action, Finding, Fix, Price, Severity
+from isotype.rules.finding import Action, Finding, Fix, Price, Severity, marked
 from isotype.trace.record import Memory, Operand, Setup, Trace
 
 SCHEMA_VERSION = 1
@@ -146,6 +146,32 @@ class Report:
         return to_text(self)
 
 
+Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
+
+
+def repair_outlook(report: Report) -> dict[Outlook, tuple[Finding, ...]]:
+    """The errors and warnings by who resolves them with their first fix, each tried alone.
+
+    `repair`: `isotype.repair` by a change of the model; `unsafe`: the same where it is asked for; `caller`: a setting,
+    a line or advice; `untried`: fixes that no second trace has tried; `left`: no fix is known.
+    """
+    found: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
+    for finding in (*report.errors, *report.warnings):
+        found[_outlook(finding)].append(finding)
+    return {kind: tuple(some) for kind, some in found.items()}
+
+
+def _outlook(finding: Finding) -> Outlook:
+    if not finding.fixes:
+        return "left"
+    first = finding.fixes[0]
+    if first.scope == "advice" or (first.verified and first.scope != "model"):
+        return "caller"
+    if not first.verified:
+        return "untried"
+    return "repair" if first.safety == "safe" else "unsafe"
+
+
 def write(path: Path, text: str) -> Path:
     """Write a report under a temporary name, then move it into place.
 
@@ -177,7 +203,7 @@ def _problem(finding: Finding, setup: Setup) -> Problem:
     return Problem(
         f"{finding.code}: {finding.message}, at {place}{because}",
         f"{wanted} on {setup.profile.title}",
-        finding.fixes[0].description if finding.fixes else f"see isotype explain {finding.code}",
+        marked(finding.fixes[0]) if finding.fixes else f"see isotype explain {finding.code}",
     )
 
 
@@ -201,6 +227,7 @@ def _encode(report: Report) -> dict[str, Any]:
         "seconds": report.seconds,
         "setup": _setup(trace.setup),
         "findings": [_finding(finding) for finding in report.findings],
+        "resolved_by": {kind: len(some) for kind, some in repair_outlook(report).items()},
         "memory": {
             "peak_bytes": memory.peak,
             "peak_phase": memory.peak_phase,
@@ -289,6 +316,7 @@ def _fix(fix: Fix) -> dict[str, Any]:
     actions = [{"kind": a.kind, "target": a.target, "value": a.value} for a in fix.actions]
     return {
         "description": fix.description,
+        "scope": fix.scope,
         "safety": fix.safety,
         "verified": fix.verified,
         "outcome": fix.outcome,

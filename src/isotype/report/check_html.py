@@ -33,7 +33,7 @@ from isotype.report.check_map import dtype_map, layer_counts
 from isotype.report.check_map_html import map_html
 from isotype.report.check_text import (
     counts,
-    fix_standing,
+    fix_scope,
     fold_places,
     format_count,
     format_share,
@@ -121,6 +121,7 @@ _MARK = (
 _ACTIONS_SHOWN = 3
 _ACTIONS = {
     "parameter": "parameter",
+    "gradient": "gradient of",
     "buffer": "buffer",
     "output": "outputs of",
     "input": "inputs of",
@@ -128,6 +129,7 @@ _ACTIONS = {
     "compute": "compute dtype of",
     "boundary": "border of",
     "setting": "argument",
+    "line": "line",
     "advice": "by hand:",
 }
 
@@ -439,12 +441,15 @@ def _places(finding: Finding, report: Report) -> str:
 
 
 def _fix(fix: Fix) -> str:
-    standing, _, outcome = fix_standing(fix).partition(": ")
-    safety, tried = standing.split("; ")
+    tags = [
+        ("scope", fix_scope(fix)),
+        (fix.safety, fix.safety),
+        ("tried", "✓ verified") if fix.verified else ("untried", "not verified"),
+    ]
+    shown = "".join(f'<span class="tag {css}">{escape(text)}</span>' for css, text in tags if text)
     return (
-        f'<div class="fix"><p>{escape(fix.description)} <span class="tag {safety}">{safety}</span>'
-        f'<span class="tag {"tried" if fix.verified else "untried"}">{"✓ " if fix.verified else ""}{tried}</span></p>'
-        + (f'<p class="outcome">{escape(outcome)}</p>' if outcome else "")
+        f'<div class="fix"><p>{escape(fix.description)} {shown}</p>'
+        + (f'<p class="outcome">{escape(fix.outcome)}</p>' if fix.outcome else "")
         + _actions(fix.actions)
         + "</div>"
     )

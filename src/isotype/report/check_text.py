@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from isotype.dtypes import dtype_name
 from isotype.report.charts import format_number
-from isotype.report.check import Report
+from isotype.report.check import Report, repair_outlook
 from isotype.report.check_map import layer_counts, plain_name, split_layer
 from isotype.report.text import format_bytes
-from isotype.rules.finding import Finding, Fix, Price
+from isotype.rules.finding import Finding, Fix, Price, Scope, marked
 from isotype.rules.words import named, plural
 from isotype.trace.record import Operand, Setup
 
@@ -108,10 +108,25 @@ def format_count(flops: float) -> str:
     return f"{flops:,.0f} FLOP"
 
 
+_SCOPES: Mapping[Scope, str] = {
+    "model": "",
+    "setting": "a setting",
+    "line": "a line of your code",
+    "library": "in a library's code",
+    "advice": "by hand",
+}
+
+
+def fix_scope(fix: Fix) -> str:
+    """What the caller has to change: `"a setting"`; `""` where `repair` does it."""
+    return _SCOPES[fix.scope]
+
+
 def fix_standing(fix: Fix) -> str:
-    """`"safe; verified: the step then runs clean"`."""
+    """`"safe; verified: the step then runs clean"`; `"a setting; safe; not verified"`."""
     tried = "verified" if fix.verified else "not verified"
-    return f"{fix.safety}; {tried}{f': {fix.outcome}' if fix.outcome else ''}"
+    words = [word for word in (fix_scope(fix), fix.safety, tried) if word]
+    return "; ".join(words) + (f": {fix.outcome}" if fix.outcome else "")
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
@@ -225,21 +240,32 @@ def trust(report: Report) -> list[tuple[str, str]]:
 
 
 def next_steps(report: Report) -> list[tuple[str, str]]:
-    """(label, sentence) for what to do now."""
-    rows = []
-    fixes = [[fix for fix in finding.fixes if repairable(fix)] for finding in report.findings]
-    safe = sum(any(fix.safety == "safe" and fix.verified for fix in some) for some in fixes)
-    some = sum(map(bool, fixes))
-    every = plural(len(report.findings), "finding")
-    if safe:
-        text = f"isotype check --fix, or isotype.repair(model, isotype.check(model, …)), clears {safe:,} of {every}"
-        rows.append(("repair", text))
-    if some > safe:
-        text = f"isotype.repair(model, report, unsafe=True) goes on with {plural(some - safe, 'finding')}"
-        rows.append(("unsafe", f"{text}; its fixes are unsafe or not verified"))
+    """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for."""
+    found = repair_outlook(report)
+    every = plural(sum(map(len, found.values())), "finding")
+    done = "isotype check --fix, or isotype.repair(model, isotype.check(model, …))"
+    asked = "isotype.repair(model, report, unsafe=True)"
+    rows = [
+        ("repair", f"{done}, resolves {len(found['repair']):,} of {every}", found["repair"]),
+        ("unsafe", f"{asked} resolves {len(found['unsafe']):,} of {every} by a change that is unsafe", found["unsafe"]),
+        ("untried", f"isotype.repair(model, report) tries the fixes of {len(found['untried']):,} of {every}", found["untried"]),
+        ("to do", f"by you, for {len(found['caller']):,} of {every}: {_orders(found['caller'])}", found["caller"]),
+        ("left", f"no fix is known for {len(found['left']):,} of {every}", found["left"]),
+    ]  # fmt: skip
+    steps = [(label, text) for label, text, some in rows if some]
     if report.findings:
-        rows.append(("explain", f"isotype explain {report.findings[0].code}"))
-    return rows
+        steps.append(("explain", f"isotype explain {report.findings[0].code}"))
+    return steps
+
+
+_ORDERS_SHOWN = 3
+
+
+def _orders(findings: Sequence[Finding]) -> str:
+    """What the caller has to do for them, each order once."""
+    orders = list(dict.fromkeys(marked(finding.fixes[0]) for finding in findings))
+    more = len(orders) - _ORDERS_SHOWN
+    return "; ".join(orders[:_ORDERS_SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
 
 
 def script_steps(report: Report) -> list[tuple[str, str]]:
@@ -263,8 +289,8 @@ def script_steps(report: Report) -> list[tuple[str, str]]:
 
 
 def repairable(fix: Fix) -> bool:
-    """Whether `isotype.repair` can apply the fix: it has actions, and none is mere advice."""
-    return bool(fix.actions) and all(action.kind != "advice" for action in fix.actions)
+    """Whether `isotype.repair` tries the fix: it has actions, and none is mere advice."""
+    return fix.scope != "advice"
 
 
 # --- lines ------------------------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-from isotype.rules.finding import SEVERITIES, Finding
+from isotype.rules.finding import SEVERITIES, Finding, by_preference
 from isotype.trace.record import Trace
 from isotype.trace.source import first_line, line_of
 
@@ -43,8 +43,12 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
-    """What all rules find, errors first, then in order of the codes."""
-    found = [finding for rule in all_rules() for finding in _found(rule, trace)]
+    """What all rules find, errors first, then in order of the codes; the fixes of each in order of preference."""
+    found = [
+        replace(finding, fixes=by_preference(finding.fixes))
+        for rule in all_rules()
+        for finding in _found(rule, trace)
+    ]
     return tuple(sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
 
 

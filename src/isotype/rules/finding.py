@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from isotype.trace.record import Call, Operand
@@ -26,6 +29,13 @@ ActionKind = Literal[
 ]
 
 
+Scope = Literal["model", "setting", "line", "library", "advice"]
+SCOPES: tuple[Scope, ...] = ("model", "setting", "line", "library", "advice")
+"""What a fix changes, the nearest first: only the model can be changed by `repair`, the rest is the caller's."""
+
+_SCOPES: dict[str, Scope] = {"setting": "setting", "line": "line", "advice": "advice"}
+
+
 @dataclass(frozen=True)
 class Action:
     """One change. `target` is a fully qualified name in which `*` stands for a layer's number."""
@@ -34,16 +44,30 @@ class Action:
     target: str
     value: str
 
+    @property
+    def scope(self) -> Scope:
+        """What it changes."""
+        scope = _SCOPES.get(self.kind, "model")
+        return "library" if scope == "line" and in_library(self.target) else scope
+
+
+@cache
+def in_library(source: str) -> bool:
+    """Whether `file:line` lies in an installed package or the standard library, where no edit lasts."""
+    path = Path(source.rpartition(":")[0])
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
+
 
 @dataclass(frozen=True)
 class Fix:
-    """A change that clears a finding.
+    """A change that resolves a finding.
 
     Attributes:
         description: what to do, as an order ("return each norm's output in bfloat16").
         safety: `"safe"` keeps the meaning of the model and its stored digits; `"unsafe"` may not.
         verified: whether a second trace with it was run, in which the finding was gone and nothing new appeared.
-        actions: what `repair` does; empty where only the user can do it.
+        actions: what has to change; empty where it cannot be named.
         outcome: what the second trace showed, "" before.
     """
 
@@ -52,6 +76,38 @@ class Fix:
     verified: bool = False
     actions: tuple[Action, ...] = ()
     outcome: str = ""
+
+    @property
+    def scope(self) -> Scope:
+        """The farthest of what its actions change: a fix that needs a setting too is the caller's."""
+        scopes = [action.scope for action in self.actions]
+        return max(scopes, key=SCOPES.index, default="advice")
+
+
+def marked(fix: Fix) -> str:
+    """A fix's description, marked where it names a library's line."""
+    return f"{fix.description} (in a library's code)" if fix.scope == "library" else fix.description
+
+
+def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
+    """Fixes, the one to take first in front: of equal ones the rule's own order decides.
+
+    A change of the model comes before one of a setting, of the user's line and of a library's line, and a safe one
+    before an unsafe one of the same thing. What nobody asked for (`unsafe`) comes after all that is safe, but before a
+    library's line.
+
+    Args:
+        fixes: of one finding.
+        unsafe: unsafe fixes are asked for.
+        command: what is repaired is a command, whose settings are at hand and whose model is not.
+    """
+    scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
+
+    def rank(fix: Fix) -> tuple[bool, bool, int, bool]:
+        last, risky = fix.scope in ("library", "advice"), fix.safety == "unsafe"
+        return last, risky and not unsafe, scopes.index(fix.scope), risky
+
+    return tuple(sorted(fixes, key=rank))
 
 
 @dataclass(frozen=True)
@@ -86,7 +142,7 @@ class Finding:
         cause: fully qualified name or source of what introduced the dtype, with what it did.
         evidence: the dtype's way from cause to place, one line a step.
         notes: further facts (how many places, what was assumed).
-        fixes: in order of preference.
+        fixes: in order of preference, see `by_preference`.
         operands: what the operator was given, for the picture in a terminal.
         price: of a silent finding.
         places: every module it surfaces in.

@@ -152,7 +152,7 @@ def _notes(group: Group, places: Sequence[str]) -> tuple[str, ...]:
 
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """What may mend a group, in order of preference; a second trace decides."""
+    """What may fix a group; a second trace decides."""
     expected = dtype_name(_wanted(trace, group))
     names = tuple(dict.fromkeys(starred(cause.name) for cause in group.causes))
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
@@ -191,17 +191,10 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
             written,
             expected,
         )
-    autocast: tuple[Fix, ...] = ()
     if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.code != "IST109":
-        autocast = (
-            _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected),
-        )
+        yield _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
-    edit = tuple(_call_fixes(group, called, expected))
-    # Nobody edits a library's line who can do without.
-    yield from (
-        (*autocast, *edit) if any("site-packages" in source for source in called) else (*edit, *autocast)
-    )
+    yield from _call_fixes(group, called, expected)
 
 
 def _held_beside(trace: Trace, group: Group) -> Iterator[str]:
