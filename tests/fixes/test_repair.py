@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -168,6 +169,18 @@ def test_what_is_left_says_why() -> None:
     chosen, left = plan(report_of(unknown, yours, clears={}))
     assert chosen == []
     assert left == [(unknown, "no fix is known"), (yours, "yours to do: ask the author")]
+
+
+def test_what_is_left_beside_another_fix_still_names_what_the_caller_can_do() -> None:
+    """Traced again with the first fix, a finding comes back with its fixes untried: what was proven before counts."""
+    wide = broken("b", BOTH, severity="warning")
+    report = report_of(broken("a", A), wide, clears={A: {"a"}, BOTH: {"b"}})
+    unverified = replace(wide, fixes=(replace(BOTH, verified=False),))
+
+    def again(actions: Sequence[Action]) -> tuple[Finding, ...]:
+        return (unverified,) if tuple(actions) == A.actions else report.findings
+
+    assert plan(replace(report, again=again)) == ([A], [(unverified, "yours to do: mend both")])
 
 
 def test_a_guess_is_proven_by_the_trace_that_it_is_planned_with() -> None:

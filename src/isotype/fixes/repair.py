@@ -136,6 +136,7 @@ def plan(
     chosen: list[Fix] = []
     left: dict[tuple[str, str], tuple[Finding, str]] = {}
     fixed: set[tuple[str, str]] = set()
+    tried = {(each.code, each.cause): each for each in report.findings}
     present: Sequence[Finding] = report.findings
     while (finding := _next_open(present, left)) is not None:
         key = (finding.code, finding.cause)
@@ -144,7 +145,7 @@ def plan(
             continue
         fix, after = _first_that_works(report, finding, chosen, present, unsafe, command)
         if fix is None:
-            left[key] = (finding, _reason(finding, unsafe))
+            left[key] = (finding, _reason(tried.get(key, finding), unsafe))
         else:
             fixed.add(key)
             chosen.append(fix)
@@ -245,5 +246,9 @@ def _reason(finding: Finding, unsafe: bool) -> str:
         return f"only an unsafe fix: {proven.description}; repair(…, unsafe=True) applies it"
     if proven is not None and not needs_the_caller(proven):
         return f"resolved alone, but not together with the other fixes, by: {proven.description}"
+    if proven is None and finding.severity != "error":
+        proven = next(
+            (fix for fix in fixes if needs_the_caller(fix)), None
+        )  # of a warning, these are not tried
     yours = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
     return "no fix that was tried resolves it" if yours is None else f"yours to do: {marked(yours)}"
