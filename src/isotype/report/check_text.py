@@ -37,8 +37,6 @@ _VERDICTS = {
     "clean": "bold green",
 }
 _PATTERNS_SHOWN = 8
-# Kinds of actions that change the script and not the model.
-_BY_HAND = ("advice", "setting", "line")
 # A figure and its unit stay on one line.
 _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
@@ -272,10 +270,7 @@ def script_steps(report: Report) -> list[tuple[str, str]]:
     """`next_steps` where the step is one of the user's own script, which no command of ours repairs."""
     rows, setup = [], report.trace.setup
     ours = [
-        fix
-        for finding in report.findings
-        for fix in finding.fixes
-        if fix.verified and fix.actions and not any(action.kind in _BY_HAND for action in fix.actions)
+        fix for finding in report.findings for fix in finding.fixes if fix.verified and fix.scope == "model"
     ]
     autocast = f', autocast="{dtype_name(setup.autocast)}"' if setup.autocast else ""
     check = f"isotype.check(model, inputs{autocast}{', scaler=True' if setup.scaler else ''})"
