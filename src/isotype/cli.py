@@ -55,6 +55,7 @@ know before it runs:
   doctor   what this machine and these library versions can do, and what each dtype costs here
 
 isotype COMMAND --help lists the arguments of a command. --debug shows tracebacks.
+isotype completion bash|zsh|tcsh prints what your shell completes commands by.
 """
 
 
@@ -138,6 +139,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         "run": _run,
         "inspect": _inspect,
         "explain": _explain,
+        "completion": _completion,
         "doctor": _doctor,
         "merge": _merge,
         "chat": _chat,
@@ -163,7 +165,13 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 
 def _train(command: str, rest: list[str], console: Console) -> int:
-    _quiet_libraries()
+    if any(each in ("-h", "--help") for each in rest):
+        from isotype.train.usage import short_help
+
+        console.print(short_help(command), highlight=False, markup=False, soft_wrap=True, end="")
+        return 0
+    rest = ["--help" if each == "--help-all" else each for each in rest]
+    _speak_up() if {"-v", "--verbose"} & set(rest) else _quiet_libraries()
     from isotype.report.outcome import show_outcome
     from isotype.train.methods import METHODS
     from isotype.train.recipes import run
@@ -214,7 +222,14 @@ def _explain(rest: list[str], console: Console) -> int:
     return run(rest, console)
 
 
-def _doctor(rest: list[str], console: Console) -> int:
+def _completion(rest: list[str], console: Console) -> int:
+    from isotype.commands.completion import run
+
+    return run(rest, console)
+
+
+def doctor_parser() -> Parser:
+    """The arguments of `isotype doctor`."""
     parser = Parser(
         prog="isotype doctor",
         description="What this machine and these library versions can do: dtypes, what each costs here (measured), "
@@ -224,7 +239,11 @@ def _doctor(rest: list[str], console: Console) -> int:
         "--device", default="auto", help="a device that is here (cpu, cuda:1) or a profile (t4, h100)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(rest)
+    return parser
+
+
+def _doctor(rest: list[str], console: Console) -> int:
+    options = doctor_parser().parse_args(rest)
     from isotype.report.doctor import doctor_json, gather_doctor_report, render_doctor
 
     report = gather_doctor_report(options.device)
@@ -235,7 +254,8 @@ def _doctor(rest: list[str], console: Console) -> int:
     return 0 if report.ok else 1
 
 
-def _merge(rest: list[str], console: Console) -> int:
+def merge_parser() -> Parser:
+    """The arguments of `isotype merge`."""
     parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
     parser.add_argument("adapter", type=Path, help="directory of the adapter")
     parser.add_argument("-o", "--output", type=Path, required=True, help="directory for the merged model")
@@ -245,7 +265,11 @@ def _merge(rest: list[str], console: Console) -> int:
     parser.add_argument(
         "--dtype", default="auto", help="dtype of the merged weights; auto: the one it was trained in"
     )
-    options = parser.parse_args(rest)
+    return parser
+
+
+def _merge(rest: list[str], console: Console) -> int:
+    options = merge_parser().parse_args(rest)
     _quiet_libraries()
     from isotype.checkpoint.merge import merge_adapter
     from isotype.report.merge import show_merge
@@ -256,22 +280,36 @@ def _merge(rest: list[str], console: Console) -> int:
     return 0
 
 
-def _chat(rest: list[str], console: Console) -> int:
+def chat_parser() -> Parser:
+    """The arguments of `isotype chat`."""
     from isotype.dtypes import QUANTIZATIONS
 
     parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
     parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
     parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
+    parser.add_argument(
+        "--system", default=None, metavar="TEXT", help="a system message before the conversation"
+    )
     parser.add_argument("--dtype", default="auto", help="compute dtype")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default=None)
     parser.add_argument("--device", default="auto", help="device to run on")
     parser.add_argument("--max_new_tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    options = parser.parse_args(rest)
+    return parser
+
+
+def _chat(rest: list[str], console: Console) -> int:
+    options = chat_parser().parse_args(rest)
     _quiet_libraries()
     from isotype.train.chat import chat
 
     return chat(options, console)
+
+
+def _speak_up() -> None:
+    """With `-v`: what isotype restored and where, and the libraries' own warnings."""
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("isotype").setLevel(logging.INFO)
 
 
 def _quiet_libraries() -> None:

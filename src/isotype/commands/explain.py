@@ -36,19 +36,24 @@ FAMILIES: Mapping[str, str] = {
 INDEX = "README.md"
 
 
-def run(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype explain` and return its exit status.
-
-    Raises:
-        UsageError: an unknown code, with the nearest ones.
-    """
+def explain_parser() -> Parser:
+    """The arguments of `isotype explain`."""
     parser = Parser(
         prog="isotype explain", description="What a finding of `isotype check` means, and what repairs it."
     )
     parser.add_argument(
         "code", nargs="?", default=None, help="a code such as IST101; without one, all of them"
     )
-    options = parser.parse_args(list(argv))
+    return parser
+
+
+def run(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype explain` and return its exit status.
+
+    Raises:
+        UsageError: an unknown code, with the nearest ones.
+    """
+    options = explain_parser().parse_args(list(argv))
     if options.code is None:
         console.print(_table(all_rules()))
     else:

@@ -10,12 +10,8 @@ from rich.console import Console
 from isotype.arguments import Parser
 
 
-def run(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype inspect` and return its exit status.
-
-    Raises:
-        CheckpointError: no checkpoint there, or a damaged one.
-    """
+def inspect_parser() -> Parser:
+    """The arguments of `isotype inspect`."""
     parser = Parser(
         prog="isotype inspect",
         description="The dtypes, bytes and quantization that a checkpoint holds, by groups of equal tensors of all "
@@ -26,7 +22,16 @@ def run(argv: Sequence[str], console: Console) -> int:
     )
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a hub id")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(list(argv))
+    return parser
+
+
+def run(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype inspect` and return its exit status.
+
+    Raises:
+        CheckpointError: no checkpoint there, or a damaged one.
+    """
+    options = inspect_parser().parse_args(list(argv))
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection
 

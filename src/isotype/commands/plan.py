@@ -16,6 +16,7 @@ from isotype.precision.decide import Wishes
 from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
+    from isotype.checkpoint.adapter import Adapter
     from isotype.train.settings import Settings
 
 METHODS = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
@@ -113,7 +114,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     tokens = list(argv)
     parser = _own_parser()
     if "-h" in tokens or "--help" in tokens:
-        _help_parser().print_help()
+        help_parser().print_help()
         raise SystemExit(0)
     model = None
     if tokens and not tokens[0].startswith("-") and tokens[0] not in METHODS:
@@ -195,7 +196,7 @@ def light_parser() -> Parser:
     return parser
 
 
-def _help_parser() -> argparse.ArgumentParser:
+def help_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="isotype check",
         usage="isotype check MODEL [flags]",
@@ -234,12 +235,13 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[Plan, tuple[str, ...
     from isotype.train.check import argument_problems
     from isotype.train.methods import METHODS as TRAINERS
     from isotype.train.settings import parse_settings
+    from isotype.train.start import start_of
 
-    settings = parse_settings(TRAINERS[method], arguments)
+    settings, start = start_of(parse_settings(TRAINERS[method], arguments))
     problems = argument_problems(settings)
     if problems:
         raise UsageError("arguments that cannot work", problems)
-    plan = _full_plan(options, settings)
+    plan = _full_plan(options, settings, start)
     return _with_data(plan, settings, options), ("isotype", method, *arguments)
 
 
@@ -270,7 +272,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
     )
 
 
-def _full_plan(options: Options, settings: Settings) -> Plan:
+def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> Plan:
     training, model = settings.training, settings.model
     method = settings.method.name
     asked = "per_device_train_batch_size" in settings.explicit or options.model is None
@@ -294,7 +296,7 @@ def _full_plan(options: Options, settings: Settings) -> Plan:
         length=length,
         completion=completion,
         reference=_uses_reference(training),
-        lora=_lora_config(settings) if model.use_peft else None,
+        lora=_lora_config(settings, start) if model.use_peft else None,
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
         checkpointing=(training.gradient_checkpointing_kwargs or {})
@@ -355,9 +357,11 @@ def _fsdp_version(training: Any) -> int:
     return int(config.get("version", 2))
 
 
-def _lora_config(settings: Settings) -> Any:
+def _lora_config(settings: Settings, start: Adapter | None) -> Any:
     from trl import get_peft_config
 
+    if start is not None:
+        return start.config
     config = get_peft_config(settings.model)
     config.bias = settings.extra.lora_bias
     return config

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.data.columns import COLUMNS, TEXT_COLUMNS, columns_problem, quoted, survey
 from isotype.data.locate import EMBEDDED, PARQUET, LocalData, data_error, find_local, splits_problems
+from isotype.data.mapping import ColumnMap, parse_columns
 from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
 from isotype.data.shapes import Shape, to_feature
 from isotype.errors import DataError, Problem
@@ -40,7 +41,13 @@ _CACHE_VERSION = "isotype-1"
 
 
 def load_training_data(
-    script_args: Any, dataset_args: Any, method: str, *, need_test: bool, text_field: str = "text"
+    script_args: Any,
+    dataset_args: Any,
+    method: str,
+    *,
+    need_test: bool,
+    text_field: str = "text",
+    columns: str | None = None,
 ) -> DatasetDict | IterableDatasetDict:
     """The splits to train on and, with `need_test`, to evaluate on, under the names the arguments give them.
 
@@ -50,12 +57,13 @@ def load_training_data(
         method: "sft", "dpo", "reward", "kto", "grpo" or "rloo".
         need_test: evaluation is on.
         text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
+        columns: `"alpaca"`, or the trainer's names for the data set's columns (`prompt=question,completion=answer`).
 
     Raises:
         DataError: with every problem found, at most ten spelled out.
     """
     wanted = [script_args.dataset_train_split] + [script_args.dataset_test_split] * need_test
-    job = _Job(method, text_field, tuple(dict.fromkeys(wanted)))
+    job = _Job(method, text_field, tuple(dict.fromkeys(wanted)), parse_columns(columns))
     if dataset_args is not None and dataset_args.datasets:
         if script_args.dataset_name:
             logger.warning(
@@ -110,11 +118,12 @@ def training_data_here(settings: Any) -> DatasetDict | IterableDatasetDict | Non
 
 @dataclass(frozen=True)
 class _Job:
-    """What a data set is read for: the trainer, its text column, and the splits it takes."""
+    """What a data set is read for: the trainer, its text column, the splits it takes, the names it has for columns."""
 
     method: str
     text_field: str
     wanted: tuple[str, ...]
+    mapping: ColumnMap | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -145,6 +154,7 @@ class _Prepared:
     files: tuple[Path, ...] = ()
     digest: str = ""
     shapes: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
+    mapping: ColumnMap | None = None
 
     def build(self) -> Dataset:
         """The split in the cache of `datasets`, memory-mapped; keyed by its contents, so never stale."""
@@ -152,7 +162,7 @@ class _Prepared:
 
         if self.dataset is not None:
             return self.dataset
-        key = f"{_CACHE_VERSION} {self.digest} {tuple(self.shapes.items())!r}"
+        key = f"{_CACHE_VERSION} {self.digest} {tuple(self.shapes.items())!r} {self.mapping!r}"
         fingerprint = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
         return Dataset.from_generator(generate, fingerprint=fingerprint, **self._arguments())
 
@@ -171,6 +181,7 @@ class _Prepared:
             "paths": [str(path.absolute()) for path in self.files],
             "textual": textual,
             "columns": tuple(self.shapes),
+            "mapping": self.mapping,
         }
         features = Features({name: to_feature(shape) for name, shape in self.shapes.items()})
         return {"features": features, "gen_kwargs": arguments}
@@ -206,7 +217,7 @@ def _prepare_text(files: tuple[Path, ...], job: _Job, columns: Sequence[str] | N
     if found.count == 0:
         problems.append(_empty(quoted(path.name for path in files)))
     order = " ".join(f"{path.suffix}:{digest}" for path, (digest, _) in digests.items())
-    return _Prepared(problems, files=files, digest=order, shapes=found.shapes)
+    return _Prepared(problems, files=files, digest=order, shapes=found.shapes, mapping=job.mapping)
 
 
 def _records(
@@ -214,7 +225,7 @@ def _records(
 ) -> Iterator[tuple[str, int, object]]:
     textual = TEXT_COLUMNS | {job.text_field}
     for path in files:
-        for line, row in read_rows(path, textual):
+        for line, row in read_rows(path, textual, job.mapping):
             taken = row
             if columns is not None and isinstance(row, dict):
                 taken = {name: row[name] for name in columns if name in row}
@@ -294,7 +305,19 @@ def _prepare_saved(folder: Path, split: str, job: _Job, columns: Sequence[str] |
 def _sampled(dataset: Any, source: str, job: _Job, columns: Sequence[str] | None) -> _Prepared:
     if columns is not None:
         dataset = dataset.select_columns([name for name in columns if name in dataset.column_names])
-    return _Prepared(_sample_problems(dataset, source, job), dataset=dataset)
+    dataset, problems = _renamed(dataset, source, job)
+    return _Prepared(problems or _sample_problems(dataset, source, job), dataset=dataset)
+
+
+def _renamed(dataset: Any, source: str, job: _Job) -> tuple[Any, list[Problem]]:
+    """The data set under the trainer's names, if `--columns` gives them."""
+    if job.mapping is None:
+        return dataset, []
+    first = job.mapping.apply(next(iter(dataset), {}))
+    if isinstance(first, Problem):
+        return dataset, [_at(source, first)]
+    read = [name for name in job.mapping.sources if name in (dataset.column_names or ())]
+    return dataset.map(job.mapping.apply, remove_columns=read), []
 
 
 def _sample_problems(dataset: Any, source: str, job: _Job) -> list[Problem]:
@@ -350,12 +373,13 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: _Job) -> Data
 def _chosen(loaded: Any, name: str, job: _Job) -> DatasetDict | IterableDatasetDict:
     """The wanted splits of a dictionary of data sets, checked."""
     problems = splits_problems(name, loaded, job.wanted)
-    if not problems:
-        for split in job.wanted:
-            problems += _sample_problems(loaded[split], f"split '{split}'", job)
+    chosen = {}
+    for split in () if problems else job.wanted:
+        chosen[split], wrong = _renamed(loaded[split], f"split '{split}'", job)
+        problems += wrong or _sample_problems(chosen[split], f"split '{split}'", job)
     if problems:
         raise data_error(name, problems)
-    return type(loaded)({split: loaded[split] for split in job.wanted})
+    return type(loaded)(chosen)
 
 
 def _load_mixture(dataset_args: Any, job: _Job) -> DatasetDict | IterableDatasetDict:

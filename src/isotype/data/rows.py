@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from isotype.data.mapping import ColumnMap
 from isotype.errors import Problem
 
 Record = tuple[int, Any]
@@ -238,8 +239,16 @@ def cell_value(cell: str) -> bool | int | float | str | None:
     return float(cell) if _FLOAT.fullmatch(cell) else cell
 
 
-def read_rows(path: Path, textual: frozenset[str] = frozenset()) -> Iterator[Record]:
-    """(line, row or Problem) of one file; CSV cells are typed except in the columns named in `textual`."""
+def read_rows(
+    path: Path, textual: frozenset[str] = frozenset(), mapping: ColumnMap | None = None
+) -> Iterator[Record]:
+    """(line, row or Problem) of one file; CSV cells are typed except in the columns named in `textual`.
+
+    With a `mapping` rows come under the trainer's names; the columns that it reads are text.
+    """
+    if mapping is not None:
+        rows = read_rows(path, textual | mapping.sources)
+        return ((line, mapping.apply(row) if isinstance(row, dict) else row) for line, row in rows)
     suffix = path.suffix.lower()
     records = READERS[suffix](path)
     if suffix not in CELL_SUFFIXES:
@@ -253,9 +262,9 @@ def read_rows(path: Path, textual: frozenset[str] = frozenset()) -> Iterator[Rec
 
 
 def generate(
-    paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...]
+    paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], mapping: ColumnMap | None = None
 ) -> Iterator[dict[str, Any]]:
     """The rows of files that `survey` found sound, for `Dataset.from_generator`; `paths` is a list, to be sharded."""
     for path in paths:
-        for _, row in read_rows(Path(path), frozenset(textual)):
+        for _, row in read_rows(Path(path), frozenset(textual), mapping):
             yield {name: row[name] for name in columns}

@@ -18,17 +18,21 @@ from isotype.train.generate import Message, encode, evaluating
 
 __all__ = ["chat", "load_for_inference", "stream_answer"]
 
-_RESET, _EXIT = "/reset", ("/exit", "/quit")
+_RESET, _HELP, _EXIT = "/reset", "/help", ("/exit", "/quit")
+_HELP_TEXT = """\
+/reset   start the conversation again
+/help    this
+/exit    leave (Ctrl-D too); Ctrl-C stops an answer"""
 
 
 def chat(options: argparse.Namespace, console: Console) -> int:
     """Run `isotype chat` and return its exit status.
 
     Questions come from `--ask`, from the keyboard, or line by line from a pipe. Each is part of one conversation
-    until `/reset`; `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops the current answer only.
+    until `/reset`, after the message of `--system` if there is one; `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops the current answer only.
 
     Args:
-        options: `model`, `ask`, `dtype`, `quantization`, `device`, `max_new_tokens`, `temperature`.
+        options: `model`, `ask`, `system`, `dtype`, `quantization`, `device`, `max_new_tokens`, `temperature`.
         console: where to write.
 
     Raises:
@@ -47,13 +51,17 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     )
     for warning in policy.warnings:
         console.print(f"note: {warning}", style="dim", highlight=False, markup=False)
-    messages: list[Message] = []
+    opening: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(opening)
     for question in _questions(options, interactive, console):
         if question in _EXIT:
             break
         if question == _RESET:
-            messages.clear()
-            console.print("(the conversation starts anew)", style="dim")
+            messages = list(opening)
+            console.print("(the conversation starts again)", style="dim")
+            continue
+        if question == _HELP:
+            console.print(_HELP_TEXT, style="dim", highlight=False)
             continue
         if question:
             messages = _turn(model, tokenizer, messages, question, options, interactive, console)

@@ -16,10 +16,12 @@ from isotype.dtypes import dtype_name
 from isotype.precision.hardware import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
-from isotype.report.run import DataSummary, PolicyRow, RunRecord, Sample
+from isotype.report.run import PolicyRow, RunRecord, Sample
+from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
+from isotype.train.lengths import Lengths
 from isotype.train.record import RunRecorder
-from isotype.train.settings import Settings
+from isotype.train.settings import IsotypeArguments, Settings
 
 _SETTINGS = (
     "learning_rate",
@@ -63,17 +65,44 @@ def policy_rows(policy: PrecisionPolicy, optimizer: Any = None) -> tuple[tuple[s
     )
 
 
-def show_policy(console: Console, policy: PrecisionPolicy, optimizer: Any = None) -> None:
-    """The policy as a table, then its warnings."""
-    table = Table(
-        box=None, pad_edge=False, title="precision policy", title_justify="left", title_style="bold"
-    )
-    table.add_column("role", style="bold", no_wrap=True)
-    table.add_column("dtype", style="cyan", no_wrap=True)
-    table.add_column("reason")
-    for row in policy_rows(policy, optimizer):
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+_SHORT_ROLES = {
+    "frozen base weights": "base",
+    "matmuls and residual stream": "compute",
+    "trainable parameters": "masters",
+    "optimizer state": "optimizer",
+    "gradient reduction": "reduction",
+    "pinned parameters": "pinned",
+    "rotary and other buffers": "buffers",
+    "softmax and loss": "loss",
+}
+
+
+def show_policy(
+    console: Console, policy: PrecisionPolicy, optimizer: Any = None, extra: IsotypeArguments | None = None
+) -> None:
+    """The policy as a table of one line a role, then its warnings.
+
+    With `--quiet` in three lines without reasons, with `--verbose` with every reason in full.
+    """
+    rows = policy_rows(policy, optimizer)
+    if extra is not None and extra.quiet:
+        third = -(-len(rows) // 3)
+        words = [f"{_SHORT_ROLES.get(role, role)} {dtype}" for role, dtype, _ in rows]
+        lines = [", ".join(words[at : at + third]) for at in range(0, len(words), third)]
+        console.print(
+            "precision  " + "\n           ".join(lines), highlight=False, markup=False, soft_wrap=True
+        )
+    else:
+        full = extra is not None and extra.verbose
+        table = Table(
+            box=None, pad_edge=False, title="precision policy", title_justify="left", title_style="bold"
+        )
+        table.add_column("role", style="bold", no_wrap=True)
+        table.add_column("dtype", style="cyan", no_wrap=True)
+        table.add_column("reason", no_wrap=not full, overflow="fold" if full else "ellipsis")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
     for warning in policy.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning))
     console.print()
@@ -175,9 +204,10 @@ def record(
     recorder: RunRecorder,
     sample: Sample | None,
     started: datetime,
-    status: Literal["finished", "interrupted", "failed"],
+    status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None,
     notes: Sequence[str] = (),
+    lengths: Lengths | None = None,
 ) -> RunRecord:
     """The run as data."""
     total, trainable = parameter_counts(trainer.model)
@@ -186,7 +216,7 @@ def record(
         method=settings.method.name,
         command=command_line([settings.method.name, *settings.argv]),
         started=started.isoformat(timespec="seconds"),
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        finished=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,
         error=error,
         model=str(settings.model.model_name_or_path),
@@ -205,25 +235,7 @@ def record(
         samples=(sample,) if sample else (),
         notes=(*model_notes(trainer.model), *notes),
         resumed_from=recorder.resumed_from,
-        data=data_summary(trainer),
-    )
-
-
-def data_summary(trainer: Any) -> DataSummary | None:
-    """What `trainer` trains on; None for a stream, whose rows nobody has counted."""
-    rows, held = trainer.train_dataset, trainer.eval_dataset
-    if not hasattr(rows, "__len__"):
-        return None
-    args, state = trainer.args, trainer.state
-    return DataSummary(
-        rows=len(rows),
-        held_back=0
-        if held is None
-        else sum(map(len, held.values()))
-        if isinstance(held, dict)
-        else len(held),
-        effective_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        epochs=float(state.epoch or 0.0),
+        data=data_summary(trainer, lengths),
     )
 
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.load import load
 from isotype.errors import CheckpointError, Problem, UsageError
 from isotype.lora.adapters import add_lora
@@ -25,8 +26,10 @@ _DECIDED = (
 )
 
 
-def adapted_model(settings: Settings, policy: PrecisionPolicy) -> tuple[Any, Any]:
-    """Load the model and add the adapter that the arguments describe.
+def adapted_model(
+    settings: Settings, policy: PrecisionPolicy, start: Adapter | None = None
+) -> tuple[Any, Any]:
+    """Load the model and add the adapter that the arguments describe, or `start`, to be trained further.
 
     Returns:
         (model, peft_config): peft_config is None, except where the trainer has to add the adapter itself
@@ -63,6 +66,8 @@ def adapted_model(settings: Settings, policy: PrecisionPolicy) -> tuple[Any, Any
     model.config.use_cache = False
     if policy.trainable == "full":
         return model, None
+    if start is not None:
+        return attach(model, start, policy), None
     peft_config = get_peft_config(arguments)
     peft_config.bias = settings.extra.lora_bias
     check_module_names(model, peft_config)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
@@ -20,11 +21,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from isotype.report.run import StepRecord
+from isotype.report.run import EvalRecord, StepRecord
+from isotype.report.text import format_duration
 
-_LINES = 20  # how many lines a run without a terminal prints
 _ROOMY = 75  # columns from which on there is room for a bar beside the numbers
-_WIDE = 100  # columns from which on the bar also says how long the run has taken
+_WIDE = 100  # columns from which on the bar also says the held-back loss and how long the run has taken
+_WIDEST = 130  # columns from which on it also says learning rate and gradient norm
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,28 @@ class _Bar(Progress):
 
 
 class ProgressView:
-    """A context in which `update` shows a step: loss, tokens a second, time left."""
+    """A context in which `update` shows a step: loss, learning rate, gradient norm, tokens a second, time left.
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        roomy, wide = (console.width >= columns for columns in (_ROOMY, _WIDE))
+    Args:
+        console: a terminal gets a live bar, anything else a line every `every` steps.
+        every: steps between two lines (`--logging_steps`).
+    """
+
+    def __init__(self, console: Console, every: int = 1) -> None:
+        self.console, self.every = console, max(1, every)
+        roomy, wide, widest = (console.width >= columns for columns in (_ROOMY, _WIDE, _WIDEST))
         self._bar = _Bar(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             *([BarColumn(bar_width=None)] if roomy else []),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]:>7} tokens/s"),
+            *([TextColumn("held-back {task.fields[held]}")] if wide else []),
+            *(
+                [TextColumn("lr {task.fields[rate]}"), TextColumn("norm {task.fields[norm]}")]
+                if widest
+                else []
+            ),
+            TextColumn("{task.fields[speed]:>7} tokens/s"),
             *([TimeElapsedColumn()] if wide else []),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -62,8 +75,10 @@ class ProgressView:
             disable=not console.is_terminal,
             speed_estimate_period=math.inf,  # rich looks back 30 s; where a step takes longer it would know nothing
         )
-        self._task = self._bar.add_task("train", total=None, visible=False, loss="  …   ", rate="…")
+        fields: dict[str, Any] = {"loss": "  …   ", "held": "…", "rate": "…", "norm": "…", "speed": "…"}
+        self._task = self._bar.add_task("train", total=None, visible=False, **fields)
         self._moved: list[logging.StreamHandler[TextIO]] = []
+        self._seconds: list[float] = []
 
     def __enter__(self) -> ProgressView:
         self._moved = _handlers_on(sys.stderr)
@@ -84,15 +99,38 @@ class ProgressView:
         if record is None:
             self._bar.update(self._task, completed=step, total=total, visible=True)
             return
-        rate = f"{record.tokens / record.seconds if record.seconds else 0.0:,.0f}"
+        self._seconds.append(record.seconds)
+        shown = _shown(record)
         if self.console.is_terminal:
             loss = f"{record.loss:.4f}{' (skipped)' if record.skipped else ''}"
-            self._bar.update(self._task, completed=step, total=total, loss=loss, rate=rate)
-        elif step == total or step % max(1, total // _LINES) == 0:
+            self._bar.update(self._task, completed=step, total=total, **{**shown, "loss": loss})
+        elif step == total or step % self.every == 0:
             skipped = " (skipped: overflow)" if record.skipped else ""
-            self.console.print(
-                f"step {step}/{total}  loss {record.loss:.4f}{skipped}  {rate} tokens/s", highlight=False
+            # The first step also pays for what is built once.
+            pace = statistics.median(self._seconds[1:] or self._seconds)
+            left = f"  {format_duration(pace * (total - step))} left" if step < total else ""
+            self._say(
+                f"step {step}/{total}  loss {record.loss:.4f}{skipped}  lr {shown['rate']}  grad norm {shown['norm']}  "
+                f"{shown['speed']} tokens/s{left}"
             )
+
+    def evaluated(self, held: EvalRecord) -> None:
+        """Show the held-back loss after a step."""
+        if self.console.is_terminal:
+            self._bar.update(self._task, held=f"{held.loss:.4f}")
+        else:
+            self._say(f"step {held.step}  held-back loss {held.loss:.4f}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def _shown(record: StepRecord) -> dict[str, Any]:
+    return {
+        "rate": f"{record.learning_rate:.2e}",
+        "norm": "…" if record.grad_norm is None else f"{record.grad_norm:.3g}",
+        "speed": f"{record.tokens / record.seconds if record.seconds else 0.0:,.0f}",
+    }
 
 
 def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.staging import recover
 from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, TrainingError, UsageError
 from isotype.precision.hardware import DeviceProfile, device_profile
@@ -21,6 +22,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run import JSON_NAME, RunRecord, Sample, write_run_report
 from isotype.train import describe
 from isotype.train.check import check_policy, check_settings, check_tokenizer, check_weights, dropped_examples
+from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
     enforce_trainer,
@@ -28,7 +30,7 @@ from isotype.train.governed import (
     masters_of,
     mixed_precision_name,
 )
-from isotype.train.lengths import lengths_of
+from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class
 from isotype.train.saved import (
     RESULT_FILES,
@@ -40,6 +42,7 @@ from isotype.train.saved import (
     whole_checkpoints,
 )
 from isotype.train.settings import Settings
+from isotype.train.start import start_of
 from isotype.train.stop import graceful_stop
 
 
@@ -72,6 +75,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     from isotype.data.load import load_training_data
     from isotype.resolve import resolve_precision
 
+    settings, start = start_of(settings)
     profile = _training_device(settings)
     rewards = _rewards(settings)
     _place_outputs(settings)
@@ -81,9 +85,11 @@ def run(settings: Settings, console: Console) -> Outcome:
         settings.script,
         settings.dataset,
         settings.method.name,
-        need_test=settings.training.eval_strategy != "no",
+        need_test=settings.training.eval_strategy != "no" and settings.extra.eval_split is None,
         text_field=getattr(settings.training, "dataset_text_field", "text"),
+        columns=settings.extra.columns,
     )
+    data = hold_back(settings, data)
     wishes = settings.wishes
     policy = resolve_precision(
         settings.model.model_name_or_path,
@@ -99,10 +105,10 @@ def run(settings: Settings, console: Console) -> Outcome:
     check_weights(settings.model.model_name_or_path)
     _check_resume(settings, policy, resume)
     apply_to_arguments(policy, settings.training)
-    describe.show_policy(console, policy, settings.training.optim)
+    describe.show_policy(console, policy, settings.training.optim, settings.extra)
     if resume is None:
         _say_what_is_overwritten(settings, console)
-    built = _build(settings, policy, data, rewards, resume, console)
+    built = _build(settings, policy, data, rewards, resume, start, console)
     return _train(settings, policy, profile, built, resume, console)
 
 
@@ -243,6 +249,7 @@ class _Built:
     trainer: Any
     asked: tuple[Sample, Prompt] | None
     notes: tuple[str, ...] = ()
+    lengths: Lengths | None = None
 
 
 def _build(
@@ -251,6 +258,7 @@ def _build(
     data: Any,
     rewards: dict[str, Any],
     resume: Path | None,
+    start: Adapter | None,
     console: Console,
 ) -> _Built:
     """The trainer under the policy, and the sample question with the answer before training."""
@@ -262,10 +270,10 @@ def _build(
     source = dense_source(settings.model.model_name_or_path, policy.plain)
     tokenizer = processing_class(source, revision=settings.model.model_revision)
     check_tokenizer(settings, source, tokenizer, data)
-    cut = _what_is_cut(settings, tokenizer, data)
+    lengths = _lengths(settings, tokenizer, data)
     set_seed(training.seed)
     with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
-        model, peft_config = adapted_model(settings, policy)
+        model, peft_config = adapted_model(settings, policy, start)
     describe.show_model(console, model)
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     asked = _first_answer(settings, data, model, tokenizer, resume, console)
@@ -285,21 +293,23 @@ def _build(
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
         console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
-    notes = tuple(note for note in (cut, dropped) if note is not None)
+    notes = tuple(note for note in (lengths and lengths.cut(training.max_length), dropped) if note)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    return _Built(trainer, asked, notes)
+    built = _Built(trainer, asked, notes, lengths)
+    if resume is None:
+        example = None if settings.extra.quiet else example_of(trainer)
+        show_data(console, data_summary(trainer, lengths), example)
+    return built
 
 
-def _what_is_cut(settings: Settings, tokenizer: Any, data: Any) -> str | None:
-    """What `max_length` cuts away of the training data, in words."""
+def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
+    """Lengths of the training rows, where `max_length` means anything to the method."""
     training = settings.training
-    limit = getattr(training, "max_length", None)
-    if limit is None or getattr(training, "packing", False):
+    if not hasattr(training, "max_length"):
         return None
-    rows = data[settings.script.dataset_train_split]
-    found = lengths_of(settings.method.name, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
-    return found.cut(limit) if found is not None else None
+    rows, field = data[settings.script.dataset_train_split], getattr(training, "dataset_text_field", "text")
+    return lengths_of(settings.method.name, tokenizer, rows, field)
 
 
 @contextmanager
@@ -354,19 +364,29 @@ def _train(
 
     from isotype.train.callback import PrecisionCallback
     from isotype.train.progress import ProgressView
-    from isotype.train.record import RunRecorder
+    from isotype.train.record import Kept, RunRecorder
 
     root = Path(settings.training.output_dir)
     trainer, sample = built.trainer, built.asked[0] if built.asked else None
     started = datetime.now(UTC)
     _say_where(settings, resume, console)
-    with ProgressView(console) as view:
-        recorder = RunRecorder(trainer, view.update)
+    with ProgressView(console, trainer.args.logging_steps) as view:
+        recorder = RunRecorder(trainer, view.update, view.evaluated)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(PrecisionCallback(policy))
         trainer.add_callback(recorder)
-        record_of = partial(describe.record, settings, policy, profile, trainer, recorder, notes=built.notes)
+        record_of = partial(
+            describe.record,
+            settings,
+            policy,
+            profile,
+            trainer,
+            recorder,
+            notes=built.notes,
+            lengths=built.lengths,
+        )
+        recorder.keep = Kept(lambda: _write_report(record_of(sample, started, "running", None), root))
         try:
             finished = _train_and_save(trainer, root, resume, console)
         except TrainingError as failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
+from isotype.errors import SaveError
 from isotype.report.run import EvalRecord, StepRecord
 from isotype.train.diverged import not_finite
 
@@ -44,6 +46,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         trainer: from `isotype.train.governed.governed`.
         on_progress: called with (steps done, steps in all, record of the last one): once with None before the
             first step, then after every step.
+        on_evaluated: called with every held-back loss.
+        keep: called after every step and evaluation; writes the report of the run so far.
 
     Attributes:
         steps: the records so far; a resumed run starts with none.
@@ -52,10 +56,16 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     """
 
     def __init__(
-        self, trainer: Any, on_progress: Callable[[int, int, StepRecord | None], None] | None = None
+        self,
+        trainer: Any,
+        on_progress: Callable[[int, int, StepRecord | None], None] | None = None,
+        on_evaluated: Callable[[EvalRecord], None] | None = None,
+        keep: Callable[[], None] | None = None,
     ) -> None:
         self.trainer = trainer
         self.on_progress = on_progress
+        self.on_evaluated = on_evaluated
+        self.keep = keep
         self.steps: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
         self.resumed_from: int | None = None
@@ -119,6 +129,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         metrics = kwargs.get("metrics") or {}
         if "eval_loss" in metrics:
             self.evals.append(EvalRecord(step=state.global_step, loss=float(metrics["eval_loss"])))
+            if self.on_evaluated is not None and state.is_world_process_zero:
+                self.on_evaluated(self.evals[-1])
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the trainer logs of its own (rewards, margins, accuracies) with the step it has just made."""
@@ -138,6 +150,31 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     def _show(self, state: Any, record: StepRecord | None) -> None:
         if self.on_progress is not None and state.is_world_process_zero:
             self.on_progress(state.global_step, state.max_steps, record)
+        if self.keep is not None and record is not None and state.is_world_process_zero:
+            self.keep()
+
+
+class Kept:
+    """Calls `write` now and then, at a cost of at most one per cent of the time.
+
+    Args:
+        write: writes the report of the run so far; a disk that refuses it is told at the end of the run.
+    """
+
+    _LEAST_SECONDS = 10.0
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        self._write = write
+        self._next = time.perf_counter() + self._LEAST_SECONDS
+
+    def __call__(self) -> None:
+        began = time.perf_counter()
+        if began < self._next:
+            return
+        with contextlib.suppress(SaveError):
+            self._write()
+        took = time.perf_counter() - began
+        self._next = began + max(self._LEAST_SECONDS, 100 * took)
 
 
 class MemoryMeter(Protocol):

@@ -53,6 +53,31 @@ class IsotypeArguments:
             "the test split, where evaluation is on (--eval_strategy)."
         },
     )
+    columns: str | None = field(
+        default=None,
+        metadata={
+            "help": "The trainer's names for the data set's columns: prompt=question,completion=answer; or alpaca, "
+            "for instruction, input and output."
+        },
+    )
+    eval_split: float | None = field(
+        default=None,
+        metadata={
+            "help": "Hold back this share of the training rows (or this many of them) and measure the loss on them, "
+            "by default five times in the run (--eval_strategy, --eval_steps)."
+        },
+    )
+    quiet: bool = field(
+        default=False,
+        metadata={"help": "Say less: the policy in three lines, no example.", "aliases": ["-q"]},
+    )
+    verbose: bool = field(
+        default=False,
+        metadata={
+            "help": "Say more: every reason in full, what was restored, libraries' warnings.",
+            "aliases": ["-v"],
+        },
+    )
     lora_bias: str = field(
         default="none",
         metadata={
@@ -95,7 +120,7 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         UsageError: an unknown argument, a missing one, an unreadable config file.
         PrecisionError: flags that contradict each other about dtypes; the error names all of them.
     """
-    parser = _parser(method)
+    parser = training_parser(method)
     config_keys = _apply_config(parser, argv)
     arguments = _without_config(argv)
     parser.parse_known_args(arguments)
@@ -345,7 +370,8 @@ def _given_value(parser: Any, given: argparse.Namespace, name: str, config_keys:
     return parser.get_default(name) if name in config_keys else None
 
 
-def _parser(method: Method) -> Any:
+def training_parser(method: Method) -> Any:
+    """The parser of `isotype METHOD`: TRL's arguments and isotype's own."""
     from trl import TrlParser
 
     script, training, model, dataset = method.dataclass_types()

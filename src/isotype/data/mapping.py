@@ -1,0 +1,75 @@
+"""`--columns`: what a data set calls its columns, and what a trainer calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isotype.errors import DataError, Problem
+
+PRESETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    # tatsu-lab/stanford_alpaca: an instruction, perhaps an input, and the output.
+    "alpaca": {"prompt": ("instruction", "input"), "completion": ("output",)},
+}
+_OPTIONAL = frozenset({"input"})  # of Alpaca: rows without one leave it out
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Columns that a trainer takes, each made of one column of the data set or of several.
+
+    Attributes:
+        targets: the trainer's name -> the data set's names. Several texts are joined by a blank line, empty ones
+            left out.
+    """
+
+    targets: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Every name of the data set that is read."""
+        return frozenset(name for _, names in self.targets for name in names)
+
+    def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
+        """The row under the trainer's names; columns that no target reads stay. A Problem where one is missing."""
+        missing = sorted(self.sources - _OPTIONAL - set(row))
+        if missing:
+            return Problem(
+                f"no column {', '.join(map(repr, missing))}, which --columns names",
+                f"one of those that are there: {', '.join(map(repr, row))}",
+                "correct --columns",
+            )
+        return {name: value for name, value in row.items() if name not in self.sources} | {
+            target: row[names[0]] if len(names) == 1 else _joined(row.get(name) for name in names)
+            for target, names in self.targets
+        }
+
+
+def _joined(values: Any) -> str:
+    return "\n\n".join(str(value) for value in values if value not in (None, ""))
+
+
+def parse_columns(text: str | None) -> ColumnMap | None:
+    """`alpaca`, or `prompt=question,completion=answer`; None for None.
+
+    Raises:
+        DataError: neither.
+    """
+    if text is None:
+        return None
+    if text in PRESETS:
+        return ColumnMap(tuple(PRESETS[text].items()))
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(target.strip() and source.strip() for target, _, source in pairs):
+        raise DataError(
+            "the columns are not understood",
+            [
+                Problem(
+                    f"--columns {text}",
+                    f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs",
+                    "--columns prompt=question,completion=answer",
+                )
+            ],
+        )
+    return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs))

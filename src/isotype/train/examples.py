@@ -1,0 +1,150 @@
+"""What a run trains on, said before it trains: lengths, what is cut, padding, one example with its loss mask."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers.trainer_utils import IntervalStrategy
+
+from isotype.errors import Problem, UsageError
+from isotype.report.run import DataSummary
+from isotype.report.text import format_share
+from isotype.train.lengths import Lengths
+from isotype.train.settings import Settings
+
+_LONGEST_TEXT = 600  # characters of one stretch of an example
+
+
+def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | None:
+    """What `trainer` trains on; None for a stream, whose rows nobody has counted."""
+    rows, held = trainer.train_dataset, trainer.eval_dataset
+    if not hasattr(rows, "__len__"):
+        return None
+    args, state = trainer.args, trainer.state
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    tokens = lengths.tokens if lengths is not None else ()
+    limit = getattr(args, "max_length", None)
+    packed = getattr(args, "packing", False) or getattr(args, "padding_free", False)
+    beyond = [] if limit is None or packed else [length - limit for length in tokens if length > limit]
+    return DataSummary(
+        rows=len(rows),
+        held_back=0 if held is None else sum(map(len, held.values())) if isinstance(held, dict) else len(held),
+        effective_batch=batch,
+        epochs=float(state.epoch) if state.epoch else planned_epochs(args, len(rows), batch),
+        lengths=percentiles(tokens) if tokens else None,
+        cut_rows=round(len(beyond) * lengths.rows / len(tokens)) if lengths is not None and beyond else 0,
+        cut_share=sum(beyond) / sum(tokens) if beyond else 0.0,
+        padding_share=None if not tokens else 0.0 if packed else padding_share(tokens, limit, args.per_device_train_batch_size),
+    )  # fmt: skip
+
+
+def planned_epochs(args: Any, rows: int, batch: int) -> float:
+    """Passes over the rows that the arguments ask for."""
+    return args.max_steps * batch / rows if args.max_steps > 0 and rows else float(args.num_train_epochs)
+
+
+def hold_back(settings: Settings, data: Any) -> Any:
+    """The splits, with `--eval_split` of the training rows held back as the test split; evaluation is then on.
+
+    Raises:
+        UsageError: not a share or a number of rows that leaves some to train on; a stream.
+    """
+    share, script, training = settings.extra.eval_split, settings.script, settings.training
+    if share is None:
+        return data
+    rows = data[script.dataset_train_split]
+    countable = hasattr(rows, "train_test_split")
+    held = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
+    if not countable or not 0 < held < len(rows):
+        expected = (
+            f"a share below 1, or fewer rows than the {len(rows):,} there are"
+            if countable
+            else "no --dataset_streaming"
+        )
+        fix = "--eval_split 0.05 holds back a twentieth"
+        raise UsageError("no rows can be held back", [Problem(f"--eval_split {share:g}", expected, fix)])
+    parts = rows.train_test_split(test_size=held, seed=training.seed)
+    if "eval_strategy" not in settings.explicit:
+        training.eval_strategy, training.do_eval = IntervalStrategy.STEPS, True
+        if "eval_steps" not in settings.explicit:
+            training.eval_steps = 0.2
+    return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})
+
+
+def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
+    """Tokens at 50, 90 and 99 % of the rows."""
+    if len(tokens) == 1:
+        return (tokens[0],) * 3
+    cuts = statistics.quantiles(tokens, n=100, method="inclusive")
+    return round(cuts[49]), round(cuts[89]), round(cuts[98])
+
+
+def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float:
+    """Padding among the tokens of batches of `batch` rows in random order, cut to `limit`, padded to the longest."""
+    shown = [min(length, limit or length) for length in tokens]
+    random.Random(0).shuffle(shown)
+    batches = [shown[at : at + batch] for at in range(0, len(shown), batch)]
+    return 1 - sum(shown) / sum(max(each) * len(each) for each in batches)
+
+
+def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
+    """The first row as the model gets it: stretches of text, each with whether the loss is computed on it.
+
+    None where the trainer's batches carry no loss mask (reward models, RL, pictures).
+    """
+    if not len(trainer.train_dataset) or "input_ids" not in trainer.train_dataset.column_names:
+        return None
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    if "labels" not in batch:
+        return None
+    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    words = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    learned = [label != -100 for label in labels]
+    stretches = groupby(zip(learned, ids, strict=True), key=lambda pair: pair[0])
+    return [(mask, words.decode([token for _, token in pairs])) for mask, pairs in stretches]
+
+
+def show_data(console: Console, summary: DataSummary | None, example: list[tuple[bool, str]] | None) -> None:
+    """Rows, tokens, padding, and the example; what is cut is a note of its own."""
+    if summary is not None:
+        console.print(
+            "\n".join(_sentences(summary)), highlight=False, markup=False, soft_wrap=not console.is_terminal
+        )
+    if example:
+        table = Table(box=None, show_header=False, pad_edge=False, title="first example", title_justify="left", title_style="bold")  # fmt: skip
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for learned, text in example:
+            shown = Text(_shortened(text), style="" if learned else "dim")
+            table.add_row("learned" if learned else "given", shown)
+        console.print(table, highlight=False)
+
+
+def _sentences(data: DataSummary) -> list[str]:
+    held = f", {data.held_back:,} held back" if data.held_back else ""
+    lines = [
+        f"data: {data.rows:,} rows{held}; {data.effective_batch:,} rows a step, {data.epochs:.3g} epochs"
+    ]
+    if data.lengths is not None:
+        middle, long, longest = data.lengths
+        padding = (
+            ""
+            if data.padding_share is None
+            else f"; {format_share(data.padding_share)} of a batch is padding"
+        )
+        lines.append(f"tokens a row: {middle:,} (50 %), {long:,} (90 %), {longest:,} (99 %){padding}")
+    return lines
+
+
+def _shortened(text: str) -> str:
+    half = _LONGEST_TEXT // 2
+    kept = text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"
+    return kept.replace("\n", "↵\n").rstrip("\n")
