@@ -82,6 +82,7 @@ def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespa
     values = {
         "model": str(model),
         "ask": list(questions) or None,
+        "system": None,
         "dtype": "auto",
         "quantization": None,
         "device": "cpu",
@@ -120,7 +121,23 @@ def test_each_question_goes_on_with_the_conversation(base: Path) -> None:
 def test_reset_forgets_and_exit_leaves(base: Path) -> None:
     _, alone = talk(base, "w3")
     lines = talk(base, "w1 w2", "/reset", "w3", "/exit", "w5")
-    assert lines[2:] == ["(the conversation starts anew)", alone]
+    assert lines[2:] == ["(the conversation starts again)", alone]
+
+
+def test_help_is_said_and_not_asked(base: Path) -> None:
+    _, alone = talk(base, "w3")
+    lines = talk(base, "/help", "w3")
+    assert lines[1].startswith("/reset")
+    assert lines[-1] == alone
+
+
+def test_a_system_message_opens_every_conversation(base: Path) -> None:
+    model, tokenizer, _ = load_for_inference(base, device="cpu")
+    opening = {"role": "system", "content": "w7"}
+    expected = answer(model, tokenizer, [opening, user("w3")], 8)
+    _, first, _, again = talk(base, "w3", "/reset", "w3", system="w7")
+    assert (first, again) == (expected, expected)
+    assert expected != answer(model, tokenizer, [user("w3")], 8)
 
 
 def test_a_pipe_is_read_by_lines(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +203,7 @@ def test_the_keyboard(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line for line in lines[1:] if line not in ("", ">")] == [
         alone,
         "(/exit or Ctrl-D leaves)",
-        "(the conversation starts anew)",
+        "(the conversation starts again)",
         alone,
     ]
 

@@ -15,10 +15,10 @@ import torch
 import transformers
 from rich.console import Console
 
-from isotype.errors import TrainingError
-from isotype.report.run import StepRecord
+from isotype.errors import SaveError, TrainingError
+from isotype.report.run import EvalRecord, StepRecord
 from isotype.train.progress import ProgressView
-from isotype.train.record import SAMPLING_SECONDS, RunRecorder, StepMeasures, memory_meter
+from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
 from tests.train.test_governed import build
 from tests.train.tiny import save_chat_model
 
@@ -132,9 +132,42 @@ def test_the_bar_starts_where_the_run_does_and_messages_go_above_it(width: int):
     shown = [line for line in lines if line.startswith("step")]
     assert shown[0].startswith("step  40/300 ")
     assert "/?" not in terminal.getvalue()
-    assert re.fullmatch(r"step  41/300 .*loss 2\.5000   2,400 tokens/s (0:00:00 )?left [-:0-9]+ *", shown[-1])
+    assert re.fullmatch(r"step  41/300 .*loss 2\.5000 +2,400 tokens/s (0:00:00 )?left [-:0-9]+ *", shown[-1])
     assert max(map(len, lines)) <= width - 3
     assert "a message" in [line.strip() for line in lines]
+
+
+def test_without_a_terminal_it_is_a_line_every_few_steps_with_everything_in_it():
+    text = io.StringIO()
+    with ProgressView(Console(file=text, width=80), every=2) as view:
+        for step in range(1, 6):
+            seconds = 9.0 if step == 1 else 1.0  # the first one builds what the others use
+            view.update(step, 5, StepRecord(step, 2.5, 1e-3, 1.25, 1200, seconds, 1, None, step == 4))
+        view.evaluated(EvalRecord(5, 1.5))
+    assert text.getvalue().splitlines() == [
+        "step 2/5  loss 2.5000  lr 1.00e-03  grad norm 1.25  1,200 tokens/s  3 s left",
+        "step 4/5  loss 2.5000 (skipped: overflow)  lr 1.00e-03  grad norm 1.25  1,200 tokens/s  1 s left",
+        "step 5/5  loss 2.5000  lr 1.00e-03  grad norm 1.25  1,200 tokens/s",
+        "step 5  held-back loss 1.5000",
+    ]
+
+
+def test_the_report_is_kept_now_and_then_at_little_cost(monkeypatch: pytest.MonkeyPatch):
+    clock, written = [0.0], []
+    monkeypatch.setattr("isotype.train.record.time.perf_counter", lambda: clock[0])
+
+    def write() -> None:
+        written.append(clock[0])
+        clock[0] += 0.5
+        if len(written) == 2:
+            raise SaveError("the run report could not be written")
+
+    keep = Kept(write)
+    for second in range(300):
+        clock[0] = max(clock[0], float(second))
+        keep()
+    # After half a second of writing come fifty without.
+    assert written == [10.0, 60.0, 110.0, 160.0, 210.0, 260.0]
 
 
 @pytest.mark.parametrize(("scaled", "stops"), [(True, False), (False, True)])

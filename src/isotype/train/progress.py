@@ -60,7 +60,7 @@ class ProgressView:
             MofNCompleteColumn(),
             *([BarColumn(bar_width=None)] if roomy else []),
             TextColumn("loss {task.fields[loss]}"),
-            *([TextColumn("held-back {task.fields[held]}")] if wide else []),
+            *([TextColumn("{task.fields[held]}")] if wide else []),
             *(
                 [TextColumn("lr {task.fields[rate]}"), TextColumn("norm {task.fields[norm]}")]
                 if widest
@@ -75,7 +75,7 @@ class ProgressView:
             disable=not console.is_terminal,
             speed_estimate_period=math.inf,  # rich looks back 30 s; where a step takes longer it would know nothing
         )
-        fields: dict[str, Any] = {"loss": "  …   ", "held": "…", "rate": "…", "norm": "…", "speed": "…"}
+        fields: dict[str, Any] = {"loss": "  …   ", "held": "", "rate": "…", "norm": "…", "speed": "…"}
         self._task = self._bar.add_task("train", total=None, visible=False, **fields)
         self._moved: list[logging.StreamHandler[TextIO]] = []
         self._seconds: list[float] = []
@@ -108,7 +108,7 @@ class ProgressView:
             skipped = " (skipped: overflow)" if record.skipped else ""
             # The first step also pays for what is built once.
             pace = statistics.median(self._seconds[1:] or self._seconds)
-            left = f"  {format_duration(pace * (total - step))} left" if step < total else ""
+            left = f"  {_time_left(pace * (total - step))} left" if step < total else ""
             self._say(
                 f"step {step}/{total}  loss {record.loss:.4f}{skipped}  lr {shown['rate']}  grad norm {shown['norm']}  "
                 f"{shown['speed']} tokens/s{left}"
@@ -117,12 +117,17 @@ class ProgressView:
     def evaluated(self, held: EvalRecord) -> None:
         """Show the held-back loss after a step."""
         if self.console.is_terminal:
-            self._bar.update(self._task, held=f"{held.loss:.4f}")
+            self._bar.update(self._task, held=f"held-back {held.loss:.4f}")
         else:
             self._say(f"step {held.step}  held-back loss {held.loss:.4f}")
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def _time_left(seconds: float) -> str:
+    """Whole seconds below a minute: nobody knows it better."""
+    return format_duration(seconds) if seconds >= 60 else f"{max(1, round(seconds))} s"
 
 
 def _shown(record: StepRecord) -> dict[str, Any]:

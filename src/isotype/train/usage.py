@@ -53,7 +53,7 @@ _COMMON = (
             ("save_steps", "500", "a checkpoint every so many steps"),
             ("resume_from_checkpoint", "true", "go on from the last whole checkpoint"),
             ("logging_steps", "10", "a line every so many steps"),
-            ("report_to", "wandb", "tensorboard, wandb, trackio, mlflow, …"),
+            ("report_to", "wandb", "tensorboard, wandb, trackio, mlflow"),
             ("push_to_hub", "True", "upload what was trained"),
             ("config", "FILE.yaml", "any of these as name: value lines"),
         ),
@@ -85,7 +85,7 @@ def common_arguments(method: str) -> tuple[tuple[str, tuple[tuple[str, str, str]
 
 def short_help(method: str) -> str:
     """One screen, 80 columns."""
-    lines = [f"usage: isotype {method} --model_name_or_path MODEL --dataset_name DATA [--NAME VALUE …]", ""]
+    lines = [f"usage: isotype {method} --model_name_or_path MODEL --dataset_name DATA […]", ""]
     for group, rows in common_arguments(method):
         lines.append(f"{group}:")
         for name, example, text in rows:
