@@ -20,7 +20,8 @@ from isotype.data.mapping import ColumnMap, parse_columns
 from isotype.errors import DataError, Problem, UsageError
 from isotype.report.run import DataSummary
 from isotype.train import recipes
-from isotype.train.examples import RowLengths, data_summary, padding_share, percentiles, show_data
+from isotype.train.examples import data_summary, padding_share, percentiles, show_data
+from isotype.train.lengths import Lengths
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -67,13 +68,13 @@ def test_columns_of_every_kind_of_file(tmp_path):
 
     assert loaded() == [
         {"prompt": "1 and 2", "completion": "3"},
-        {"prompt": "w1", "completion": "true"},  # a cell of a named column is text
+        {"prompt": "w1 ", "completion": "true"},  # a cell of a named column is text
     ]
     import pandas
 
     pandas.DataFrame({"question": ["w1"], "answer": ["w2"]}).to_parquet(tmp_path / "a.parquet")
     script.dataset_name = str(tmp_path / "a.parquet")
-    assert loaded() == [{"prompt": "w1", "completion": "w2"}]
+    assert loaded() == [{"prompt": "w1 ", "completion": "w2"}]
     script.dataset_name = str(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").write_text('{"q": "w1", "answer": "w2"}\n')
     with pytest.raises(DataError, match=r"b\.jsonl.*no column 'question', which --columns names") as caught:
@@ -103,7 +104,7 @@ def test_a_map_loses_no_other_column(row):
 def test_the_data_is_summed_up_before_training(model, tmp_path):
     data = tmp_path / "train.jsonl"
     lines = [{"prompt": "w1 " * 5, "completion": "w2"}] * 15 + [
-        {"prompt": "w1", "completion": " ".join(["w2"] * 30)}
+        {"prompt": "w1 ", "completion": " ".join(["w2"] * 30)}
     ] * 5
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     outcome, text = train(
@@ -116,7 +117,7 @@ def test_the_data_is_summed_up_before_training(model, tmp_path):
     assert found.lengths == (7, 32, 32)
     assert (found.cut_rows, found.cut_share) == (5, pytest.approx(5 * 16 / (15 * 7 + 5 * 32)))
     assert 0 < found.padding_share < 0.6
-    assert "note: 5 rows are longer than --max_length and are cut: 30.2 % of all tokens are not seen" in text
+    assert "note: 5 of 20 rows are longer than max_length 16 and lose what is beyond it: 30 %" in text
     assert "given    w1 w1 w1 w1 w1" in text
     assert "learned  w2 </s>" in text
 
@@ -130,7 +131,7 @@ def test_preference_rows_are_as_long_as_their_longest_answer(model, tmp_path):
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=50), st.integers(1, 8), st.integers(1, 100))
 def test_padding_share_is_that_of_real_batches(tokens, batch, limit):
-    share = padding_share(RowLengths(tuple(tokens), limit, packed=False), batch)
+    share = padding_share(tokens, limit, batch)
     assert 0 <= share < 1
     if batch == 1 or len({min(t, limit) for t in tokens}) == 1:
         assert share == pytest.approx(0)
@@ -138,7 +139,6 @@ def test_padding_share_is_that_of_real_batches(tokens, batch, limit):
     random.Random(0).shuffle(shown)
     padded = [[1] * n + [0] * (max(shown[i // batch * batch :][:batch]) - n) for i, n in enumerate(shown)]
     assert share == pytest.approx(sum(row.count(0) for row in padded) / sum(map(len, padded)))
-    assert padding_share(RowLengths(tuple(tokens), limit, packed=True), batch) == 0
 
 
 def test_percentiles():
@@ -152,9 +152,9 @@ def test_a_long_data_set_is_estimated_from_its_first_rows():
     )  # fmt: skip
     trainer = SimpleNamespace(
         train_dataset=range(4000), eval_dataset=None, args=arguments, state=SimpleNamespace(epoch=None),
-        row_lengths=RowLengths((5,) * 990 + (50,) * 10, 10, packed=False),
     )  # fmt: skip
-    found = data_summary(trainer)
+    arguments.max_length = 10
+    found = data_summary(trainer, Lengths((5,) * 990 + (50,) * 10, 4000))
     assert (found.cut_rows, found.epochs, found.padding_share) == (40, 3.0, 0.0)
 
 
