@@ -68,13 +68,13 @@ def test_columns_of_every_kind_of_file(tmp_path):
 
     assert loaded() == [
         {"prompt": "1 and 2", "completion": "3"},
-        {"prompt": "w1 ", "completion": "true"},  # a cell of a named column is text
+        {"prompt": "w1", "completion": "true"},  # a cell of a named column is text
     ]
     import pandas
 
     pandas.DataFrame({"question": ["w1"], "answer": ["w2"]}).to_parquet(tmp_path / "a.parquet")
     script.dataset_name = str(tmp_path / "a.parquet")
-    assert loaded() == [{"prompt": "w1 ", "completion": "w2"}]
+    assert loaded() == [{"prompt": "w1", "completion": "w2"}]
     script.dataset_name = str(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").write_text('{"q": "w1", "answer": "w2"}\n')
     with pytest.raises(DataError, match=r"b\.jsonl.*no column 'question', which --columns names") as caught:
