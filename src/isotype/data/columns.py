@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from isotype.data.roles import CHATS, chat_problems
+from isotype.data.roles import CHATS, chat_problems, mixed_turns
 from isotype.data.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
 from isotype.errors import Problem
 
@@ -312,18 +312,6 @@ def quoted(names: Iterable[str], limit: int = 12) -> str:
     return ", ".join(listed[:limit]) + (f" and {more} more" if more > 0 else "") if listed else "none"
 
 
-def _turns_fault(row: Row, names: Sequence[str]) -> Problem | None:
-    plain = [name for name in names if isinstance(row[name], str)]
-    if not plain or len(plain) == len(names):
-        return None
-    spoken = next(name for name in names if name not in plain)
-    return Problem(
-        f"'{plain[0]}' is text but '{spoken}' is a list of messages",
-        f"one kind of value in {quoted(names)}",
-        "write all of them as text, or all as messages",
-    )
-
-
 @dataclass
 class Survey:
     """What one walk over all rows of a data set found.
@@ -388,7 +376,7 @@ class _Plan:
             yield from chat_problems(name, row[name])
         if not self.turns:
             return
-        mixed = _turns_fault(row, self.turns)
+        mixed = mixed_turns(row, self.turns)
         if mixed:
             yield mixed
         elif isinstance(row[self.turns[0]], str) != self.plain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from isotype.errors import Problem
 
@@ -58,3 +58,16 @@ def _meant(role: str) -> str | None:
         return None
     near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75)
     return near[0] if near else _MEANT.get(role.lower())
+
+
+def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:
+    """The problem of a row whose turns are text in one column and messages in another."""
+    plain = [name for name in names if isinstance(row[name], str)]
+    if not plain or len(plain) == len(names):
+        return None
+    spoken = next(name for name in names if name not in plain)
+    return Problem(
+        f"'{plain[0]}' is text but '{spoken}' is a list of messages",
+        f"one kind of value in {', '.join(map(repr, names))}",
+        "write all of them as text, or all as messages",
+    )
