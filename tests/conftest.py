@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.cpus import CPUS, pretend
 from tests.models import save_tiny
 
 
@@ -28,6 +29,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return directories[key]
 
     return directory
+
+
+@pytest.fixture(params=CPUS)
+def any_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the CPU that the test pretends to run on; the test runs once on each."""
+    pretend(request.param, monkeypatch)
+    return str(request.param)
+
+
+def pytest_configure() -> None:
+    """Before test modules ask for profiles."""
+    if name := os.environ.get("ISOTYPE_TEST_CPU"):
+        pretend(name, pytest.MonkeyPatch())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import timeit
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.contracts.contract import KINDS, Contracts, Table, Verdict, contracts_for, is_exempt
+from isotype.contracts.contract import (
+    CPU_TABLES,
+    KINDS,
+    Contracts,
+    Table,
+    Verdict,
+    contracts_for,
+    contracts_of,
+    doubts,
+    is_exempt,
+)
+from isotype.precision.cpu import CpuFeatures, OneDnn
+from isotype.precision.hardware import cpu_profile, device_profile
 
 F, B, H, D, I = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64  # noqa: E741
 CPU = contracts_for("cpu")
@@ -60,6 +73,55 @@ def test_a_layer_norm_in_half_precision_takes_float32_weights_on_a_cpu_only() ->
     gpu = contracts_for("cuda").judge("aten.native_layer_norm.default", mixed)
     assert gpu is not None
     assert not gpu.accepted
+
+
+def _bias(name: str) -> Verdict | None:
+    return contracts_for(name).judge("aten.convolution.default", (B, B, F))
+
+
+def test_a_cpu_is_judged_by_its_own_instruction_set() -> None:
+    """A float32 bias on a bfloat16 convolution: torch's own kernel takes it, oneDNN's does not."""
+    amx = _bias("cpu-amx")
+    assert _bias("cpu-avx2") == Verdict(True, (B,))
+    assert (
+        amx
+        == _bias("cpu-avx512")
+        == Verdict(
+            False,
+            (),
+            "Input type (CPUBFloat16Type) and bias type (torch.FloatTensor) should be the same or input should be a MKLDNN "
+            "tensor and bias is a dense tensor",
+        )
+    )
+    rnn = ("aten.mkldnn_rnn_layer.default", (B,) * 7)
+    assert [contracts_for(name).judge(*rnn).accepted for name in CPU_TABLES] == [False, True, True]
+
+
+@pytest.mark.parametrize(("takes", "accepted"), [((), True), ((B,), False), ((B, H), False)])
+def test_a_cpu_that_nobody_has_measured_is_judged_by_the_nearest_and_says_so(
+    takes: Any, accepted: bool
+) -> None:
+    arm = CpuFeatures("Graviton", frozenset({"bf16", "asimdhp"}), "a test", "aarch64")
+    profile = cpu_profile(arm, None, OneDnn(frozenset(takes)))
+    contracts = contracts_of(profile)
+    bias = contracts.judge("aten.convolution.default", (B, B, F))
+    assert bias is not None
+    assert (bias.accepted, bias.assumed) == (accepted, True)
+    # What all x86 CPUs do alike is no matter of their instructions.
+    assert contracts.judge("aten.mm.default", (F, B)) == CPU.judge("aten.mm.default", (F, B))
+    assert doubts(profile) == [
+        f"this is a CPU of type aarch64, the tables are of x86 CPUs: it is judged by the table {profile.contracts}"
+    ]
+
+
+def test_another_torch_than_the_tables_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cpu-amx", "t4"):
+        monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+        assert doubts(device_profile(name)) == []
+        monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+        assert doubts(device_profile(name)) == [
+            "operators were measured with torch 2.13.0, this is torch 2.6.0"
+        ]
 
 
 def test_what_was_not_measured_on_the_device_is_assumed_and_leaves_the_results_to_the_fake_kernel() -> None:

@@ -13,12 +13,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.contracts.contract import TABLES, contracts_for, read_table
+from isotype.contracts.contract import CPU_TABLES, TABLES, contracts_for, contracts_of, read_table
 from isotype.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in, trimmed
-from isotype.contracts.measure import EXAMPLES, combinations, measure, measure_operator, write_json
+from isotype.contracts.measure import (
+    EXAMPLES,
+    combinations,
+    difference,
+    measure,
+    measure_operator,
+    write_json,
+)
 from isotype.contracts.pattern import fill, layout_of, letters_in
+from isotype.precision.cpu import this_cpu, this_onednn
+from isotype.precision.hardware import cpu_profile, device_profile
 
-TABLE = read_table(TABLES / "cpu.json")
+HERE = cpu_profile(this_cpu(), None, this_onednn())  # whatever a test pretends
+TABLE = contracts_of(HERE).measured
+assert TABLE is not None
+WHOLE = read_table(TABLES / f"{CPU_TABLES[0]}.json")
 RECORDED: dict[str, list[Any]] = json.loads(EXAMPLES.read_text(encoding="utf-8"))
 CPU = torch.device("cpu")
 
@@ -34,7 +46,8 @@ CORE = [
     "aten._softmax.default", "aten._log_softmax_backward_data.default", "aten.nll_loss_forward.default",
     "aten.copy_.default", "aten.lerp_.Scalar", "aten.addcdiv_.default", "aten._foreach_addcdiv_.ScalarList",
     "aten._foreach_lerp_.Scalar", "aten._fused_adamw_.default", "aten._amp_update_scale_.default",
-    "aten._amp_foreach_non_finite_check_and_unscale_.default",
+    "aten._amp_foreach_non_finite_check_and_unscale_.default", "aten.mkldnn_rnn_layer.default",
+    "aten.gelu_backward.default",
 ]  # fmt: skip
 SAMPLE = sorted({*CORE, *sorted(TABLE.operators)[::12]})
 
@@ -43,6 +56,8 @@ SAMPLE = sorted({*CORE, *sorted(TABLE.operators)[::12]})
 def test_the_table_is_what_this_machine_does(op: str) -> None:
     if torch.__version__ != TABLE.torch_version:
         pytest.skip(f"the table is torch {TABLE.torch_version}'s, this is {torch.__version__}")
+    if HERE.unlike:
+        pytest.skip(HERE.unlike)
     if op.startswith("bitsandbytes"):
         pytest.importorskip("bitsandbytes")
     measured = measure_operator(op, RECORDED[op], CPU)["patterns"]
@@ -54,21 +69,51 @@ def test_the_table_is_what_this_machine_does(op: str) -> None:
 
 
 def test_every_example_is_in_the_table_or_named_as_broken() -> None:
-    written = json.loads((TABLES / "cpu.json").read_text(encoding="utf-8"))
-    assert set(RECORDED) == set(TABLE.operators) | set(written["broken"]) | set(written["died"])
+    written = json.loads((TABLES / "cpu-avx2.json").read_text(encoding="utf-8"))
+    assert set(RECORDED) == set(WHOLE.operators) | set(written["broken"]) | set(written["died"])
     assert written["died"] == {}
-    assert set(written["broken"]) <= set(TABLE.operators), "an operator of which no example runs"
+    assert set(written["broken"]) <= set(WHOLE.operators), "an operator of which no example runs"
 
 
-def test_the_recorded_dtypes_of_an_example_are_accepted() -> None:
-    broken = json.loads((TABLES / "cpu.json").read_text(encoding="utf-8"))["broken"]
-    contracts = contracts_for("cpu")
+@pytest.mark.parametrize("name", CPU_TABLES)
+def test_the_recorded_dtypes_of_an_example_are_accepted(name: str) -> None:
+    broken = json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8"))["broken"]
+    contracts = contracts_for(name)
     for op, examples in RECORDED.items():
         for example in examples:
             verdict = contracts.judge(
                 op, tuple(getattr(torch, tensor["t"]) for tensor in tensors_in(example))
             )
             assert op in broken or verdict is None or verdict.accepted, op
+
+
+@pytest.mark.parametrize("name", CPU_TABLES[1:])
+def test_a_table_that_lists_differences_lists_nothing_else(name: str, tmp_path: Path) -> None:
+    written, whole = (
+        json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8")),
+        read_table(TABLES / f"{name}.json"),
+    )
+    assert set(written["operators"]) < set(whole.operators) == set(WHOLE.operators)
+    assert whole.torch_version == WHOLE.torch_version
+    made = difference(
+        {**written, "messages": list(whole.messages), "operators": whole.operators}, CPU_TABLES[0]
+    )
+    assert (made["operators"], made["messages"]) == (written["operators"], written["messages"])
+    write_json(tmp_path / f"{CPU_TABLES[0]}.json", json.loads((TABLES / f"{CPU_TABLES[0]}.json").read_text()))
+    write_json(tmp_path / f"{name}.json", made)
+    assert read_table(tmp_path / f"{name}.json") == whole
+
+
+def test_a_difference_to_another_torchs_table_is_refused() -> None:
+    table = {"torch": "1.0.0", "operators": WHOLE.operators, "messages": list(WHOLE.messages)}
+    with pytest.raises(ValueError, match="measured with torch 2"):
+        difference(table, CPU_TABLES[0])
+
+
+def test_the_table_of_this_machine_is_that_of_its_instruction_set(any_cpu: str) -> None:
+    contracts = contracts_for("cpu")
+    assert contracts is contracts_of(device_profile("cpu")) is contracts_for(any_cpu)
+    assert contracts.measured == read_table(TABLES / f"{any_cpu}.json")
 
 
 def test_the_tables_stay_small() -> None:
@@ -140,9 +185,13 @@ def test_a_table_is_written_in_one_piece_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     write_json(path, measure({"aten.mm.default": RECORDED["aten.mm.default"]}, "cpu"))
     table = read_table(path)
+    assert json.loads(path.read_text(encoding="utf-8"))["limits"].keys() <= {
+        "ATEN_CPU_CAPABILITY",
+        "ONEDNN_MAX_CPU_ISA",
+    }
     assert table.device == "cpu"
     assert table.torch_version == torch.__version__
-    assert table.operators == {"aten.mm.default": {**TABLE.operators["aten.mm.default"], **dict.fromkeys(
+    assert table.operators == {"aten.mm.default": {**WHOLE.operators["aten.mm.default"], **dict.fromkeys(
         ["bf", "bh", "fb", "fh", "hb", "hf"], 0)}}  # fmt: skip
     assert table.messages == ("expected m1 and m2 to have the same dtype, but got: {0} != {1}",)
     assert [file.name for file in tmp_path.iterdir()] == ["cpu.json"]

@@ -10,16 +10,20 @@ from hypothesis import strategies as st
 
 from isotype.errors import PrecisionError
 from isotype.precision import hardware
+from isotype.precision.cpu import (
+    CpuFeatures,
+    OneDnn,
+    parse_capabilities,
+    parse_cpuinfo,
+    parse_sysctl,
+    this_onednn,
+)
 from isotype.precision.hardware import (
     AcceleratorProperties,
-    CpuFeatures,
     cpu_profile,
     cuda_profile,
     device_profile,
     mps_profile,
-    parse_capabilities,
-    parse_cpuinfo,
-    parse_sysctl,
     profile_names,
     rocm_profile,
     xpu_profile,
@@ -27,6 +31,7 @@ from isotype.precision.hardware import (
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 GIB = 2**30
+OLD = OneDnn(frozenset())
 
 MILAN = """\
 processor	: 0
@@ -80,7 +85,7 @@ machdep.cpu.leaf7_features: AVX2 BMI2
 def test_cpu_from_its_flags(
     features: CpuFeatures, title: str, halves: set[torch.dtype], best: torch.dtype
 ) -> None:
-    profile = cpu_profile(features, 8 * GIB, onednn=True)
+    profile = cpu_profile(features, 8 * GIB, onednn=OLD)
     assert profile.title == title
     assert profile.native == {F32, F64} | halves
     assert profile.emulated.keys() == {BF16, F16} - halves
@@ -89,8 +94,66 @@ def test_cpu_from_its_flags(
     assert profile.present
 
 
+AMX, AVX512, AVX2 = (OneDnn(frozenset(takes)) for takes in ({BF16, F16}, {BF16}, ()))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "onednn", "name"),
+    [
+        (MILAN, AVX2, "cpu-avx2"),
+        (GENOA, AVX512, "cpu-avx512"),
+        (SAPPHIRE_RAPIDS, AMX, "cpu-amx"),
+        (SAPPHIRE_RAPIDS, replace(AVX512, limit="AVX512_CORE_BF16"), "cpu-avx512"),
+        (SAPPHIRE_RAPIDS, replace(AVX2, limit="AVX2"), "cpu-avx2"),
+        (GENOA, replace(AVX2, limit="SSE41"), "cpu-avx2"),
+    ],
+)
+def test_a_cpu_is_what_its_onednn_makes_of_it(cpu: str, onednn: OneDnn, name: str) -> None:
+    """The profile of the same name: its contracts, what runs in hardware, and how fast."""
+    profile, named = cpu_profile(parse_cpuinfo(cpu), None, onednn), device_profile(name)
+    assert (profile.contracts, profile.unlike) == (name, "")
+    assert (profile.native, profile.speed) == (named.native, named.speed)
+    assert profile.emulated.keys() == named.emulated.keys()
+
+
+def test_a_lowered_instruction_set_is_named() -> None:
+    profile = cpu_profile(parse_cpuinfo(GENOA), None, replace(AVX512, limit="AVX512_CORE"))
+    assert profile.reason(BF16) == (
+        "ONEDNN_MAX_CPU_ISA=AVX512_CORE keeps oneDNN from this CPU's bfloat16 instructions"
+    )
+    assert profile.contracts == "cpu-avx512"
+    assert profile.speed == {}, "nobody has measured how fast oneDNN converts bfloat16 there"
+
+
+@pytest.mark.parametrize(
+    ("features", "onednn", "table", "why"),
+    [
+        (parse_cpuinfo(GRAVITON3), AMX, "cpu-amx", "this is a CPU of type aarch64"),
+        (parse_sysctl(APPLE_M1), AVX2, "cpu-avx2", "this is a CPU of type arm64"),
+        (parse_cpuinfo(MILAN), AMX, "cpu-amx", "no table is of a CPU that has no amx_bf16"),
+        (parse_cpuinfo(MILAN), None, "cpu-avx2", "this torch has no oneDNN"),
+    ],
+)
+def test_a_cpu_that_nobody_has_measured_says_so(
+    features: CpuFeatures, onednn: OneDnn | None, table: str, why: str
+) -> None:
+    profile = cpu_profile(features, None, onednn)
+    assert profile.contracts == table
+    assert profile.unlike.startswith(why)
+    assert profile.speed == {}
+
+
+def test_the_limit_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16")
+    onednn = this_onednn()
+    if onednn is not None:
+        assert [onednn.forbids(flag) for flag in ("avx512_bf16", "amx_bf16")] == [False, True]
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+        assert not replace(onednn, limit="").forbids("amx_bf16")
+
+
 def test_cpu_reasons_say_what_is_missing() -> None:
-    slow = cpu_profile(parse_cpuinfo(MILAN), None, onednn=True)
+    slow = cpu_profile(parse_cpuinfo(MILAN), None, onednn=OLD)
     assert slow.supports(BF16) == "emulated"
     assert slow.reason(BF16) == (
         "this CPU has no bfloat16 instructions (none of AMX-BF16, AVX512-BF16, Arm BF16)"
@@ -99,10 +162,10 @@ def test_cpu_reasons_say_what_is_missing() -> None:
     assert slow.supports(torch.int8) == "refused"
     assert slow.reason(torch.int8) == "no int8 matmul is known on AMD EPYC 7B13"
 
-    without = cpu_profile(parse_cpuinfo(GENOA), None, onednn=False)
+    without = cpu_profile(parse_cpuinfo(GENOA), None, onednn=None)
     assert without.reason(BF16) == "this torch has no oneDNN, which runs bfloat16 matmuls on a CPU"
 
-    unknown = cpu_profile(parse_cpuinfo("processor : 0\n"), None, onednn=True)
+    unknown = cpu_profile(parse_cpuinfo("processor : 0\n"), None, onednn=OLD)
     assert unknown.reason(F16) == (
         "whether this CPU has float16 instructions is unknown (/proc/cpuinfo lists no instruction-set flags)"
     )
@@ -112,7 +175,7 @@ def test_cpu_reasons_say_what_is_missing() -> None:
 @given(st.text(alphabet=string.printable, max_size=300))
 def test_parsers_take_any_text(text: str) -> None:
     for parse in (parse_cpuinfo, parse_sysctl):
-        profile = cpu_profile(parse(text), None, onednn=True)
+        profile = cpu_profile(parse(text), None, onednn=OLD)
         assert profile.supports(F32) == "native"
         assert all(profile.supports(dtype) != "refused" for dtype in (BF16, F16))
 
@@ -264,7 +327,7 @@ def test_unknown_device_names_close_ones() -> None:
         "unknown device\n"
         "  - device 'a100-80gb'\n"
         "    expected  auto, cpu, cuda, cuda:N, mps, xpu, or a profile: a10, a100, a100-40g, a100-80g, a10g, b200, "
-        "cpu-generic, h100, h200, l4, l40s, mi250x, mi300x, mps, p100, rtx3090, rtx4090, rtx5090, t4, v100, "
+        "cpu-amx, cpu-avx2, cpu-avx512, cpu-generic, h100, h200, l4, l40s, mi250x, mi300x, mps, p100, rtx3090, rtx4090, rtx5090, t4, v100, "
         "v100-16g, v100-32g, xpu\n"
         "    fix       did you mean a100-80g or a100-40g or a10g?"
     )

@@ -84,7 +84,7 @@ isotype doctor
   device  AMD EPYC (cpu), 8.0 GiB
   torch   2.13.0+cpu, CPU build, 2 CPU threads
   python  Python 3.11.7, Linux x86_64
-  source  x86-64 instruction set
+  source  measured on two cores of an AMD CPU, torch 2.13
 
 Matmuls
   dtype      runs           measured   cost here

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from isotype.contracts.families import families_of
 from isotype.contracts.pattern import LETTERS, RESULT_DTYPES, fill, layout_of, letters_in, patterns_of
+from isotype.precision.hardware import DeviceProfile, device_profile
 
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
+CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
+"""One for each instruction set whose kernels accept other dtypes; the first stands in for what was not measured."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten._scaled_mm.default"})
@@ -89,15 +93,23 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read what `isotype.contracts.measure` wrote."""
+    """Read what `isotype.contracts.measure` wrote; of a table with a `base` only what differs from it was written."""
     read = json.loads(path.read_text(encoding="utf-8"))
+    base = read_table(path.with_name(f"{read['base']}.json")) if "base" in read else None
+    messages, operators = (base.messages, base.operators) if base is not None else ((), {})
+    own = {
+        op: {
+            key: entry + len(messages) if isinstance(entry, int) else entry for key, entry in patterns.items()
+        }
+        for op, patterns in read["operators"].items()
+    }
     return Table(
         device=read["device"],
         name=read["name"],
         torch_version=read["torch"],
         date=read["date"],
-        messages=tuple(read["messages"]),
-        operators=read["operators"],
+        messages=(*messages, *read["messages"]),
+        operators={**operators, **own},
     )
 
 
@@ -108,12 +120,15 @@ class Contracts:
     Attributes:
         kind: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
         measured: the table measured on such a device, None where there is none.
-        reference: the CPU's table, which stands in (as an assumption) for what was not measured.
+        reference: a CPU's table, which stands in (as an assumption) for what was not measured.
+        others: tables of other such devices. Where nobody measured a device like this one, what `measured` and they
+            do not agree on is an assumption.
     """
 
     kind: str
     measured: Table | None
     reference: Table
+    others: tuple[Table, ...] = ()
     _memo: dict[tuple[str, tuple[torch.dtype, ...]], Verdict | None] = field(default_factory=dict, repr=False)
 
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
@@ -152,7 +167,8 @@ class Contracts:
         if self.measured is not None:
             found = _look_up(self.measured, op, pattern, integer)
             if found is not None:
-                return found
+                disputed = any(_look_up(other, op, pattern, integer) != found for other in self.others)
+                return replace(found, assumed=disputed)
         families = families_of(op, self.kind)
         breach = next(
             (said for family in families if (said := family.breach(pattern, integer)) is not None), None
@@ -182,18 +198,50 @@ def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdi
     return Verdict(True, tuple(RESULT_DTYPES[letter] for letter in found))
 
 
-@cache
+def contracts_of(profile: DeviceProfile) -> Contracts:
+    """The contracts of a device."""
+    return _contracts(profile.kind, profile.contracts or profile.kind, bool(profile.unlike))
+
+
 def contracts_for(kind: str) -> Contracts:
-    """The contracts of a kind of device, one of `KINDS`; tables are read at the first call.
+    """The contracts of a kind of device, one of `KINDS`, the CPU being this machine's, or of a table (`cpu-amx`).
 
     Raises:
         ValueError: no such kind.
     """
+    if kind in CPU_TABLES:
+        return _contracts("cpu", kind, False)
     if kind not in KINDS:
         raise ValueError(f"device kind {kind!r}: expected one of {', '.join(KINDS)}")
-    path = TABLES / f"{kind}.json"
-    reference = read_table(TABLES / "cpu.json")
-    return Contracts(kind, read_table(path) if path.exists() else None, reference)
+    return contracts_of(device_profile(kind)) if kind == "cpu" else _contracts(kind, kind, False)
+
+
+def doubts(profile: DeviceProfile) -> list[str]:
+    """Why the table that a device is judged by may be wrong there, a sentence each; none where it fits."""
+    contracts = contracts_of(profile)
+    table = contracts.measured or contracts.reference
+    measured, here = (Version(version).base_version for version in (table.torch_version, torch.__version__))
+    return [
+        *([f"{profile.unlike}: it is judged by the table {profile.contracts}"] if profile.unlike else ()),
+        *(
+            [f"operators were measured with torch {measured}, this is torch {here}"]
+            if measured != here
+            else ()
+        ),
+    ]
+
+
+@cache
+def _contracts(kind: str, table: str, unlike: bool) -> Contracts:
+    """Tables are read at the first call."""
+    measured = _table(table) if (TABLES / f"{table}.json").exists() else None
+    others = tuple(_table(name) for name in CPU_TABLES if name != table) if unlike else ()
+    return Contracts(kind, measured, _table(CPU_TABLES[0]), others)
+
+
+@cache
+def _table(name: str) -> Table:
+    return read_table(TABLES / f"{name}.json")
 
 
 def _float8_verdict(dtypes: tuple[torch.dtype, ...]) -> Verdict | None:

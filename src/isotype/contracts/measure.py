@@ -1,6 +1,10 @@
 """Measure what a device's operators accept: real calls with every combination of operand dtypes.
 
     python -m isotype.contracts.measure --device cuda -o cuda.json
+    python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
+
+A CPU's table is that of its instruction set: `tables/cpu-avx2.json` is whole, those of the others hold the operators
+that differ. `ONEDNN_MAX_CPU_ISA` lowers a CPU to a smaller set.
 
 Every example of `tables/examples.json` is replayed with fresh tensors of a few elements for each combination of
 float32, bfloat16 and float16 over its float operands (float64 too where an example has it):
@@ -25,7 +29,6 @@ import datetime
 import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -37,16 +40,26 @@ from typing import Any
 
 import torch
 
-from isotype.contracts.contract import TABLES, UNSPECIFIED
+from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table
 from isotype.contracts.example import Json, decode, has_dtype_argument, is_float, tensors_in
 from isotype.contracts.messages import templates
-from isotype.contracts.pattern import FLOAT_DTYPES, LETTERS, RESULT_LETTERS, layout_of, patterns_of
+from isotype.contracts.pattern import (
+    FLOAT_DTYPES,
+    LETTERS,
+    RESULT_LETTERS,
+    fill,
+    layout_of,
+    letters_in,
+    patterns_of,
+)
+from isotype.precision.hardware import device_profile
 
 EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"
 """Calls that no step on a CPU makes: attention kernels of GPUs. Written by hand."""
 
 _TORCH_NAMES = {"rocm": "cuda"}  # what torch calls a device
+_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # they lower a CPU's instruction set
 
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 """What torch raises at operands it does not take."""
@@ -175,12 +188,50 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
     return {
         "device": device,
         "name": _device_name(device),
+        "limits": {name: value for name in _LIMITS if (value := os.environ.get(name))},
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "messages": list(messages),
         "operators": {op: patterns for op, patterns in operators.items() if patterns},
         "broken": {op: found["broken"] for op, found in sorted(measured.items()) if found["broken"]},
         "died": died,
+    }
+
+
+def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
+    """What of a table differs from that of `base` (`cpu-avx2`), operator by operator; `read_table` puts it together.
+
+    Raises:
+        ValueError: the base lists other operators or was measured with another version of torch.
+    """
+    other = read_table(TABLES / f"{base}.json")
+    if other.torch_version != table["torch"] or set(other.operators) != set(table["operators"]):
+        raise ValueError(f"{base}: not the same operators, or measured with torch {other.torch_version}")
+    messages = table["messages"]
+
+    def spelled(patterns: Mapping[str, str | int], said: Sequence[str]) -> dict[str, str | tuple[str]]:
+        return {
+            key: (fill(said[entry], letters_in(key)),) if isinstance(entry, int) else entry
+            for key, entry in patterns.items()
+        }
+
+    own = {
+        op: patterns
+        for op, patterns in table["operators"].items()
+        if spelled(patterns, messages) != spelled(other.operators[op], other.messages)
+    }
+    used = sorted(
+        {entry for patterns in own.values() for entry in patterns.values() if isinstance(entry, int)}
+    )
+    operators = {
+        op: {key: used.index(entry) if isinstance(entry, int) else entry for key, entry in patterns.items()}
+        for op, patterns in own.items()
+    }
+    return {
+        **table,
+        "base": base,
+        "messages": [messages[number] for number in used],
+        "operators": operators,
     }
 
 
@@ -228,7 +279,7 @@ def _measure_into(results: Path, examples: Mapping[str, Sequence[Json]], device:
 def _device_name(device: str) -> str:
     if device in ("cuda", "rocm", "xpu"):
         return str(getattr(torch, _TORCH_NAMES.get(device, device)).get_device_name())
-    return platform.processor() or platform.machine()
+    return device_profile(device).title
 
 
 def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]]:
@@ -273,6 +324,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm", "xpu", "mps"))
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write the table to")
+    parser.add_argument("--base", help="write only what differs from this table of isotype's own (cpu-avx2)")
     parser.add_argument("--examples", type=Path, help="calls to replay instead of isotype's own")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -283,7 +335,7 @@ def main() -> None:
     torch.empty(1, device=device)  # fail here, in one line, where the device is missing
     started = time.perf_counter()
     table = measure(read_examples(options.device, options.examples), options.device)
-    write_json(options.output, table)
+    write_json(options.output, difference(table, options.base) if options.base else table)
     count = sum(map(len, table["operators"].values()))
     seconds = time.perf_counter() - started
     print(f"{options.output}: {len(table['operators'])} operators, {count} patterns in {seconds:.1f} s")

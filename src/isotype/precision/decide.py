@@ -190,8 +190,13 @@ def _compute(
         )
     elif support == "emulated":
         warnings.append(
-            f"{name} on {profile.title}: {profile.reason(compute)}; expect it to be slow "
+            f"{name} on {profile.title}: {profile.reason(compute)}; expect it to be {_slow(profile, compute)} "
             f"({dtype_name(profile.best_dtype())} is what it runs best)"
+        )
+    elif (slower := profile.slower(compute, profile.best_dtype()) or 1.0) >= 1.5 and compute == torch.float16:
+        warnings.append(
+            f"{name} on {profile.title}: its matmuls run {slower:.2g} times slower than "
+            f"{dtype_name(profile.best_dtype())}'s"
         )
     if compute == torch.float16 and trained == torch.bfloat16:
         warnings.append(
@@ -199,6 +204,11 @@ def _compute(
             "(loss scaling guards the gradients, not the activations)"
         )
     return compute
+
+
+def _slow(profile: DeviceProfile, dtype: torch.dtype) -> str:
+    slower = profile.slower(dtype, profile.best_dtype())
+    return "slow" if slower is None else f"{slower:.2g} times slower"
 
 
 def _master(

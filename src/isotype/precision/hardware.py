@@ -9,11 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import platform
 import re
-import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -23,6 +21,15 @@ import torch
 
 from isotype.dtypes import dtype_name
 from isotype.errors import PrecisionError, Problem
+from isotype.precision.cpu import (
+    CPU_INSTRUCTIONS,
+    CpuFeatures,
+    OneDnn,
+    contract_source,
+    this_cpu,
+    this_onednn,
+    why_not_native,
+)
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "mps"]
 Support = Literal["native", "emulated", "refused"]
@@ -51,6 +58,9 @@ class DeviceProfile:
         present: True when this device is in this machine.
         source: where the numbers come from.
         capability: compute capability as torch.cuda gives it (on ROCm that of the gfx architecture), or None.
+        speed: dtype -> rate of its matmuls over float32's, measured on such a device; empty where nobody has.
+        contracts: name of the contract table of such a device where its kind has several (`"cpu-avx2"`), else "".
+        unlike: why that table was not measured on such a device, as a clause; "" where it was.
     """
 
     name: str
@@ -66,6 +76,9 @@ class DeviceProfile:
     present: bool
     source: str
     capability: tuple[int, int] | None = None
+    speed: Mapping[torch.dtype, float] = field(default_factory=dict)
+    contracts: str = ""
+    unlike: str = ""
 
     def supports(self, dtype: torch.dtype) -> Support:
         """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""
@@ -83,6 +96,11 @@ class DeviceProfile:
     def best_dtype(self) -> torch.dtype:
         """The compute dtype to prefer here: bfloat16, else float16, else float32, whichever is native first."""
         return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
+
+    def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
+        """How many times slower matmuls in `dtype` run here than in `other`; None where nobody has measured it."""
+        rates = self.speed
+        return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
 
 
 # ---------------------------------------------------------------------------------------------- named profiles
@@ -110,6 +128,8 @@ def _from_record(name: str, record: Mapping[str, Any]) -> DeviceProfile:
         present=False,
         source=record["source"],
         capability=tuple(record["capability"]) if "capability" in record else None,
+        speed={_dtype(key): rate for key, rate in record.get("matmul_speed", {}).items()},
+        contracts=record.get("contracts", ""),
     )
 
 
@@ -146,92 +166,26 @@ def _data_sheet(driver_name: str) -> DeviceProfile | None:
 # --------------------------------------------------------------------------------------------------------- CPU
 
 
-@dataclass(frozen=True)
-class CpuFeatures:
-    """What an operating system says of a CPU.
-
-    Attributes:
-        title: model name.
-        flags: instruction-set flags by their Linux names (`avx512_bf16`, `asimdhp`); None when they are unknown.
-        source: where the flags were read, or why they could not be.
-    """
-
-    title: str
-    flags: frozenset[str] | None
-    source: str
-
-
-# Linux flag -> what people call it; any one of a dtype's makes its matmuls run in hardware.
-_CPU_INSTRUCTIONS: dict[torch.dtype, dict[str, str]] = {
-    _BF16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"},
-    _F16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16", "asimdhp": "Arm FP16"},
-}
-_SYSCTL_FLAGS = {"FEAT_BF16": "bf16", "FEAT_FP16": "asimdhp"}
-
-
-def _fields(text: str) -> dict[str, str]:
-    """`key : value` lines; the first occurrence of a key wins (cpuinfo repeats itself for every core)."""
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        key, colon, value = line.partition(":")
-        if colon:
-            found.setdefault(key.strip(), value.strip())
-    return found
-
-
-def parse_cpuinfo(text: str) -> CpuFeatures:
-    """CPU features from the text of `/proc/cpuinfo` (x86: `flags`, Arm: `Features`)."""
-    fields = _fields(text)
-    title = fields.get("model name") or fields.get("Model") or fields.get("Hardware") or "CPU"
-    flags = fields.get("flags", fields.get("Features"))
-    if flags is None:
-        return CpuFeatures(title, None, "/proc/cpuinfo lists no instruction-set flags")
-    return CpuFeatures(title, frozenset(flags.split()), "/proc/cpuinfo")
-
-
-def parse_sysctl(text: str) -> CpuFeatures:
-    """CPU features from `sysctl machdep.cpu hw.optional` on macOS (Apple and Intel chips)."""
-    fields = _fields(text)
-    title = fields.get("machdep.cpu.brand_string", "CPU")
-    arm = {flag for feature, flag in _SYSCTL_FLAGS.items() if fields.get(f"hw.optional.arm.{feature}") == "1"}
-    intel = " ".join(
-        fields.get(key, "") for key in ("machdep.cpu.features", "machdep.cpu.leaf7_features")
-    ).lower()
-    if not fields:
-        return CpuFeatures(title, None, "sysctl printed nothing")
-    return CpuFeatures(title, frozenset(arm | set(intel.split())), "sysctl")
-
-
-def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
-    """CPU features from `torch.cpu.get_capabilities()`, which newer torch offers on every system."""
-    flags = frozenset(key for key, value in capabilities.items() if value is True)
-    return CpuFeatures(str(capabilities.get("cpu_name", "CPU")), flags, "torch.cpu.get_capabilities")
-
-
-def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: bool) -> DeviceProfile:
+def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
     """The profile of a CPU with these features.
 
     Args:
         features: title and flags.
         memory_bytes: usable memory in bytes, or None.
-        onednn: whether torch has oneDNN; without it torch has no fast bfloat16 or float16 matmul on a CPU.
+        onednn: what torch's oneDNN takes; None without it: torch then has no fast bfloat16 or float16 matmul on a CPU.
     """
-    native, emulated = {_F32, _F64}, {}
-    for dtype, instructions in _CPU_INSTRUCTIONS.items():
-        name, listed = dtype_name(dtype), ", ".join(instructions.values())
-        if features.flags is None:
-            emulated[dtype] = f"whether this CPU has {name} instructions is unknown ({features.source})"
-        elif not features.flags.intersection(instructions):
-            emulated[dtype] = f"this CPU has no {name} instructions (none of {listed})"
-        elif not onednn:
-            emulated[dtype] = f"this torch has no oneDNN, which runs {name} matmuls on a CPU"
-        else:
-            native.add(dtype)
+    reasons = {
+        dtype: why_not_native(dtype, dtype_name(dtype), features, onednn) for dtype in CPU_INSTRUCTIONS
+    }
+    emulated = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
+    source = contract_source(features, onednn)
+    measured = _named_profile(source.table)
+    native = frozenset({_F32, _F64, *reasons}) - emulated.keys()
     return DeviceProfile(
         name="cpu",
         title=features.title,
         kind="cpu",
-        native=frozenset(native),
+        native=native,
         emulated=emulated,
         refused={},
         memory_bytes=memory_bytes,
@@ -240,27 +194,10 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: bool) -
         flash_attention=frozenset({_F32, _BF16, _F16}),
         present=True,
         source=features.source,
+        speed=measured.speed if native == measured.native and not source.unlike else {},
+        contracts=source.table,
+        unlike=source.unlike,
     )
-
-
-def _sysctl(*names: str) -> str:
-    return subprocess.run(
-        ["/usr/sbin/sysctl", *names], capture_output=True, text=True, check=False, timeout=10
-    ).stdout
-
-
-def _this_cpu() -> CpuFeatures:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        return parse_cpuinfo(cpuinfo.read_text(encoding="utf-8", errors="replace"))
-    if platform.system() == "Darwin":
-        return parse_sysctl(_sysctl("machdep.cpu", "hw.optional"))
-    # torch.cpu.get_capabilities is newer than the oldest torch we run on.
-    capabilities: Callable[[], Mapping[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        return parse_capabilities(capabilities())
-    system = platform.system() or "this system"
-    return CpuFeatures(platform.processor() or "CPU", None, f"no way to read CPU flags on {system}")
 
 
 def _this_memory() -> int | None:
@@ -410,16 +347,12 @@ def _probe_xpu(device: torch.device) -> DeviceProfile:
 
 
 def _probe_mps(device: torch.device) -> DeviceProfile:
-    title = _this_cpu().title
+    title = this_cpu().title
     return mps_profile(AcceleratorProperties(title, torch.mps.recommended_max_memory()), str(device))
 
 
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
 def _probe_cpu(device: torch.device) -> DeviceProfile:
-    return replace(cpu_profile(_this_cpu(), _this_memory(), _has_onednn()), name=str(device))
+    return replace(cpu_profile(this_cpu(), _this_memory(), this_onednn()), name=str(device))
 
 
 @dataclass(frozen=True)

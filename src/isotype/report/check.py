@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from isotype.contracts.contract import doubts
 from isotype.dtypes import dtype_name
 from isotype.errors import PrecisionError, Problem, SaveError
 from isotype.rules.finding import Action, Finding, Fix, Price, Severity, marked
@@ -237,6 +238,7 @@ def _encode(report: Report) -> dict[str, Any]:
         "flops": {dtype_name(dtype): count for dtype, count in report.flops.items()},
         "operators": sum(call.repeats for call in trace.calls),
         "assumed": list(report.assumed),
+        "doubts": doubts(trace.setup.profile),
         "not_followed": list(trace.notes),
         "failure": None
         if failure is None

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from isotype.contracts.contract import doubts
 from isotype.dtypes import dtype_name
 from isotype.report.charts import format_number
 from isotype.report.check import Report, repair_outlook
@@ -224,6 +225,7 @@ def trust(report: Report) -> list[tuple[str, str]]:
         rows.append(
             ("assumed", f"{names}: no contract was measured on {title}; the rule of the family was used")
         )
+    rows += [("assumed", doubt) for doubt in doubts(report.trace.setup.profile)]
     if failure is not None:
         mixed = "; operands of different dtypes were involved" if failure.dtype_related else ""
         at = f" ({short_source(failure.source)})" if failure.source else ""

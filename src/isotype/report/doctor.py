@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from isotype.contracts.contract import doubts
 from isotype.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.probe import MatmulRate, measure_all
@@ -364,9 +365,9 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     if problems:
         console.print(_heading("To change"))
         console.print(_grid(problems))
-    doubt = contradiction(report)
-    if doubt:
-        console.print(Text(f"\n{doubt}", style="yellow"))
+    for doubt in (contradiction(report), *doubts(profile)):
+        if doubt:
+            console.print(Text(f"\n{doubt}", style="yellow"))
     console.print()
     console.print(Text(verdict(report), style="bold green" if report.ok else "bold red"))
     console.print(Text(f"--dtype auto means {auto_dtype(profile)}"))
@@ -393,6 +394,8 @@ def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
         },
         "best_dtype": dtype_name(profile.best_dtype()),
         "source": profile.source,
+        "contracts": profile.contracts or None,
+        "doubts": doubts(profile),
     }
 
 

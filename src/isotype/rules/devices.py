@@ -1,8 +1,8 @@
-"""What IST601 and IST602 share: matmuls in a 16-bit dtype that the device does not run natively."""
+"""What IST601 and IST602 share: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,37 +13,34 @@ from isotype.rules.words import named, starred
 from isotype.trace.record import Call, Trace, Weight
 
 _LEAST_SHARE = 0.01
+_LEAST_SLOWER = 1.5
 
 
 def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
-    """Matmuls in `dtype` on a device without it; `other` is the 16-bit dtype to try instead."""
+    """Matmuls in `dtype` that the device runs slowly or not at all; `other` is the 16-bit dtype to try instead."""
     profile = trace.setup.profile
     support = profile.supports(dtype)
     calls = [call for call in trace.calls if prices.run_dtype(call) == dtype]
-    flops = sum(call.flops * call.repeats for call in calls)
-    share = flops / max(1, prices.all_flops(trace))
-    # A step that was not followed to a matmul is judged by what it was meant to run in.
-    if support == "native" or (share < _LEAST_SHARE and (calls or trace.setup.compute != dtype)):
+    # A step that was not traced to a matmul is judged by what it was meant to run in.
+    meant = not calls and trace.setup.compute == dtype
+    targets = _targets(trace, dtype, other)
+    if (support == "native" and not targets) or not (meant or _time_share(trace, dtype) >= _LEAST_SHARE):
         return
-    targets = _targets(trace, other)
-    # Without a rate of its own an emulated dtype runs at float32's at best: that is what it is converted to.
-    slower = prices.slowdown(trace, calls, (targets or [torch.float32])[0], stand_in=torch.float32)
-    price = Price(flops_share=share, slowdown=slower)
+    share = sum(call.flops * call.repeats for call in calls) / max(1, prices.all_flops(trace))
+    price = Price(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
     first = calls[0] if calls else None
     name = dtype_name(dtype)
-    ran = "do not run" if support == "refused" else "do not run in hardware"
     yield Finding(
         code=code,
         severity="error" if support == "refused" else "warning",
-        message=f"{name} matmuls {ran} on {profile.title}: {share:.0%} of the FLOPs"
-        if calls
-        else f"{name} matmuls {ran} on {profile.title}",
+        message=f"{name} matmuls {_how_they_run(trace, dtype, other)} on {profile.title}"
+        + (f": {share:.0%} of the FLOPs" if calls else ""),
         module=first.module if first else "",
         op=first.op if first else "",
         phase=first.phase if first else "forward",
         source=first.source if first else "",
         cause=_cause(trace, dtype),
-        notes=(profile.reason(dtype), *_estimate(price, trace)),
+        notes=(profile.reason(dtype), *_measured(trace, dtype), *_estimate(price, trace)),
         fixes=fixes(trace, dtype, other),
         operands=first.operands if first else (),
         price=price,
@@ -51,19 +48,58 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
     )
 
 
-def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
-    """The whole step in `other` or in float32, whichever the device runs natively."""
-    return tuple(_fix(trace, dtype, target) for target in _targets(trace, other))
-
-
-def _targets(trace: Trace, other: torch.dtype) -> list[torch.dtype]:
+def _how_they_run(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> str:
     profile = trace.setup.profile
-    return [target for target in (other, torch.float32) if profile.supports(target) == "native"]
+    support = profile.supports(dtype)
+    if support == "native":
+        return f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
+    return "do not run" if support == "refused" else "do not run in hardware"
+
+
+def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
+    """How much slower matmuls in `dtype` were where somebody has measured such a device."""
+    profile = trace.setup.profile
+    for other in sorted(profile.native, key=dtype_name):
+        slower = profile.slower(dtype, other)
+        if slower is not None and slower >= _LEAST_SLOWER:
+            yield f"measured: its matmuls run {slower:.2g} times slower than {dtype_name(other)}'s"
+
+
+def _time_share(trace: Trace, dtype: torch.dtype) -> float:
+    """Share of the matmuls' time that goes to `dtype`, by measured rates; without them its share of the FLOPs."""
+    speed = trace.setup.profile.speed
+    times = {each: flops / speed.get(each, 1.0) for each, flops in trace.flops.items()}
+    return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
+
+
+def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
+    """Estimated time of the step over its time with the matmuls of `dtype` in `target`."""
+    slower = trace.setup.profile.slower(dtype, target)
+    if slower is not None:
+        share = _time_share(trace, dtype)
+        return 1 / (1 - share + share / slower) if calls else None
+    # Without a rate of its own an emulated dtype runs at float32's at best: that is what it is converted to.
+    return prices.slowdown(trace, calls, target, stand_in=torch.float32)
+
+
+def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
+    """The whole step in `other` or in float32, whichever the device runs natively, and faster."""
+    return tuple(_fix(trace, dtype, target) for target in _targets(trace, dtype, other))
+
+
+def _targets(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> list[torch.dtype]:
+    profile = trace.setup.profile
+    native = [target for target in (other, torch.float32) if profile.supports(target) == "native"]
+    if profile.supports(dtype) != "native":
+        return native
+    return [target for target in native if (profile.slower(dtype, target) or 1.0) >= _LEAST_SLOWER]
 
 
 def _estimate(price: Price, trace: Trace) -> Iterable[str]:
     if price.slowdown is None or price.slowdown < 1.005:
         return ()
+    if trace.setup.profile.speed:
+        return (f"about {price.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
     return (
         f"at least {price.slowdown:.2g} times the step time: a roofline with float32's rate in its place",
     )

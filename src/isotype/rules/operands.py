@@ -129,14 +129,14 @@ def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Wei
         source=first.source,
         cause=cause_text(group.cause, owners),
         evidence=evidence(group.odd.origin),
-        notes=_notes(group, places),
+        notes=_notes(group, places, trace.setup.profile.unlike),
         fixes=tuple(candidates(trace, group, owners)),
         operands=first.operands,
         places=places,
     )
 
 
-def _notes(group: Group, places: Sequence[str]) -> tuple[str, ...]:
+def _notes(group: Group, places: Sequence[str], unlike: str) -> tuple[str, ...]:
     first = group.calls[0]
     assert first.breach is not None
     notes = []
@@ -147,7 +147,8 @@ def _notes(group: Group, places: Sequence[str]) -> tuple[str, ...]:
         notes.append(f"{more} more operator{plural}{where} fail{'' if more > 1 else 's'} for the same cause")
     notes.append(f"the device says: {first.breach.message}")
     if first.breach.assumed:
-        notes.append("assumed from the operator's family: not measured on this device")
+        family = "from the operator's family: not measured on this device"
+        notes.append(f"assumed: {unlike}" if unlike else f"assumed {family}")
     return tuple(notes)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 
-from isotype.contracts.contract import contracts_for
+from isotype.contracts.contract import contracts_of
 from isotype.trace.fake import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake_recorder import FakeRecorder
 from isotype.trace.fold import fold
@@ -94,7 +94,7 @@ def trace_step(
             twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
         if change is not None:
             change(twin)
-    recorder = FakeRecorder(contracts_for(setup.profile.kind), setup.compute, mode, lines)
+    recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)
     recorder.deadline = deadline
     states = kept_states(optimizer, model, mode)
     loss = inputs.function if isinstance(inputs, LossOf) else inputs

@@ -1,0 +1,203 @@
+"""What a CPU can do, as its operating system and torch's oneDNN say.
+
+Bigger CPUs run other kernels, and those accept other dtypes: oneDNN, which torch hands convolutions, recurrent layers
+and 16-bit matmuls to, takes bfloat16 from AVX512 on and float16 from AVX512-FP16 and AMX on; what it does not take
+goes to torch's own kernels. So the contract table of a CPU follows from what its oneDNN takes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_F16, _BF16 = torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class CpuFeatures:
+    """What an operating system says of a CPU.
+
+    Attributes:
+        title: model name.
+        flags: instruction-set flags by their Linux names (`avx512_bf16`, `asimdhp`); None when they are unknown.
+        source: where the flags were read, or why they could not be.
+        machine: architecture as `platform.machine()` spells it (`x86_64`, `aarch64`, `arm64`).
+    """
+
+    title: str
+    flags: frozenset[str] | None
+    source: str
+    machine: str = "x86_64"
+
+
+@dataclass(frozen=True)
+class OneDnn:
+    """What torch's oneDNN does on a CPU.
+
+    Attributes:
+        takes: the 16-bit dtypes it has kernels for, `ONEDNN_MAX_CPU_ISA` minded.
+        limit: the value of `ONEDNN_MAX_CPU_ISA`, in capitals; empty where it is not set.
+    """
+
+    takes: frozenset[torch.dtype]
+    limit: str = ""
+
+    def forbids(self, flag: str) -> bool:
+        """Whether the limit keeps oneDNN from the instructions of an x86 flag (`avx512_bf16`)."""
+        allowed = _ALLOWED.get(self.limit)
+        return allowed is not None and flag not in allowed
+
+
+# Linux flag -> what people call it; any one of a dtype's makes its matmuls run in hardware.
+CPU_INSTRUCTIONS: dict[torch.dtype, dict[str, str]] = {
+    _BF16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"},
+    _F16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16", "asimdhp": "Arm FP16"},
+}
+_SYSCTL_FLAGS = {"FEAT_BF16": "bf16", "FEAT_FP16": "asimdhp"}
+
+# Value of ONEDNN_MAX_CPU_ISA -> the 16-bit instructions that it leaves; any other value is no limit.
+# https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+_CORE_BF16 = frozenset({"avx512_bf16"})
+_CORE_FP16 = _CORE_BF16 | {"avx512_fp16"}
+_CORE_AMX = _CORE_FP16 | {"amx_bf16"}
+_ALLOWED: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), frozenset[str]()),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), frozenset[str]()),
+    "AVX512_CORE_BF16": _CORE_BF16,
+    **dict.fromkeys(("AVX512_CORE_FP16", "AVX10_1_512"), _CORE_FP16),
+    **dict.fromkeys(("AVX512_CORE_AMX", "AVX10_1_512_AMX"), _CORE_AMX),
+}
+
+
+def _fields(text: str) -> dict[str, str]:
+    """`key : value` lines; the first occurrence of a key wins (cpuinfo repeats itself for every core)."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def parse_cpuinfo(text: str) -> CpuFeatures:
+    """CPU features from the text of `/proc/cpuinfo` (x86: `flags`, Arm: `Features`)."""
+    fields = _fields(text)
+    title = fields.get("model name") or fields.get("Model") or fields.get("Hardware") or "CPU"
+    flags = fields.get("flags", fields.get("Features"))
+    machine = "aarch64" if "Features" in fields else "x86_64" if "flags" in fields else platform.machine()
+    if flags is None:
+        return CpuFeatures(title, None, "/proc/cpuinfo lists no instruction-set flags", machine)
+    return CpuFeatures(title, frozenset(flags.split()), "/proc/cpuinfo", machine)
+
+
+def parse_sysctl(text: str) -> CpuFeatures:
+    """CPU features from `sysctl machdep.cpu hw.optional` on macOS (Apple and Intel chips)."""
+    fields = _fields(text)
+    title = fields.get("machdep.cpu.brand_string", "CPU")
+    arm = {flag for feature, flag in _SYSCTL_FLAGS.items() if fields.get(f"hw.optional.arm.{feature}") == "1"}
+    intel = " ".join(
+        fields.get(key, "") for key in ("machdep.cpu.features", "machdep.cpu.leaf7_features")
+    ).lower()
+    if not fields:
+        return CpuFeatures(title, None, "sysctl printed nothing", platform.machine())
+    machine = "x86_64" if intel.strip() else "arm64"
+    return CpuFeatures(title, frozenset(arm | set(intel.split())), "sysctl", machine)
+
+
+def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
+    """CPU features from `torch.cpu.get_capabilities()`, which newer torch offers on every system."""
+    flags = frozenset(key for key, value in capabilities.items() if value is True)
+    title = str(capabilities.get("cpu_name", "CPU"))
+    machine = str(capabilities.get("architecture", platform.machine()))
+    return CpuFeatures(title, flags, "torch.cpu.get_capabilities", machine)
+
+
+def _sysctl(*names: str) -> str:
+    return subprocess.run(
+        ["/usr/sbin/sysctl", *names], capture_output=True, text=True, check=False, timeout=10
+    ).stdout
+
+
+def this_cpu() -> CpuFeatures:
+    """The CPU of this machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        return parse_cpuinfo(cpuinfo.read_text(encoding="utf-8", errors="replace"))
+    if platform.system() == "Darwin":
+        return parse_sysctl(_sysctl("machdep.cpu", "hw.optional"))
+    # torch.cpu.get_capabilities is newer than the oldest torch we run on.
+    capabilities: Callable[[], Mapping[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is not None:
+        return parse_capabilities(capabilities())
+    system = platform.system() or "this system"
+    title, source = platform.processor() or "CPU", f"no way to read CPU flags on {system}"
+    return CpuFeatures(title, None, source, platform.machine())
+
+
+def this_onednn() -> OneDnn | None:
+    """What torch's oneDNN takes here; None where torch was built without it."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    asked = {
+        _BF16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        _F16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return OneDnn(frozenset(dtype for dtype, takes in asked.items() if takes()), limit.upper())
+
+
+def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn: OneDnn | None) -> str | None:
+    """Why matmuls in a 16-bit dtype run slowly on a CPU, as a clause; None where they run in hardware."""
+    instructions = CPU_INSTRUCTIONS[dtype]
+    if features.flags is None:
+        return f"whether this CPU has {name} instructions is unknown ({features.source})"
+    present = features.flags.intersection(instructions)
+    if not present:
+        return f"this CPU has no {name} instructions (none of {', '.join(instructions.values())})"
+    if onednn is None:
+        return f"this torch has no oneDNN, which runs {name} matmuls on a CPU"
+    if all(onednn.forbids(flag) for flag in present):
+        return f"ONEDNN_MAX_CPU_ISA={onednn.limit} keeps oneDNN from this CPU's {name} instructions"
+    return None
+
+
+@dataclass(frozen=True)
+class ContractSource:
+    """Which measured table says what operators accept on a CPU.
+
+    Attributes:
+        table: name of the table (`cpu-avx2`).
+        unlike: why that table was not measured on such a CPU, as a clause; empty where it was.
+    """
+
+    table: str
+    unlike: str = ""
+
+
+# What oneDNN takes decides. More than AMX makes it take float16 (AVX512-FP16, AVX2-VNNI-2), only AMX was measured.
+_TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
+    frozenset[torch.dtype](): ("cpu-avx2", ""),
+    frozenset({_BF16}): ("cpu-avx512", ""),
+    frozenset({_BF16, _F16}): ("cpu-amx", "amx_bf16"),
+}
+
+
+def contract_source(features: CpuFeatures, onednn: OneDnn | None) -> ContractSource:
+    """The contract table that fits a CPU best, and whether it was measured on such a one."""
+    if onednn is None:
+        return ContractSource("cpu-avx2", "this torch has no oneDNN, the tables were measured with it")
+    table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))
+    if features.machine.lower() not in ("x86_64", "amd64"):
+        return ContractSource(table, f"this is a CPU of type {features.machine}, the tables are of x86 CPUs")
+    if onednn.takes not in _TABLES or (flag and features.flags is not None and flag not in features.flags):
+        takes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in onednn.takes))
+        return ContractSource(
+            table, f"no table is of a CPU that has no {flag} and whose oneDNN takes {takes}"
+        )
+    return ContractSource(table)

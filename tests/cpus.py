@@ -1,0 +1,37 @@
+"""CPUs that a test pretends to run on: what the package sees of one; its arithmetic stays this machine's.
+
+`ISOTYPE_TEST_CPU=cpu-amx pytest …` runs every test so (processes that a test starts see the real CPU).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from isotype.precision import hardware
+from isotype.precision.cpu import CpuFeatures, OneDnn
+
+F16, BF16 = torch.float16, torch.bfloat16
+
+CPUS: dict[str, tuple[CpuFeatures, OneDnn]] = {
+    "cpu-avx2": (CpuFeatures("AMD EPYC", frozenset({"avx2"}), "a test"), OneDnn(frozenset())),
+    "cpu-avx512": (
+        CpuFeatures("AMD EPYC", frozenset({"avx2", "avx512f", "avx512_bf16"}), "a test"),
+        OneDnn(frozenset({BF16})),
+    ),
+    "cpu-amx": (
+        CpuFeatures("Intel Xeon", frozenset({"avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16"}), "a test"),
+        OneDnn(frozenset({BF16, F16})),
+    ),
+}
+
+
+def pretend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `device="cpu"` be such a CPU, to isotype and to bitsandbytes."""
+    features, onednn = CPUS[name]
+    monkeypatch.setattr(hardware, "this_cpu", lambda: features)
+    monkeypatch.setattr(hardware, "this_onednn", lambda: onednn)
+    modules: Any = pytest.importorskip("bitsandbytes.nn.modules")
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: name != "cpu-avx2")
