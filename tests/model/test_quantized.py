@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import isotype
 from isotype.model.boundary import set_boundary
 from isotype.model.enforce import enforce_model
+from isotype.model.quantized import keep_training_layout, repacking, restore_layout
 from isotype.precision.policy import PrecisionPolicy
 
 LOW = (torch.bfloat16, torch.float16)
@@ -216,6 +218,35 @@ def test_bitsandbytes_still_repacks_weights_into_a_layout_without_a_backward() -
     out = layer.train()(x)
     with pytest.warns(UserWarning, match="gemv_4bit: an autograd kernel was not registered"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "why"),
+    [
+        (64, 96, "96 columns are no multiple of the block size 64"),
+        (48, 64, "48 rows are no multiple of 32"),
+        (64, 128, ""),
+    ],
+)
+def test_what_an_evaluation_repacks_and_what_it_raises_for(rows: int, columns: int, why: str) -> None:
+    def layer() -> Any:
+        made = bitsandbytes.nn.Linear4bit(
+            columns, rows, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16
+        ).to("cpu")
+        made.support_avx512bf16_for_cpu = True  # what a CPU with AVX512-BF16 sets
+        return made
+
+    x = torch.randn(2, columns, dtype=torch.bfloat16)
+    raw = layer()
+    assert repacking(raw) == why
+    with pytest.raises((AssertionError, RuntimeError)) if why else contextlib.nullcontext():
+        raw.eval()(x)
+    kept = layer()
+    before = keep_training_layout(kept)
+    assert repacking(kept) is None
+    assert kept.eval()(x).shape == (2, rows)
+    restore_layout(kept, before)
+    assert repacking(kept) == why
 
 
 def test_a_trained_bias_is_safe_under_threads() -> None:

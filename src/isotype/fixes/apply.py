@@ -14,7 +14,7 @@ from isotype.dtypes import dtype_name, parse_dtype
 from isotype.errors import Problem, UsageError
 from isotype.model.boundary import Boundary, set_boundary
 from isotype.model.enforce import fresh_rotary
-from isotype.model.quantized import quantization_state
+from isotype.model.quantized import keep_training_layout, quantization_state, restore_layout
 from isotype.model.walk import plain_tensors
 from isotype.rules.finding import Action
 
@@ -223,6 +223,11 @@ def _set_compute(layer: Any, value: str) -> list[Undo]:
     return undos
 
 
+def _keep_layout(layer: Any, value: str) -> list[Undo]:
+    before = keep_training_layout(layer)
+    return [lambda: restore_layout(layer, before)]
+
+
 def _setting_back(holder: Any, name: str, value: Any) -> Undo:
     def undo() -> None:
         setattr(holder, name, value)
@@ -251,4 +256,5 @@ _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "state": _set_state,
     "compute": _set_compute,
     "boundary": _set_boundary,
+    "layout": _keep_layout,
 }

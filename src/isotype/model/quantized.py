@@ -54,7 +54,7 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
         id(s): s for s in (getattr(layer.weight, "quant_state", None), layer.quant_state) if s is not None
     }
     changes += [change for state in states.values() for change in _align_state(state, compute)]
-    _keep_training_layout(layer)
+    keep_training_layout(layer)
     return changes
 
 
@@ -105,11 +105,54 @@ def _name(dtype: torch.dtype | None) -> str:
     return "unset" if dtype is None else dtype_name(dtype)
 
 
-def _keep_training_layout(layer: Any) -> None:
-    # bitsandbytes repacks 4-bit weights in place on the first evaluation forward on CPUs with AVX512-BF16; the
-    # repacked layout has no backward and rounds the absmax constants to bfloat16, so a model that generates
-    # and then trains would silently learn from wrong gradients. The layer's own switch keeps the layout that trains.
-    # See Linear4bit.forward in bitsandbytes/nn/modules.py (0.50.2); tests/model/test_quantized.py says when
-    # this can go.
-    if hasattr(layer, "support_avx512bf16_for_cpu"):
-        layer.support_avx512bf16_for_cpu = False
+# ------------------------------------------------------------------------ layout of 4-bit weights on CPUs
+# bitsandbytes repacks 4-bit weights in place on the first evaluation forward on CPUs with AVX512-BF16. The repacked
+# layout has no backward and rounds the absmax constants to bfloat16, so a model that generates and then trains would
+# silently learn from wrong gradients; and for some shapes the repacking raises. The layer's own switch keeps the layout
+# that trains. See Linear4bit.forward in bitsandbytes/nn/modules.py and _convert_weight_packed_for_cpu in
+# bitsandbytes/functional.py (0.50.2); tests/model/test_quantized.py says when this can go.
+
+_SWITCH = "support_avx512bf16_for_cpu"
+_KEPT = "_isotype_keeps_layout"
+_BLOCK_ROWS = 32
+
+
+def keep_training_layout(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Keep a 4-bit layer from being repacked; returns the attributes as they were, for `restore_layout`."""
+    before = tuple((name, getattr(layer, name)) for name in (_SWITCH, _KEPT) if hasattr(layer, name))
+    if hasattr(layer, _SWITCH):
+        setattr(layer, _SWITCH, False)
+        setattr(layer, _KEPT, True)
+    return before
+
+
+def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
+    """Take `keep_training_layout` back."""
+    layer.__dict__.pop(_KEPT, None)
+    for name, value in before:
+        setattr(layer, name, value)
+
+
+def repacking(layer: Any) -> str | None:
+    """What the first evaluation forward does to a 4-bit layer on a CPU with AVX512-BF16.
+
+    Returns what is wrong with its shape where the repacking raises, "" where it is repacked, None where it stays as it
+    is: it is kept, it is repacked already, or this bitsandbytes repacks nothing.
+    """
+    state = quantization_state(layer)
+    if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):
+        return None
+    if getattr(state, "packing_format_for_cpu", False) or state.shape is None:
+        return None
+    from bitsandbytes.nn import modules
+
+    if modules.has_avx512bf16() and not getattr(layer, _SWITCH):
+        return None  # its owner has switched it off
+    rows, *more = (int(size) for size in state.shape)
+    if len(more) != 1:
+        return f"a weight of {1 + len(more)} dimensions, where it takes two"
+    if rows % _BLOCK_ROWS:
+        return f"{rows} rows are no multiple of {_BLOCK_ROWS}"
+    if more[0] % state.blocksize:
+        return f"{more[0]} columns are no multiple of the block size {state.blocksize}"
+    return ""

@@ -61,6 +61,7 @@ class DeviceProfile:
         speed: dtype -> rate of its matmuls over float32's, measured on such a device; empty where nobody has.
         contracts: name of the contract table of such a device where its kind has several (`"cpu-avx2"`), else "".
         unlike: why that table was not measured on such a device, as a clause; "" where it was.
+        repacks_4bit: whether bitsandbytes repacks 4-bit weights there when they are evaluated.
     """
 
     name: str
@@ -79,6 +80,7 @@ class DeviceProfile:
     speed: Mapping[torch.dtype, float] = field(default_factory=dict)
     contracts: str = ""
     unlike: str = ""
+    repacks_4bit: bool = False
 
     def supports(self, dtype: torch.dtype) -> Support:
         """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""
@@ -130,6 +132,7 @@ def _from_record(name: str, record: Mapping[str, Any]) -> DeviceProfile:
         capability=tuple(record["capability"]) if "capability" in record else None,
         speed={_dtype(key): rate for key, rate in record.get("matmul_speed", {}).items()},
         contracts=record.get("contracts", ""),
+        repacks_4bit=record.get("repacks_4bit", False),
     )
 
 
@@ -197,6 +200,7 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
         speed=measured.speed if native == measured.native and not source.unlike else {},
         contracts=source.table,
         unlike=source.unlike,
+        repacks_4bit="avx512_bf16" in (features.flags or ()),
     )
 
 

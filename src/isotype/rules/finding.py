@@ -22,6 +22,7 @@ ActionKind = Literal[
     "input",  # the module `target` takes its float inputs in `value`
     "state",  # the quantization state of the layer `target` dequantizes to `value`
     "compute",  # the quantized layer `target` computes in `value`
+    "layout",  # the 4-bit layer `target` keeps the layout that trains
     "boundary",  # the module `target` casts at its border, see isotype.model.boundary.set_boundary
     "line",  # the code at `target` (`file:line`) casts to, or makes tensors in, `value`; only the user can do it
     "setting",  # the argument `target` of the step (autocast, scaler, optimizer, …) becomes `value`

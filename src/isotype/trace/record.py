@@ -192,6 +192,8 @@ class Quantization:
         absmax: dtype of its scales.
         packed: dtype of the packed bytes now.
         storage: dtype of the packed bytes as they were packed.
+        repacking: what an evaluation on a CPU that repacks 4-bit weights raises for it, "" where it is repacked; None
+            where its layout is kept or never changes.
     """
 
     format: str
@@ -201,6 +203,7 @@ class Quantization:
     absmax: torch.dtype | None
     packed: torch.dtype
     storage: torch.dtype | None
+    repacking: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

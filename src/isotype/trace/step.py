@@ -151,6 +151,7 @@ def _untouched_globals() -> Iterator[None]:
         _no_autocast(),
         torch.compiler.set_stance("force_eager"),
         _no_tracing_branch(),
+        _no_repacking(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
     ):
         try:
@@ -196,6 +197,22 @@ def _no_tracing_branch() -> Iterator[None]:
         yield
     finally:
         utils.is_fake_tensor = before
+
+
+@contextlib.contextmanager
+def _no_repacking() -> Iterator[None]:
+    """bitsandbytes repacks no 4-bit weight, whatever this CPU has: IST407 says what happens on the device."""
+    modules: Any = sys.modules.get("bitsandbytes.nn.modules")
+    convert = "_convert_weight_packed_for_cpu"
+    if modules is None or not hasattr(modules, convert):
+        yield
+        return
+    before = getattr(modules, convert)
+    setattr(modules, convert, lambda weight, state: (weight, state))
+    try:
+        yield
+    finally:
+        setattr(modules, convert, before)
 
 
 class _Step:

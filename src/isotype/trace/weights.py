@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, places
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.record import MemoryKind, Quantization, Weight
@@ -113,6 +113,7 @@ def _quantization(place: Place, own: str) -> Quantization | None:
         absmax=_absmax(state),
         packed=layer.weight.dtype,
         storage=getattr(layer.weight, "quant_storage", None),
+        repacking=repacking(layer),
     )
 
 

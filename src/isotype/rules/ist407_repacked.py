@@ -1,0 +1,77 @@
+"""
+**What it means.** The CPU has AVX512-BF16, and the first evaluation forward there makes bitsandbytes repack every 4-bit weight in
+place. For some shapes the repacking itself raises; after it, training cannot go on.
+
+**Why it is bad.** The other layout holds blocks of 32 rows and scales of whole rows: a weight whose rows are no multiple of 32, or
+whose columns are no multiple of the block size (64 × 96), raises in the middle of `evaluate` or `generate`. A weight that was
+repacked has scales rounded to bfloat16 and no backward, so a loop that evaluates between steps learns from wrong gradients.
+
+**Why it happens.** `Linear4bit.forward` repacks when the module is in eval mode and its input needs no gradient. Nothing of it is
+seen on a GPU, or on a CPU without AVX512-BF16.
+
+**An example that fails**
+
+    model.eval()
+    model.generate(**prompt)     # shape '[64, 1]' is invalid for input of size 96
+
+**Repaired**
+
+    isotype.enforce(model, policy)                      # or isotype.load: the layout that trains is kept
+    for layer in linear4bit_layers: layer.support_avx512bf16_for_cpu = False
+
+**How safe is the fix?** It keeps the weights as they were loaded; generation on such a CPU loses bitsandbytes' fused kernel.
+
+**Seen in** bitsandbytes 0.50: `_convert_weight_packed_for_cpu` in `bitsandbytes/functional.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.weight_sets import count, finding_of
+from isotype.rules.words import starred
+from isotype.trace.record import Trace, Weight
+
+TITLE = "4-bit weights that an evaluation on this CPU repacks"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """4-bit layers that nothing keeps from being repacked: those that cannot be, and those that train afterwards."""
+    setup = trace.setup
+    if not setup.profile.repacks_4bit:
+        return
+    left = [w for w in trace.weights if w.quantization is not None and w.quantization.repacking is not None]
+    failing = [weight for weight in left if weight.quantization and weight.quantization.repacking]
+    evaluated = "generate" in setup.phases
+    if failing:
+        kept = failing[0].quantization
+        assert kept is not None
+        yield finding_of(
+            "IST407",
+            "error" if evaluated else "note",
+            f"an evaluation on {setup.profile.title} raises: bitsandbytes cannot repack "
+            f"{count(failing)} 4-bit weights",
+            failing,
+            cause=f"{failing[0].module}: {kept.repacking}",
+            fixes=(_keep(failing),),
+        )
+    elif left and "backward" in setup.phases:
+        yield finding_of(
+            "IST407",
+            "warning" if evaluated else "note",
+            f"the first evaluation on {setup.profile.title} repacks {count(left)} 4-bit weights, and the new layout "
+            "has no backward",
+            left,
+            cause=f"bitsandbytes repacks {left[0].module} when it is evaluated",
+            fixes=(_keep(left),),
+        )
+
+
+def _keep(weights: list[Weight]) -> Fix:
+    targets = dict.fromkeys(starred(weight.module) for weight in weights)
+    return Fix(
+        "keep the layout that trains",
+        "safe",
+        actions=tuple(Action("layout", target, "training") for target in targets),
+    )

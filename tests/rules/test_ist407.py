@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from tests.cpus import pretend
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+BF16 = torch.bfloat16
+
+
+def model(rows: int, columns: int = 64) -> nn.Module:
+    layer = bitsandbytes.nn.Linear4bit(columns, rows, bias=False, quant_type="nf4", compute_dtype=BF16)
+    return nn.Sequential(nn.Linear(columns, columns, dtype=BF16), layer.to("cpu"))
+
+
+def found(module: nn.Module, device: str, *phases: Any) -> list[tuple[str, str]]:
+    x = torch.randn(2, module[1].in_features, dtype=BF16)
+    report = isotype.check(
+        module,
+        lambda each: each(x).float().sum(),
+        device=device,
+        phases=phases,
+        generate=lambda each: each(x),
+    )
+    return [(each.severity, each.message) for each in report.findings if each.code == "IST407"]
+
+
+RAISES = "an evaluation on x86 CPU with AMX raises: bitsandbytes cannot repack 1 4-bit weights"
+
+
+def test_a_shape_that_cannot_be_repacked() -> None:
+    assert found(model(48), "cpu-amx", "forward", "generate") == [("error", RAISES)]
+    assert found(model(48), "cpu-amx", "forward", "backward") == [("note", RAISES)]
+    assert found(model(48), "cpu-avx2", "forward", "generate") == []
+    assert found(model(48), "t4", "forward", "generate") == []
+
+
+def test_training_after_an_evaluation() -> None:
+    ((severity, message),) = found(model(64), "cpu-avx512", "forward", "backward", "generate")
+    assert severity == "warning"
+    assert message.endswith("repacks 1 4-bit weights, and the new layout has no backward")
+    assert found(model(64), "cpu-avx512", "forward", "generate") == []
+
+
+def test_the_cpu_at_hand_is_traced_without_repacking_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend("cpu-avx512", monkeypatch)
+    module = model(64, 96).eval()
+    x = torch.randn(2, 96, dtype=BF16)
+
+    def check() -> Any:
+        return isotype.check(
+            module,
+            lambda each: each(x),
+            device="cpu",
+            phases=("forward", "generate"),
+            generate=lambda each: each(x),
+        )
+
+    report = check()
+    (finding,) = report.findings
+    assert (finding.code, finding.severity) == ("IST407", "error")
+    assert finding.cause == "1: 96 columns are no multiple of the block size 64"
+    with pytest.raises(RuntimeError, match=r"invalid for input of size 96"), torch.no_grad():
+        model(64, 96).eval()(x)
+    isotype.repair(module, report)
+    assert check().findings == ()
+    with torch.no_grad():
+        assert module(x).shape == (2, 64)
