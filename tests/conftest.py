@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from isotype import hub
 from tests.cpus import CPUS, pretend
 from tests.models import save_tiny
 
@@ -36,6 +37,12 @@ def any_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The name of the CPU that the test pretends to run on; the test runs once on each."""
     pretend(request.param, monkeypatch)
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test asks the hub whether it is there."""
+    monkeypatch.setattr(hub, "_why_unreachable", lambda: "")
 
 
 def pytest_configure() -> None:

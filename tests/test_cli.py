@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
+from isotype import cli
 from isotype.cli import DEMO, _quiet_libraries, main, take_debug_flag
+from isotype.terminal import print_the_nearest
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model
@@ -223,3 +227,55 @@ def test_a_whole_run_leaves_adapter_policy_and_report(capsys, model, data, tmp_p
     assert len(record["steps"]) == 3
     assert record["samples"][0]["question"] == "w1 w2"
     assert record["command"].startswith("isotype sft --model_name_or_path")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_its_status(
+    number: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def handler(rest: list[str], console: object) -> int:
+        signal.raise_signal(number)
+        return 0
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(cli, "_handler", lambda command: handler)
+    try:
+        assert cli.main(["doctor"]) == status
+    finally:
+        for each, handling in before.items():
+            signal.signal(each, handling)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_ascii_terminal_gets_the_nearest_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert main(["explain", "IST407"]) == 0
+    assert "multiple of the block size (64 x 96)" in " ".join(written.getvalue().decode("ascii").split())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"), [("ascii", b"2 x 3 ... ? -> \n"), ("latin-1", b"2 \xd7 3 ... ? -> \n")]
+)
+def test_what_an_encoding_lacks(encoding: str, printed: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
+    print_the_nearest()
+    print("2 × 3 … 字 → ")
+    assert written.getvalue() == printed
+
+
+def test_warnings_as_errors_do_not_end_a_command_in_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handler(rest: list[str], console: object) -> int:
+        warnings.warn("a name that will be removed", FutureWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(cli, "_handler", lambda command: handler)
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shown: list[str] = []
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *rest: shown.append(str(message)))
+        assert main(["doctor"]) == 0
+    assert shown == ["a name that will be removed"]

@@ -20,9 +20,10 @@ from rich.console import Console
 
 from isotype.arguments import Parser
 from isotype.errors import IsotypeError
+from isotype.interrupt import exit_status, signal_of, terminate
+from isotype.terminal import print_the_nearest
 
 TRAINING = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
-INTERRUPTED = 130
 CRASHED = 1
 
 # `isotype demo` is this command.
@@ -60,10 +61,13 @@ isotype completion bash|zsh|tcsh prints what your shell completes commands by.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run one command and return its exit status: 0 done, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # What follows `run` is another script's: its --debug is its own.
     arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
+    if arguments[:1] != ["run"]:  # another script's output, and its warnings, are its own
+        print_the_nearest()
+        _show_warnings_of_libraries()
     console, errors = _console(stderr=False), _console(stderr=True)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         console.print(_USAGE, highlight=False, markup=False, end="")
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a command as Ctrl-C does
+        signal.signal(signal.SIGTERM, terminate)
     if argv is None and command == "check":
         # This process ends with the report: looking for garbage among what it has loaded takes a tenth of its time,
         # and as much again when it ends.
@@ -89,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         errors.print(f"[bold red]error:[/bold red] {_escape(str(error))}", highlight=False, soft_wrap=True)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if debug:
             traceback.print_exc()
         errors.print("interrupted")
-        return INTERRUPTED
+        return exit_status(signal_of(interrupt))
     except BrokenPipeError:
         # The reader of our output has gone (`isotype … | head`); there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -186,7 +190,9 @@ def _train(command: str, rest: list[str], console: Console) -> int:
             highlight=False,
             soft_wrap=True,
         )
-    return {"interrupted": INTERRUPTED, "failed": CRASHED}.get(outcome.record.status, 0)
+    if outcome.stopped_by is not None:
+        return exit_status(outcome.stopped_by)
+    return CRASHED if outcome.record.status == "failed" else 0
 
 
 def _run(rest: list[str], console: Console) -> int:
@@ -323,6 +329,12 @@ def _quiet_libraries() -> None:
         warnings.filterwarnings("default", category=UserWarning, module=r"isotype\b")
         # A line for each layer and forward: "MatMul8bitLt: inputs will be cast …".
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def _show_warnings_of_libraries() -> None:
+    """Under PYTHONWARNINGS=error too: as exceptions they would end a command in the midst of somebody else's code."""
+    if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
+        warnings.simplefilter("default")
 
 
 def _escape(text: str) -> str:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from isotype.dtypes import COMPUTE_DTYPES
 from isotype.errors import PrecisionError
+from isotype.precision import probe
 from isotype.precision.probe import measure_all, measure_matmul, next_side
 
 
@@ -21,14 +22,49 @@ def test_float32_rate_is_plausible() -> None:
     assert rate.message is None
 
 
-@pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
-def test_budget_holds_even_for_a_slow_dtype(dtype: torch.dtype) -> None:
-    start = time.perf_counter()
-    rate = measure_matmul(dtype, seconds=0.05, size=2048)
-    spent = time.perf_counter() - start
-    assert rate.seconds_spent <= spent
-    # The slack is for a busy machine; a 2048 matmul in software float16 alone takes over ten seconds.
-    assert spent < 2.0
+class Machine:
+    """Calls that take as long as an idle machine needs, and longer while it is busy; nothing is computed."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, busy: Callable[[int], float] = lambda call: 1.0
+    ) -> None:
+        self.calls: list[tuple[torch.dtype, int]] = []
+        self.busy = busy
+        monkeypatch.setattr(probe, "_time_call", self.call)
+        monkeypatch.setattr(
+            probe, "_operands", lambda side, dtype, device: (torch.empty(side, 0, dtype=dtype),) * 2
+        )
+
+    def call(self, operands: tuple[torch.Tensor, torch.Tensor], synchronize: object) -> float:
+        (side, _), dtype = operands[0].shape, operands[0].dtype
+        self.calls.append((dtype, side))
+        rate = 1e9 if dtype == torch.float16 else 1e11
+        return self.busy(len(self.calls)) * 4 * side**3 / rate
+
+
+def test_a_budget_holds_even_for_a_slow_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    rates = measure_all("cpu", seconds_total=3.0)
+    assert {dtype: rate.size for dtype, rate in rates.items()} == {
+        torch.float32: 1024, torch.bfloat16: 1024, torch.float16: 256,
+    }  # fmt: skip
+    assert all(rate.seconds_spent < 1.2 and rate.repeats >= 5 and rate.steady for rate in rates.values())
+    assert rates[torch.float32].flops_per_second == pytest.approx(1e11)
+    last = [dtype for dtype, _ in machine.calls[-9:]]
+    assert len(set(last)) == 2, "they take turns"
+
+
+def test_a_machine_that_is_busy_now_and_then_makes_no_dtype_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fifth call waits fifty times as long as it computes."""
+    Machine(monkeypatch, lambda call: 50.0 if call % 5 == 0 else 1.0)
+    rates = measure_all("cpu", seconds_total=3.0)
+    reached = {dtype: rate.flops_per_second for dtype, rate in rates.items()}
+    assert reached[torch.float32] == pytest.approx(100 * reached[torch.float16])
+
+
+def test_calls_that_differ_much_are_no_basis_for_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, lambda call: 1.0 + call % 4)
+    assert not any(rate.steady for rate in measure_all("cpu", seconds_total=3.0).values())
 
 
 def test_refused_dtype_has_no_rate_but_the_operators_words() -> None:

@@ -75,6 +75,19 @@ def _text(report: DoctorReport, width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
+def test_no_advice_where_calls_differ_much() -> None:
+    """Under load float16 seemed 165 times faster than float32."""
+    report = _report(rates={
+        F32: replace(_rate(F32, 1e9), spread=9.0), BF16: _rate(BF16, 2e9), F16: _rate(F16, 165e9),
+    })  # fmt: skip
+    text = _text(report)
+    assert contradiction(report) is None
+    assert "consider --dtype" not in text
+    assert "float32    native      1.0 GFLOP/s   calls differ too much to compare" in text
+    assert "bfloat16   emulated    2.0 GFLOP/s   matmuls run 82x slower than float16" in text
+    assert "float32: calls took unequally long, as on a busy machine; run isotype doctor again" in text
+
+
 def test_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert (

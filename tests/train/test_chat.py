@@ -6,6 +6,7 @@ import argparse
 import io
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.load import load
 from isotype.errors import CheckpointError, UsageError
+from isotype.interrupt import Terminated
 from isotype.lora.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.resolve import resolve_precision
-from isotype.train.chat import chat, load_for_inference, stream_answer
+from isotype.train.chat import _questions, chat, load_for_inference, stream_answer
 from isotype.train.generate import answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -375,3 +377,13 @@ def test_a_device_that_is_elsewhere(base: Path) -> None:
         talk(base, "w1", device="h100")
     assert caught.value.problems[0].given == "device h100"
     assert caught.value.problems[0].expected == "a device that is here"
+
+
+def test_sigterm_ends_a_chat_that_ctrl_c_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: Any, **kwargs: Any) -> str:
+        raise Terminated
+
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(console, "input", asked)
+    with pytest.raises(Terminated):
+        next(_questions(SimpleNamespace(ask=None), True, console))

@@ -14,6 +14,7 @@ from isotype.checkpoint.headers import (
 )
 from isotype.dtypes import from_safetensors_name
 from isotype.errors import CheckpointError, Problem
+from isotype.hub import offline_if_unreachable
 
 
 def hub_config(model_id: str, revision: str | None = None) -> Any:
@@ -25,10 +26,12 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    why = ""
     try:
-        return AutoConfig.from_pretrained(model_id, revision=revision or "main", trust_remote_code=False)
+        with offline_if_unreachable() as why:
+            return AutoConfig.from_pretrained(model_id, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = why or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             "the model cannot be read from the hub",
             [
@@ -62,8 +65,10 @@ def remote_headers(
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
+    why = ""
     try:
-        repository = get_safetensors_metadata(model_id, revision=revision)
+        with offline_if_unreachable() as why:
+            repository = get_safetensors_metadata(model_id, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         problem = Problem(
             f"hub id {model_id}: {error}",
@@ -73,7 +78,7 @@ def remote_headers(
         raise CheckpointError("no readable safetensors on the hub", [problem]) from error
     except (OSError, HTTPError) as error:
         return None, (
-            f"the headers on the hub could not be read ({error}): the dtypes are those of the config",
+            f"the headers on the hub could not be read ({why or error}): the dtypes are those of the config",
         )
     tensors = tuple(
         TensorHeader(

@@ -20,9 +20,9 @@ from isotype.arguments import Parser
 from isotype.commands.command_line import is_python_script
 from isotype.commands.session import PREFLIGHT_SECONDS, Options, Session, show
 from isotype.errors import IsotypeError, Problem, UsageError
+from isotype.interrupt import exit_status, signal_of, terminate
 
 CRASHED = 1
-INTERRUPTED = 130
 
 _DESCRIPTION = """\
 Run a training script unchanged and watch its first step: what will fail or cost is said before the step, a crash is
@@ -39,7 +39,7 @@ def run(argv: Sequence[str], console: Console) -> int:
         SystemExit: the script's own.
     """
     options = parse(argv)
-    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGTERM) is terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script is to die of it as it would without us
     session = Session(options)
     session.watch()
@@ -57,7 +57,7 @@ def _watched(options: Options, session: Session) -> int:
         raise
     except KeyboardInterrupt as interrupt:
         show(session.failed(interrupt))
-        return INTERRUPTED
+        return exit_status(signal_of(interrupt))
     except BaseException as error:  # noqa: BLE001 - the last frame of the script: what python itself would print
         show(session.failed(error))
         session.crashed(error)

@@ -28,6 +28,7 @@ from isotype.data.mapping import ColumnMap, parse_columns
 from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
 from isotype.data.shapes import Shape, to_feature
 from isotype.errors import DataError, Problem
+from isotype.hub import offline_if_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDatasetDict
@@ -354,12 +355,13 @@ def _first_line(error: BaseException) -> str:
 def _load_hub(name: str, config: str | None, streaming: bool, job: _Job) -> DatasetDict | IterableDatasetDict:
     import datasets
 
+    why = ""
     try:
-        loaded = datasets.load_dataset(name, name=config, streaming=streaming)
+        with offline_if_unreachable() as why:
+            loaded = datasets.load_dataset(name, name=config, streaming=streaming)
     except ConnectionError as error:
-        given = (
-            f"'{name}' is no file or directory here, and the hub could not be reached: {_first_line(error)}"
-        )
+        reason = why or _first_line(error)
+        given = f"'{name}' is no file or directory here, and the hub could not be reached: {reason}"
         expected = "a network connection, or data on this machine"
         fix = f"name a local file or directory (--dataset_name ./train.jsonl) or {EMBEDDED}precision_qa"
         raise data_error(name, [Problem(given, expected, fix)]) from error

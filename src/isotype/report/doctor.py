@@ -116,7 +116,7 @@ class DoctorReport:
 
 
 def gather_doctor_report(
-    device: str | torch.device = "auto", probe_seconds: float = 1.0, bitsandbytes_timeout: float = 120.0
+    device: str | torch.device = "auto", probe_seconds: float = 3.0, bitsandbytes_timeout: float = 120.0
 ) -> DoctorReport:
     """Look at the device, measure it where it is here, and compare the installed versions.
 
@@ -199,13 +199,22 @@ def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
     if dtype not in rates:
         rate = report.rates.get(dtype)
         return "no published rate" if rate is None else f"refused: {rate.message}"
-    best = max(rates, key=lambda other: rates[other])
+    if not _steady(dtype, report):
+        return "calls differ too much to compare"
+    compared = [other for other in rates if _steady(other, report)]
+    best = max(compared, key=lambda other: rates[other])
     slowdown = rates[best] / rates[dtype]
     if dtype == best:
-        return "the fastest"
+        return "the fastest" if len(compared) == len(rates) else "the fastest that could be compared"
     if slowdown < 1.25:
         return f"as fast as {dtype_name(best)}"
     return f"matmuls run {slowdown:.{0 if slowdown >= 10 else 1}f}x slower than {dtype_name(best)}"
+
+
+def _steady(dtype: torch.dtype, report: DoctorReport) -> bool:
+    """Whether a dtype's speed may be compared: it is a data sheet's, or its calls took alike long."""
+    rate = report.rates.get(dtype)
+    return rate is None or rate.steady
 
 
 def auto_dtype(profile: DeviceProfile) -> str:
@@ -221,14 +230,25 @@ def auto_dtype(profile: DeviceProfile) -> str:
 def contradiction(report: DoctorReport) -> str | None:
     """A sentence when the measurement belies the profile: the best dtype is far slower than another one."""
     best, rates = report.profile.best_dtype(), speeds(report)
-    if not report.profile.present or best not in rates:
+    steady = [dtype for dtype in rates if _steady(dtype, report)]
+    if not report.profile.present or best not in steady:
         return None
-    fastest = max(rates, key=lambda dtype: rates[dtype])
+    fastest = max(steady, key=lambda dtype: rates[dtype])
     slowdown = rates[fastest] / rates[best]
     if slowdown < 3:
         return None
     name, other = dtype_name(best), dtype_name(fastest)
     return f"{name} counts as native, but {other} ran {slowdown:.1f}x faster: consider --dtype {other}"
+
+
+def _unsteady(report: DoctorReport) -> str | None:
+    """A sentence when some calls took much longer than others: something else runs here."""
+    names = [
+        dtype_name(dtype) for dtype, rate in report.rates.items() if rate.message is None and not rate.steady
+    ]
+    if not names:
+        return None
+    return f"{', '.join(names)}: calls took unequally long, as on a busy machine; run isotype doctor again when it is idle"
 
 
 def by_change(found: Iterable[Misfit]) -> dict[str, list[Misfit]]:
@@ -365,7 +385,7 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     if problems:
         console.print(_heading("To change"))
         console.print(_grid(problems))
-    for doubt in (contradiction(report), *doubts(profile)):
+    for doubt in (contradiction(report), _unsteady(report), *doubts(profile)):
         if doubt:
             console.print(Text(f"\n{doubt}", style="yellow"))
     console.print()

@@ -13,6 +13,7 @@ from rich.console import Console
 from isotype.checkpoint.adapter import load_for_inference
 from isotype.dtypes import dtype_name
 from isotype.errors import CheckpointError, Problem, UsageError
+from isotype.interrupt import Terminated
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.generate import Message, encode, evaluating
 
@@ -97,6 +98,8 @@ def stream_answer(
     with torch.no_grad(), evaluating(model):
         try:
             model.generate(**inputs, pad_token_id=end, streamer=writer, **generation)
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             whole = False
             writer.end()
@@ -172,6 +175,8 @@ def _questions(options: argparse.Namespace, interactive: bool, console: Console)
             except EOFError:
                 console.print()
                 return
+            except Terminated:
+                raise
             except KeyboardInterrupt:
                 console.print(f"\n({_EXIT[0]} or Ctrl-D leaves)", style="dim", highlight=False)
 

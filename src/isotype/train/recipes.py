@@ -17,6 +17,7 @@ from rich.console import Console
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.staging import recover
 from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, TrainingError, UsageError
+from isotype.interrupt import signal_of
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run import JSON_NAME, RunRecord, Sample, write_run_report
@@ -55,12 +56,14 @@ class Outcome:
         adapter: directory of the saved adapter (or model), None where the run did not get there.
         report: path of the HTML report.
         checkpoint: the last whole checkpoint of this run, or the one it went on from; None where there is none.
+        stopped_by: the signal that stopped it; None where it came to its end.
     """
 
     record: RunRecord
     adapter: Path | None
     report: Path
     checkpoint: Path | None = None
+    stopped_by: int | None = None
 
 
 def run(settings: Settings, console: Console) -> Outcome:
@@ -388,7 +391,7 @@ def _train(
         )
         recorder.keep = Kept(lambda: _write_report(record_of(sample, started, "running", None), root))
         try:
-            finished = _train_and_save(trainer, root, resume, console)
+            stopped_by = _train_and_save(trainer, root, resume, console)
         except TrainingError as failure:
             record = record_of(sample, started, "failed", str(failure))
             return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
@@ -398,9 +401,9 @@ def _train(
             )
             _report_failure(record_of(sample, started, "failed", error), root, console)
             raise
-    if not finished:
+    if stopped_by is not None:
         record = record_of(sample, started, "interrupted", None)
-        return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
+        return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint(), stopped_by)
     try:
         sample = _second_answer(trainer, built.asked, console)
     except KeyboardInterrupt:
@@ -409,23 +412,23 @@ def _train(
     return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
 
 
-def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> bool:
-    """Train to the end and save the model into `root`; returns False where somebody stopped it."""
+def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> int | None:
+    """Train to the end and save the model into `root`; returns the signal that stopped it, None where none did."""
     with graceful_stop(trainer, console) as stopped:
         try:
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             if stopped and trainer.state.global_step < trainer.state.max_steps:
-                return False
+                return stopped[0]
             former = trained_kind(root)
             trainer.save_final(root)
             if trainer.args.should_save:
                 remove_other_kind(root, former)
             stopped.clear()  # the run is whole: what follows may be interrupted as ever
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if trainer.args.should_save:
                 recover(root)
-            return False
-    return True
+            return stopped[0] if stopped else signal_of(interrupt)
+    return None
 
 
 def _say_where(settings: Settings, resume: Path | None, console: Console) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from isotype.interrupt import terminate
 from isotype.train import describe
 from isotype.train.settings import Settings
 
@@ -59,7 +60,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         yield stopped
     finally:
         # `isotype` sets this handler: the process is its own.
-        ending = bool(stopped) and before[signal.SIGTERM] is signal.default_int_handler
+        ending = bool(stopped) and before[signal.SIGTERM] is terminate
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if ending else handler)
 
