@@ -83,9 +83,10 @@ def test_no_advice_where_calls_differ_much() -> None:
     text = _text(report)
     assert contradiction(report) is None
     assert "consider --dtype" not in text
-    assert "float32    native      1.0 GFLOP/s   calls differ too much to compare" in text
-    assert "bfloat16   emulated    2.0 GFLOP/s   matmuls run 82x slower than float16" in text
-    assert "float32: calls took unequally long, as on a busy machine; run isotype doctor again" in text
+    assert "fastest" not in text
+    assert "slower" not in text
+    assert "float32    native       1.0 GFLOP/s   not compared" in text
+    assert "float32: calls took unequally long, as on a busy machine; run isotype doctor" in text
 
 
 def test_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:

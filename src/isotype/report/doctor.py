@@ -199,22 +199,15 @@ def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
     if dtype not in rates:
         rate = report.rates.get(dtype)
         return "no published rate" if rate is None else f"refused: {rate.message}"
-    if not _steady(dtype, report):
-        return "calls differ too much to compare"
-    compared = [other for other in rates if _steady(other, report)]
-    best = max(compared, key=lambda other: rates[other])
+    if _unsteady(report):
+        return "not compared"
+    best = max(rates, key=lambda other: rates[other])
     slowdown = rates[best] / rates[dtype]
     if dtype == best:
-        return "the fastest" if len(compared) == len(rates) else "the fastest that could be compared"
+        return "the fastest"
     if slowdown < 1.25:
         return f"as fast as {dtype_name(best)}"
     return f"matmuls run {slowdown:.{0 if slowdown >= 10 else 1}f}x slower than {dtype_name(best)}"
-
-
-def _steady(dtype: torch.dtype, report: DoctorReport) -> bool:
-    """Whether a dtype's speed may be compared: it is a data sheet's, or its calls took alike long."""
-    rate = report.rates.get(dtype)
-    return rate is None or rate.steady
 
 
 def auto_dtype(profile: DeviceProfile) -> str:
@@ -230,10 +223,9 @@ def auto_dtype(profile: DeviceProfile) -> str:
 def contradiction(report: DoctorReport) -> str | None:
     """A sentence when the measurement belies the profile: the best dtype is far slower than another one."""
     best, rates = report.profile.best_dtype(), speeds(report)
-    steady = [dtype for dtype in rates if _steady(dtype, report)]
-    if not report.profile.present or best not in steady:
+    if not report.profile.present or best not in rates or _unsteady(report):
         return None
-    fastest = max(steady, key=lambda dtype: rates[dtype])
+    fastest = max(rates, key=lambda dtype: rates[dtype])
     slowdown = rates[fastest] / rates[best]
     if slowdown < 3:
         return None
@@ -242,13 +234,14 @@ def contradiction(report: DoctorReport) -> str | None:
 
 
 def _unsteady(report: DoctorReport) -> str | None:
-    """A sentence when some calls took much longer than others: something else runs here."""
-    names = [
-        dtype_name(dtype) for dtype, rate in report.rates.items() if rate.message is None and not rate.steady
-    ]
-    if not names:
+    """A sentence when some calls of a dtype took much longer than others: then nothing is compared."""
+    rates = [rate for rate in report.rates.values() if rate.message is None and not rate.steady]
+    if not rates:
         return None
-    return f"{', '.join(names)}: calls took unequally long, as on a busy machine; run isotype doctor again when it is idle"
+    names = ", ".join(dtype_name(rate.dtype) for rate in rates)
+    return (
+        f"{names}: calls took unequally long, as on a busy machine; run isotype doctor again when it is idle"
+    )
 
 
 def by_change(found: Iterable[Misfit]) -> dict[str, list[Misfit]]:
