@@ -89,6 +89,22 @@ def test_no_advice_where_calls_differ_much() -> None:
     assert "float32: calls took unequally long, as on a busy machine; run isotype doctor" in text
 
 
+def test_a_narrow_terminal_gets_one_row_under_another() -> None:
+    text = _text(_report(), width=40)
+    assert (
+        "Matmuls\n"
+        "  float32\n"
+        "    runs       native\n"
+        "    measured   95.0 GFLOP/s\n"
+        "    cost here  the fastest\n"
+        "  bfloat16\n"
+        "    runs       emulated\n"
+        "    measured   1.4 GFLOP/s\n"
+        "    cost here  matmuls run 68x slower\n"
+        "               than float32\n"
+    ) in text
+
+
 def test_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert (

@@ -26,6 +26,7 @@ from isotype.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.probe import MatmulRate, measure_all
 from isotype.precision.versions import Misfit, installed, misfits, missing, pip_command, toolkits
+from isotype.report.narrow import fitting
 
 # Half the widest gap between two nf4 levels (0.696 and 1): a value in [-1, 1] is never stored further off.
 _NF4_BOUND = 0.153
@@ -290,7 +291,7 @@ def _grid(rows: Sequence[tuple[Text | str, Text | str]]) -> Padding:
 _SUPPORT_STYLES = {"native": "green", "emulated": "yellow", "refused": "red"}
 
 
-def _dtype_table(report: DoctorReport) -> Padding:
+def _dtype_table(report: DoctorReport) -> Table:
     profile = report.profile
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for name in ("dtype", "runs"):
@@ -307,7 +308,7 @@ def _dtype_table(report: DoctorReport) -> Padding:
             "-" if rate is None else format_flops(rate),
             Text(cost_here(dtype, report)),
         )
-    return Padding(table, (0, 0, 0, 2))
+    return table
 
 
 def format_flops(rate: float) -> str:
@@ -364,7 +365,7 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     console.print(Text("isotype doctor", style="bold"))
     console.print(_grid(_device_rows(report)))
     console.print(_heading("Matmuls"))
-    console.print(_dtype_table(report))
+    console.print(fitting(_dtype_table(report), console, indent=2))
     slow = [dtype for dtype in COMPUTE_DTYPES if profile.supports(dtype) != "native"]
     if slow:
         console.print()

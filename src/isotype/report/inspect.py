@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
+from isotype.report.narrow import fitting
 from isotype.report.text import format_bytes
 
 _ODD_SHOWN = 4
@@ -19,9 +20,9 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
     """Print the groups, the totals by dtype, and what is stored otherwise than the rest."""
     head = f"{inspection.path}  ({inspection.format}, {inspection.kind})"
     console.print(Text(head, style="bold"), soft_wrap=True)
-    console.print(_group_table(inspection))
+    console.print(fitting(_group_table(inspection), console))
     console.print()
-    console.print(_total_table(inspection))
+    console.print(fitting(_total_table(inspection), console))
     console.print()
     facts = [
         ("quantization", inspection.quantization or "none"),
