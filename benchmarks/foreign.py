@@ -14,7 +14,7 @@ They are installed into an environment of their own (nothing of the project depe
 this project's own pinned versions and each package as pinned in `foreign_code`, without its dependencies but for those
 listed there: several ask for torchvision or CUDA kernels that the models used here do not need.
 
-Run: python benchmarks/foreign.py [--only NAME,NAME] [--case PATTERN] [--jobs 2] [--cache FOLDER]
+Run: python benchmarks/foreign.py [--only NAME,NAME] [--case PATTERN] [--no-fixes] [--jobs 2] [--cache FOLDER]
      [--python PATH (an environment that has them)] [--json PATH] [--list]
 Prints a row a set-up (seconds are of CPU time), what was wrong, a table of code bases and one line of JSON; ends with status 1 where a verdict,
 place, cause or repair is wrong, check raises, or something is left behind.
@@ -28,6 +28,8 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,7 @@ def install(cache: Path, names: list[str]) -> Path:
     return python
 
 
-def judged(python: Path, name: str, pattern: str, seconds: float) -> list[Row]:
+def judged(python: Path, name: str, pattern: str, fixes: bool, seconds: float) -> list[Row]:
     """The rows of one code base, judged in a process of its own."""
     paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -72,24 +74,31 @@ def judged(python: Path, name: str, pattern: str, seconds: float) -> list[Row]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [str(python), "-W", "ignore", "-m", "foreign_code.worker", name, pattern]
-    try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-        written, error = ended.stdout, ended.stderr
-    except subprocess.TimeoutExpired as stopped:
-        written, error = _text(stopped.stdout), f"stopped after {seconds:.0f} s"
-    rows: list[Row] = [json.loads(line[4:]) for line in written.splitlines() if line.startswith("ROW ")]
-    complete = "END" in written.splitlines()
-    if not complete:
-        last = error.strip().splitlines()[-1:] or ["it ended without a word"]
-        rows.append({"code_base": name, "case": "(the code base)", "real": last[0], "verdict": False})
-    for row in rows:
-        print(_line(row), flush=True)
+    command = [str(python), "-W", "ignore", "-m", "foreign_code.worker", name, pattern, str(fixes)]
+    rows: list[Row] = []
+    ended = False
+    with tempfile.TemporaryFile("w+") as errors:
+        worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        clock = threading.Timer(seconds, worker.kill)
+        clock.start()
+        for line in worker.stdout or ():
+            ended |= line == "END\n"
+            if line.startswith("ROW "):
+                rows.append(json.loads(line[4:]))
+                print(_line(rows[-1]), flush=True)
+        worker.wait()
+        clock.cancel()
+        errors.seek(0)
+        said = errors.read().strip().splitlines()[-1:]
+    if not ended:
+        why = (
+            (said or ["it ended without a word"])[0]
+            if worker.returncode > 0
+            else f"signal {-worker.returncode}"
+        )
+        rows.append({"code_base": name, "case": "(the code base)", "real": why, "verdict": False})
+        print(_line(rows[-1]), flush=True)
     return rows
-
-
-def _text(written: str | bytes | None) -> str:
-    return written.decode() if isinstance(written, bytes) else written or ""
 
 
 def _line(row: Row) -> str:
@@ -159,7 +168,9 @@ def main() -> int:
     heads = "".join(f"{what:>8}" for what in (*JUDGED[:3], "repair", "real s", "check s", "fixes s"))
     print(f"{'code base':<32}{'set-up':<42}{heads}")
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = pool.map(lambda name: judged(python, name, options.case, options.timeout), names)
+        found = pool.map(
+            lambda name: judged(python, name, options.case, not options.no_fixes, options.timeout), names
+        )
         rows = [row for each in found for row in each]
     for row in rows:
         print("\n".join(("", *_wrong(row))) if _wrong(row) else "", end="")
@@ -177,6 +188,7 @@ def _options() -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "isotype-foreign"
     parser.add_argument("--only", default="", help="names of code bases, with commas")
     parser.add_argument("--case", default=".", help="a pattern of set-ups")
+    parser.add_argument("--no-fixes", action="store_true", help="try none and repair nothing: far faster")
     parser.add_argument("--jobs", type=int, default=2, help="code bases at a time")
     parser.add_argument("--cache", type=Path, default=cache, help=f"where the venv is made ({cache})")
     parser.add_argument(

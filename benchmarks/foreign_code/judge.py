@@ -70,26 +70,27 @@ def warm_up() -> None:
     checked(made(case))
 
 
-def judge(code_base: str, case: Case) -> Row:
-    """Run, check, run again what was checked, repair, run."""
+def judge(code_base: str, case: Case, fixes: bool = True) -> Row:
+    """Run, check, run again what was checked, repair, run; without `fixes` none is tried and nothing repaired."""
     row = Row(code_base, case.name)
     outcome = _run(made(case))
     row.real = "runs" if outcome[0].error is None else _one_line(outcome[0].error)
-    _ask(row, case, outcome)
+    _ask(row, case, outcome, fixes)
     row.touched += _alive()
     return row
 
 
-def _ask(row: Row, case: Case, outcome: tuple[Outcome, str, float]) -> None:
+def _ask(row: Row, case: Case, outcome: tuple[Outcome, str, float], fixes: bool) -> None:
     """Check the set-up, compare with the real `outcome`, and run what was checked and what was repaired."""
     real, digest, real_seconds = outcome
     line = _line(real.error) if real.error is not None else ""
     row.real_place = f"{real.phase} {real.module} {line}".strip()
     step = made(case)
-    states = _random_states()
+    states, seconds = _random_states(), 0.0
     try:
-        _, fast_seconds = _timed(lambda: checked(step, verify=False))
-        report, seconds = _timed(lambda: checked(step, verify=True))
+        report, fast_seconds = _timed(lambda: checked(step, verify=False))
+        if fixes:
+            report, seconds = _timed(lambda: checked(step, verify=True))
     except Exception as error:  # noqa: BLE001 - a check that raises is a result
         row.said, row.verdict = f"check raised {_one_line(error)} at {_line(error, inside=True)}", False
         return
@@ -99,7 +100,7 @@ def _ask(row: Row, case: Case, outcome: tuple[Outcome, str, float]) -> None:
     _compare(row, case, real, line, report)
     again, digest_again, _ = _run(step)
     row.touched += _differences(real, digest, again, digest_again)
-    if real.error is not None or report.errors:
+    if fixes and (real.error is not None or report.errors):
         _repair(row, step, report)
 
 

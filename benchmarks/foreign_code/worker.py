@@ -19,8 +19,8 @@ CASES = {**language.CASES, **science.CASES}
 
 
 def main() -> int:
-    """Arguments: the code base's name, a pattern of set-ups."""
-    name, pattern = sys.argv[1:3]
+    """Arguments: the code base's name, a pattern of set-ups, whether fixes are tried (`True`, `False`)."""
+    name, pattern, fixes = sys.argv[1:4]
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -29,7 +29,7 @@ def main() -> int:
         if not re.search(pattern, case.name):
             continue
         try:
-            row = judge(name, case)
+            row = judge(name, case, fixes == "True")
         except Exception as error:  # noqa: BLE001 - a set-up that cannot be judged is a row of the table
             traceback.print_exc()
             row = Row(
