@@ -106,12 +106,14 @@ def cast(name: str, dtype: torch.dtype) -> Callable[[nn.Module], object]:
 
 
 def cast_norms(dtype: torch.dtype) -> Callable[[nn.Module], object]:
-    """The fault that kept norms "for stability": every module with "norm" in its class's name is in `dtype`."""
+    """The fault that kept norms "for stability": what modules with "norm" in their class's name hold is in `dtype`."""
 
     def fault(model: nn.Module) -> None:
         for module in model.modules():
             if "norm" in type(module).__name__.lower():
-                module.to(dtype)
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    if tensor.is_floating_point():
+                        tensor.data = tensor.data.to(dtype)
 
     return fault
 

@@ -7,7 +7,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -276,3 +276,19 @@ def test_restoring_takes_no_data() -> None:
     assert trace.failure is None
     assert large._version == 0
     assert not large.any()
+
+
+def test_modules_that_name_each_other_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, part = ModuleType("graphs"), ModuleType("graphs.typing")
+    for module in (package, part):
+        module.graphs, module.typing = package, part  # type: ignore[attr-defined]
+    part.CACHE = kept = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(globals(), "graphs", package)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        graphs.typing.CACHE.append(1)  # type: ignore[name-defined]  # noqa: F821 - set above
+        return model(X).sum()
+
+    report = check(nn.Linear(WIDTH, 1), loss, device="cpu", verify=False)
+    assert report.complete
+    assert kept == []

@@ -309,13 +309,14 @@ class Untouched:
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], assigns: bool) -> None:
         """What code may read or assign by name: globals, and what other modules hold (`tables.CACHE`)."""
-        for name in names:
+        for name in names if assigns else names.intersection(space):
             held = space.get(name, _MISSING)
-            if (held is _MISSING and not assigns) or (id(space), name) in self._seen:
+            if (id(space), name) in self._seen:
                 continue
             if isinstance(held, types.ModuleType):
-                if _is_code_opened(held.__name__) and held.__dict__ is not space:
-                    self._globals(vars(held), names & vars(held).keys(), False)
+                if _is_code_opened(held.__name__) and (id(held), names) not in self._seen:
+                    self._seen.add((id(held), names))  # packages and their modules name each other
+                    self._globals(vars(held), names, False)
                 continue
             self._seen.add((id(space), name))
             self._undo.append(functools.partial(_restore_global, space, name, held))
