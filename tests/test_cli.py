@@ -61,7 +61,10 @@ def test_an_unknown_command_names_the_nearest(capsys):
 
 
 def test_every_help_page_prints(capsys):
-    for command in (*METHODS, "check", "inspect", "explain", "doctor", "merge", "chat"):
+    for command in METHODS:
+        assert main([command, "--help"]) == 0
+        assert f"usage: isotype {command}" in capsys.readouterr().out
+    for command in ("check", "inspect", "explain", "doctor", "merge", "chat", "completion"):
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         assert caught.value.code == 0

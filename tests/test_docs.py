@@ -16,7 +16,7 @@ BLOCKS = [
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
 ]
-COMMANDS = {*TRAINING, "demo", "doctor", "merge", "chat", "check", "run", "inspect", "explain"}
+COMMANDS = {*TRAINING, "demo", "doctor", "merge", "chat", "check", "run", "inspect", "explain", "completion"}
 
 
 @pytest.mark.slow

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isotype.errors import IsotypeError, SaveError
+from isotype.report.card import model_card
 from isotype.report.run import (
     DataSummary,
     EvalRecord,
@@ -733,3 +735,28 @@ def test_the_records_need_no_torch() -> None:
     code = "import sys, isotype.report.run, isotype.report.run_html; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_model_card_is_filled_in() -> None:
+    card = model_card(realistic())
+    head, _, body = card.removeprefix("---\n").partition("\n---\n")
+    assert yaml.safe_load(head) == {
+        "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "sft", "isotype", "trl"],
+        "datasets": ["data/precision_qa/train.jsonl"],
+    }
+    for part in (
+        "# precision-qa", "150 steps", "Training loss fell", "4,884,480 of 139,399,488", "| base weights | nf4 |",
+        "| learning rate | 2e-4, cosine, 12 warm-up steps |", "$ isotype sft --model", "| torch | 2.13.0 |",
+        "| Why does a T4 need loss scaling when an A100 does not? |",
+    ):  # fmt: skip
+        assert part in body
+    assert "[More Information Needed]" not in card
+
+
+def test_what_is_in_a_cell_stays_in_it() -> None:
+    card = model_card(realistic(settings=(("a|b", "c\nd"),), dataset=str(Path(__file__))))
+    assert "| a\\|b | c d |" in card
+    assert "datasets:" not in card  # a file of this machine is nothing that the hub knows

@@ -52,6 +52,10 @@ def test_the_default_output_directory_keeps_the_size_in_the_name(model, data, tm
     monkeypatch.chdir(tmp_path)
     outcome, _ = train(model, data, None)
     assert outcome.adapter == Path("runs/sft-Tiny-0.6B")
+    card = (outcome.adapter / "README.md").read_text()
+    assert card.startswith("---\nbase_model: ")
+    assert "2 steps" in card
+    assert "| matmuls and residual stream |" in card
 
 
 def test_adapter_and_model_do_not_mix_in_a_reused_directory(model, data, tmp_path):

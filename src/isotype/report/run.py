@@ -505,8 +505,8 @@ def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Pa
     html, data = to_html(record), to_json(record)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        data_path = _replace(directory / JSON_NAME, data)
-        html_path = _replace(directory / HTML_NAME, html)
+        data_path = write_whole(directory / JSON_NAME, data)
+        html_path = write_whole(directory / HTML_NAME, html)
     except OSError as error:
         problem = Problem(
             f"{directory}: {error.strerror or error}",
@@ -517,7 +517,8 @@ def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Pa
     return html_path, data_path
 
 
-def _replace(path: Path, text: str) -> Path:
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text under a temporary name, then move it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8", newline="\n")

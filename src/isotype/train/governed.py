@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from isotype.checkpoint.staging import (
 from isotype.errors import PrecisionError, Problem, SaveError
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import PrecisionPolicy
+from isotype.report.run import write_whole
 from isotype.train.diverged import not_finite
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
@@ -45,6 +46,7 @@ class _Governed:
     _step_tokens: torch.Tensor | int = 0
     _step_loss: torch.Tensor | None = None
     _step_norm: torch.Tensor | float | None = None
+    card: Callable[[], str] | None = None
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; first, what a killed run left in the output directory is put in order."""
@@ -158,6 +160,13 @@ class _Governed:
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
+    def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Write `card()`, the run as a model card, where the trainer would write a form to be filled in."""
+        if self.card is None:
+            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        elif self.args.should_save:
+            write_whole(Path(self.args.output_dir) / "README.md", self.card())
+
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         # An upload reads its files later, in a thread: only from where they stay.
         if self._staging is None:
@@ -189,6 +198,7 @@ class _Governed:
                 self._save_policy(staging / "model")
                 fsync_tree(staging / "model")
                 publish_files(staging / "model", directory)
+        self.create_model_card()
         if self.args.push_to_hub:
             self.push_to_hub()
 

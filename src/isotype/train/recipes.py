@@ -20,6 +20,7 @@ from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, Tr
 from isotype.interrupt import signal_of
 from isotype.precision.hardware import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.report.card import model_card
 from isotype.report.run import JSON_NAME, RunRecord, Sample, write_run_report
 from isotype.train import describe
 from isotype.train.check import check_policy, check_settings, check_tokenizer, check_weights, dropped_examples
@@ -389,6 +390,7 @@ def _train(
             notes=built.notes,
             lengths=built.lengths,
         )
+        trainer.card = lambda: model_card(record_of(sample, started, "finished", None))
         recorder.keep = Kept(lambda: _write_report(record_of(sample, started, "running", None), root))
         try:
             stopped_by = _train_and_save(trainer, root, resume, console)
