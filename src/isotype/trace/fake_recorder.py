@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.trace.fake import fake_like, forget_fakes
 from isotype.trace.inputs import named_arguments
-from isotype.trace.kernels import Kernels
+from isotype.trace.kernels import Kernels, refusal
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.recorder import (
     Place,
@@ -251,7 +251,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
             return (_as_measured(result, verdict.results) if mixed and not breach else result), breach
         target, mended = self._target(func, tensors, edited)
-        breach = None if mended else Breach(verdict.message, verdict.assumed, target)
+        said = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
+        breach = None if mended else Breach(said or verdict.message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
@@ -490,6 +491,10 @@ _DTYPE_WORDS = re.compile(
 )
 
 
+# How C++ prints a tensor: `CPUBFloat16Type{[2, 16]}`, in whatever message.
+_PRINTED = re.compile(r"\S*(?=\{\[)")
+
+
 def says_dtypes(error: Exception) -> bool:
     """Whether an error's own words are about dtypes."""
-    return _DTYPE_WORDS.search(str(error)) is not None
+    return _DTYPE_WORDS.search(_PRINTED.sub("", str(error))) is not None

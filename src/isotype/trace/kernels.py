@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from isotype.trace.source import first_line
 
 _CPU = torch.device("cpu")
 _BUILT_IN = ("aten", "prims")
@@ -37,6 +41,10 @@ _PLAIN = frozenset(
     }
 )
 _MOST = 1 << 16
+# Shapes and strides choose their kernel (`bmm_out_or_baddbmm_` in aten/src/ATen/native/LinearAlgebra.cpp), and each
+# refuses mixed dtypes in its own words.
+_REFUSES_BY_SHAPE = frozenset(f"aten::{name}" for name in ("bmm", "baddbmm", "baddbmm_"))
+_LARGEST = 1 << 24
 
 # Entries hold numbers only, no tensors: they outlive the traces that made them.
 _KNOWN: dict[Any, Any] = {}
@@ -193,3 +201,28 @@ def _is_steady(func: Any) -> bool:
         and not _UNSTEADY.intersection(func.tags)
         and func._schema.name not in _RESHAPED
     )
+
+
+def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
+    """What this machine says to a call with mixed dtypes, where that depends on shapes and strides; else None.
+
+    The call is made for real, on memory that nothing was written to: a kernel refuses before it reads. None too where
+    an operand has more than `_LARGEST` elements.
+    """
+    given, spec = tree_flatten((args, kwargs))
+    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    if func._schema.name not in _REFUSES_BY_SHAPE or any(each.numel() > _LARGEST for each in tensors):
+        return None
+    with _disable_current_modes():
+        real = [
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
+            if isinstance(each, torch.Tensor)
+            else each
+            for each in given
+        ]
+        args, kwargs = tree_unflatten(real, spec)
+        try:
+            func(*args, **kwargs)
+        except RuntimeError as error:
+            return first_line(error)
+    return None
