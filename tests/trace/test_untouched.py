@@ -292,3 +292,17 @@ def test_modules_that_name_each_other_are_looked_at_once(monkeypatch: pytest.Mon
     report = check(nn.Linear(WIDTH, 1), loss, device="cpu", verify=False)
     assert report.complete
     assert kept == []
+
+
+class Irreps(tuple[int, ...]):
+    """Like e3nn's: a tuple that refuses to be asked for its length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_what_objects_make_of_length_and_truth_is_not_asked() -> None:
+    model = nn.Linear(WIDTH, 1)
+    model.parts, model.table = Irreps((1, 2)), torch.zeros(3)
+    report = check(model, lambda model: model(X + model.table.sum()).sum(), device="cpu", verify=False)
+    assert report.complete, report.trace.failure

@@ -80,6 +80,14 @@ def test_a_condition_on_a_weight_is_taken_for_true() -> None:
     assert followed(lambda x: x.max().item(), {"x": X}, known=False) == 1
 
 
+def test_a_factorisation_of_weights_succeeds() -> None:
+    square = torch.eye(3)
+    assert followed(lambda x: torch.linalg.cholesky_ex(x).info.item(), {"x": square}, known=False) == 0
+    assert (
+        followed(lambda x: bool(torch.any(torch.linalg.inv_ex(x).info)), {"x": square}, known=False) is False
+    )
+
+
 def cut(x: torch.Tensor) -> tuple[list[int], int, tuple[int, ...]]:
     """Segments that begin where a score is high, each row padded to as many as it has columns."""
     starts = x > 0.5

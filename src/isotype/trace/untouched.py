@@ -195,7 +195,7 @@ class Untouched:
                         self._meet((name, ".", own), each)
                     elif each is not None and id(each) not in self._seen:
                         self._tensor((name, ".", own), each)
-            elif value or type(value) not in (dict, OrderedDict, set):
+            elif type(value) not in (dict, OrderedDict, set) or value:
                 self._meet((name, ".", key), value)
             else:
                 self._empty.append(value)  # most modules have no hooks
@@ -212,8 +212,9 @@ class Untouched:
             self._meet((name, "[]", key), each)
 
     def _list(self, name: _Name, value: Any) -> None:
-        self._lists.append((value, list.copy(value)))
-        self._elements(name, value)
+        saved = list.copy(value)
+        self._lists.append((value, saved))
+        self._elements(name, saved)
 
     def _elements(self, name: _Name, value: Any) -> None:
         if len(value) > _LONG:
@@ -385,7 +386,7 @@ class Untouched:
 _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
     (dict, Untouched._dict),
     (list, Untouched._list),
-    (tuple, Untouched._elements),
+    (tuple, lambda self, name, value: self._elements(name, tuple.__getitem__(value, slice(None)))),
     (types.FunctionType, Untouched._function),
     (type, Untouched._class),
     (torch.Tensor, Untouched._tensor),

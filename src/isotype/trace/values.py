@@ -35,6 +35,16 @@ _SHAPE_ONLY = frozenset(
 )
 # What no value is in a step that runs well, whatever the weights are: code asks for it to raise.
 _NEVER = frozenset({aten.isinf, aten.isnan})
+# Factorisations say by a number, `info`, whether they succeeded: code that reads it raises where it is not 0.
+_FACTORISATIONS = frozenset(
+    {
+        aten.linalg_cholesky_ex,
+        aten.linalg_inv_ex,
+        aten.linalg_lu_factor_ex,
+        aten.linalg_ldl_factor_ex,
+        aten._linalg_solve_ex,
+    }
+)
 # Of floats, which depend on weights; code compares integers to find experts, for which `rows` has an answer.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
 # Code asks whether all is well before it goes on; the arguments of `torch.distributions` are checked so.
@@ -72,6 +82,13 @@ class Values:
         if value is not None:
             storage = value.untyped_storage()
             self._spoiled[storage._cdata] = storage
+
+    def succeed(self, func: Any, result: Any) -> None:
+        """A factorisation of what nobody knows is taken to have succeeded."""
+        if func._overloadpacket in _FACTORISATIONS:
+            info = result[-1]
+            with unset_fake_temporarily():
+                self.give(info, torch.zeros(info.shape, dtype=info.dtype))
 
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """The real result of an operator whose operands are all known; None where one is not."""
