@@ -75,5 +75,69 @@ CODE_BASES: dict[str, CodeBase] = {
         CodeBase("torchdiffeq", "differential equations", ("torchdiffeq==0.2.5",)),
         CodeBase("perceiver-pytorch", "images", ("perceiver-pytorch==0.11.0",)),
         CodeBase("diffusers", "diffusion", ("diffusers==0.42.1",)),
+        CodeBase(
+            "titans-pytorch",
+            "memory trained as it runs",
+            (
+                "titans-pytorch==0.5.5",
+                "tensordict==0.15.3",
+                "pyvers==0.2.3",
+                "orjson==3.13.0",
+                "assoc-scan==0.0.6",
+                "axial-positional-embedding==0.3.12",
+                "hyper-connections==0.4.11",
+                "rotary-embedding-torch==0.9.1",
+                "x-transformers==2.31.10",
+            ),
+        ),
+        CodeBase("ema-pytorch", "an average of weights as teacher", ("ema-pytorch==0.8.3",)),
+        CodeBase(
+            "pytorch-metric-learning",
+            "losses with weights",
+            (
+                "pytorch-metric-learning==2.9.0",
+                "scikit-learn==1.9.1",
+                "joblib==1.6.0",
+                "threadpoolctl==3.8.0",
+            ),
+        ),
+        CodeBase(
+            "lightning", "trainer", ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0")
+        ),
+        CodeBase(
+            "sentence-transformers",
+            "embeddings of sentences",
+            (
+                "sentence-transformers==6.2.0",
+                "scikit-learn==1.9.1",
+                "joblib==1.6.0",
+                "threadpoolctl==3.8.0",
+                "narwhals==2.29.0",
+            ),
+        ),
+        CodeBase("efficientnet-pytorch", "images, backward of its own", ("efficientnet-pytorch==0.7.1",)),
+        CodeBase(
+            "performer-pytorch",
+            "random features",
+            (
+                "performer-pytorch==1.1.4",
+                "local-attention==1.11.2",
+                "axial-positional-embedding==0.3.12",
+                "hyper-connections==0.4.11",
+            ),
+        ),
+        CodeBase(
+            "gpytorch",
+            "Gaussian processes",
+            (
+                "gpytorch==1.15.2",
+                "linear-operator==0.6.1",
+                "jaxtyping==0.3.11",
+                "scikit-learn==1.9.1",
+                "joblib==1.6.0",
+                "threadpoolctl==3.8.0",
+            ),
+        ),
+        CodeBase("e3nn", "molecules, compiled code", ("e3nn==0.6.0", "opt_einsum_fx==0.1.4")),
     )
 }

@@ -12,10 +12,10 @@ from dataclasses import asdict
 
 import torch
 
-from foreign_code import language, science
+from foreign_code import language, science, training
 from foreign_code.judge import Row, judge, warm_up
 
-CASES = {**language.CASES, **science.CASES}
+CASES = {**language.CASES, **science.CASES, **training.CASES}
 
 
 def main() -> int:

@@ -210,3 +210,17 @@ def test_a_tensor_that_the_loss_brings_is_not_one_that_the_model_keeps(inside: b
     odd = next(operand for operand in call.operands if operand.dtype == FP32)
     assert isinstance(odd.origin, Origin)
     assert odd.origin.kind == ("outside" if inside else "data")
+
+
+def test_a_second_model_that_the_loss_brings_has_the_names_of_its_weights() -> None:
+    teacher = nn.Linear(4, 4)
+
+    def distilled(given: nn.Module) -> Any:
+        return (given(HALF.to(BF16)) - teacher(HALF.to(BF16))).sum()
+
+    call = next(on("cpu", Doing(lambda x: x, BF16), distilled).breaches())
+    odd = [operand.origin for operand in call.operands if operand.dtype == FP32]
+    assert {(origin.kind, origin.name) for origin in odd if isinstance(origin, Origin)} == {
+        ("data", "teacher.weight"),
+        ("data", "teacher.bias"),
+    }

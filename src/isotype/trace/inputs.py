@@ -19,11 +19,15 @@ _WRAPPED = ("_orig_mod", "module", "base_model", "model")
 
 
 def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `value` as Python would write them: `batch['x']`, `masks[0]`, `batch.x`."""
+    """The tensors in `value` as Python would write them: `batch['x']`, `masks[0]`, `batch.x`, `teacher.head.weight`."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return
-    if depth == 0 or isinstance(value, (nn.Module, type, types.ModuleType)):
+    if isinstance(value, nn.Module):
+        yield from value.named_parameters(name)
+        yield from value.named_buffers(name)
+        return
+    if depth == 0 or isinstance(value, (type, types.ModuleType)):
         return
     if isinstance(value, Mapping):
         parts = [(f"{name}[{key!r}]", held) for key, held in value.items()] if len(value) <= _LONG else []
