@@ -337,7 +337,7 @@ def test_arguments_that_do_not_fit_are_all_named(inputs: Any) -> None:
         "the step cannot be checked as asked\n"
         "  - optimizer 'adamw_troch'\n"
         f"    expected  one of {', '.join(OPTIMIZERS)}\n"
-        "    fix       give one of these, or a callable\n"
+        "    fix       did you mean adamw_torch or adamw_foreach?\n"
         f"  - inputs of type {type(inputs).__name__}\n"
         "    expected  the dict that the model is called with (labels included), or a callable model -> loss\n"
         "    fix       isotype.check(model, {'input_ids': …, 'labels': …})\n"
