@@ -163,6 +163,11 @@ def test_a_function_of_the_users(capsys, script):
     status, out, _ = run(capsys, f"{script}:broken", "--device", "cpu", "--fix")
     assert status == 1
     assert "done      return" in out
+    repair = json.loads(run(capsys, f"{script}:broken", "--device", "cpu", "--fix", "--json")[1])["repair"]
+    assert [fix["scope"] for fix in repair["fixes"]] == ["model"]
+    assert repair["fixes"][0]["description"] in out
+    assert [f"left      {each['code']}" in out for each in repair["left"]] == [True] * len(repair["left"])
+    assert repair["command"] is None
     assert run(capsys, f"{script}:healthy", "--device", "h100")[0] == 0
 
 
@@ -233,13 +238,13 @@ def test_the_repaired_command():
         Fix("a smaller step", "safe", actions=(Action("setting", "learning_rate", "1e-05"),)),
         Fix("mend the model", "safe", actions=(Action("output", "norm", "bfloat16"),)),
     )
-    assert repaired_command(command, fixes) == (
+    assert repaired_command(command, fixes).text == (
         "repaired:  isotype sft --model_name_or_path m --dtype bfloat16 --optim=adamw_torch --learning_rate 1e-05\n"
         "by hand:   mend the model"
     )
-    assert repaired_command(command, ()) == "nothing to repair"
+    assert repaired_command(command, ()).text == "nothing to repair"
     lost = Finding("IST801", "warning", "updates are lost")
-    assert repaired_command(command, (), [(lost, "no fix is known")]) == (
+    assert repaired_command(command, (), [(lost, "no fix is known")]).text == (
         "left:      IST801: updates are lost: no fix is known"
     )
 
@@ -250,6 +255,8 @@ def test_the_repaired_command_is_the_one_that_was_proven(capsys, config):
     assert "warning[IST601]" in run(capsys, *argv)[1]
     fixed = run(capsys, *argv, "--fix")[1].partition("repaired:")[2]
     assert len(fixed.splitlines()) == 1  # nothing by hand, nothing left
+    repair = json.loads(run(capsys, *argv, "--fix", "--json")[1])["repair"]
+    assert (repair["command"], repair["left"]) == (fixed.strip(), [])
     again = fixed.split()[2:]
     assert "warning" not in run(capsys, *again, "--length", 16)[1]
 

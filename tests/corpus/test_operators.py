@@ -170,7 +170,7 @@ def test_a_scale_that_a_module_keeps_in_a_dict_has_a_name() -> None:
     x = torch.randn(2, 8, dtype=BF16)
     report = isotype.check(model, lambda m: m(x).float().mean(), device="cpu")
     (finding,) = report.errors
-    assert finding.cause.startswith("1.meta.zero, a plain tensor")
+    assert finding.cause.startswith("1.meta.zero, an unregistered tensor")
     together = [fix for fix in finding.fixes if fix.verified and fix.actions[0].kind == "buffer"]
     assert [action.target for action in together[0].actions] == ["1.meta.zero", "1.meta.scale"]
     undos = apply_actions(model, together[0].actions)

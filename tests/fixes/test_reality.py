@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from isotype.fixes.repair import repair
+from isotype.model.walk import plain_tensors
 from isotype.preflight import check
 from tests.reality import Inputs, real_step
 from tests.small import BF16, WIDTH, Net, ids, net, wide_norms
@@ -48,6 +49,19 @@ class Functional(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         held = nn.functional.linear(x, self.weight) * self.scale + self.shift
         return nn.functional.linear(held, self.layer.weight)
+
+
+class Held(nn.Module):
+    """Layers in a plain list and dict, which no `.to()` reaches, the list's with a reference to its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks, self.heads = [nn.Linear(WIDTH, WIDTH)], {"main": nn.Sequential(nn.Linear(WIDTH, WIDTH))}
+        self.blocks[0].owner = [self]  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads["main"](self.blocks[0](self.first(x)))  # type: ignore[no-any-return]
 
 
 class Recurrent(nn.Module):
@@ -135,6 +149,7 @@ SET_UPS: dict[str, Callable[[], SetUp]] = {
     "a parametrization": _parametrized,
     "a parametrization of torch": _weight_norm,
     "functional weights": _functional,
+    "layers in a list and a dict": lambda: (Held().to(BF16), hidden(name="x")),
     "tied weights": _tied,
     "convolutions": _convolutions,
     "a recurrent layer": lambda: (wide(Recurrent().to(BF16), "layer"), hidden(name="x")),
@@ -152,8 +167,9 @@ def everything(model: nn.Module) -> dict[str, Any]:
             len(hooks) for key, hooks in sorted(vars(module).items()) if key.endswith(("hooks", "kwargs"))
         ]
         found[name] = (type(module), sorted(vars(module)), hooks)
-        for key, held in {**module._parameters, **module._buffers, **vars(module)}.items():
-            if isinstance(held, torch.Tensor):
+        tensors = {**module._parameters, **module._buffers, **dict(plain_tensors(module))}
+        for key, held in tensors.items():
+            if held is not None:
                 read = held.detach().reshape(-1).clone().view(torch.uint8)
                 found[f"{name}.{key}"] = (id(held), held.dtype, held.data_ptr(), read.tolist())
     return found

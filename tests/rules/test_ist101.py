@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -90,11 +91,50 @@ def test_a_plain_tensor_that_the_model_holds() -> None:
             return self.proj(x) @ self.classes
 
     (finding,) = verified(Holding().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}, "IST101")
-    assert finding.cause == "classes, a plain tensor that no .to() of the model reaches, is float32"
+    assert finding.cause == "classes, an unregistered tensor that no .to() of the model reaches, is float32"
     # What nobody asked for (the cast rounds) comes after what is the caller's.
     assert [(fix.description, fix.safety) for fix in finding.fixes[::2]] == [
         ("run the step under autocast to bfloat16", "safe"),
-        ("cast the plain tensor classes to bfloat16", "unsafe"),
+        ("cast the unregistered tensor classes to bfloat16", "unsafe"),
     ]
     assert all(fix.verified for fix in finding.fixes)
     assert verified(Holding(), {"x": torch.ones(2, 4)}, "IST101") == []
+
+
+def test_the_weights_of_an_unregistered_module() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj, self.blocks = nn.Linear(4, 4), [nn.Linear(4, 4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](self.proj(x))  # type: ignore[no-any-return]
+
+    (finding,) = verified(Holding().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}, "IST101")
+    assert (
+        finding.cause
+        == "blocks.0.weight, an unregistered tensor that no .to() of the model reaches, is float32"
+    )
+    cast = finding.fixes[-1]
+    assert {action.target for action in cast.actions} == {"blocks.*.weight", "blocks.*.bias"}
+    assert cast.verified
+
+
+def test_a_sparse_matrix_meets_another_dtype() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj, self.edges = nn.Linear(4, 4), torch.eye(5).to_sparse()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.edges, self.proj(x))
+
+    model, x = Graph().to(BF16), torch.ones(5, 4, dtype=BF16)
+    with pytest.raises(RuntimeError) as raised:
+        model(x)
+    (finding,) = verified(model, {"x": x}, "IST101")
+    assert finding.cause.startswith("edges, an unregistered tensor")
+    assert f"the device says: {raised.value}" in finding.notes
+    assert finding.fixes[-1].verified
+    model.edges = model.edges.to(BF16)
+    assert verified(model, {"x": x}, "IST101") == []

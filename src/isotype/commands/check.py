@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,13 @@ def run(argv: Sequence[str], console: Console) -> int:
     """
     options, rest = parse_options(argv)
     if options.model is not None and _names_function(options.model):
-        report, fixed = _check_function(options, rest)
+        report, repaired = _check_function(options, rest)
     else:
         plan, command = plan_of(options, rest)
-        report, fixed = _check_plan(plan, options, command)
-    _show(report, options, console)
-    if options.fix and not options.json and options.sarif != "-":
-        console.print(fixed, highlight=False, markup=False, soft_wrap=True)
+        report, repaired = _check_plan(plan, options, command)
+    _show(report, options, console, repaired)
+    if repaired is not None and not options.json and options.sarif != "-":
+        console.print(repaired.text, highlight=False, markup=False, soft_wrap=True)
     return exit_status(report, options.fail_on)
 
 
@@ -53,8 +54,32 @@ def exit_status(report: Report, fail_on: str) -> int:
     return 1 if found or (fail_on == "warning" and report.warnings) else 0
 
 
-def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[Report, str]:
-    """The report on a plan, and the repaired command in words."""
+@dataclass(frozen=True)
+class Repaired:
+    """What `--fix` answers.
+
+    Attributes:
+        text: in words.
+        fixes: what together resolves the findings.
+        left: findings that nothing resolves, each with the reason.
+        command: the repaired training command; of a function's model None.
+    """
+
+    text: str
+    fixes: Sequence[Fix]
+    left: Sequence[tuple[Finding, str]]
+    command: Sequence[str] | None = None
+
+    def content(self) -> dict[str, Any]:
+        """As JSON; a fix that changes nothing but the model has the scope `model`, for the others see `SCOPES`."""
+        fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
+        left = [{"code": each.code, "cause": each.cause, "reason": reason} for each, reason in self.left]
+        command = None if self.command is None else shlex.join(self.command)
+        return {"fixes": fixes, "left": left, "command": command}
+
+
+def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[Report, Repaired | None]:
+    """The report on a plan, and the repaired command where it is asked for."""
     from isotype.preflight import check
 
     _import_bitsandbytes()
@@ -84,7 +109,7 @@ def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[R
     trace = replace(report.trace, setup=setup, model=plan.source, notes=(*report.trace.notes, *notes))
     report = replace(report, trace=trace)
     if not options.fix:
-        return report, ""
+        return report, None
     from isotype.fixes.repair import plan as planned
 
     return report, repaired_command(command, *planned(report, command=True))
@@ -229,7 +254,7 @@ def _names_function(text: str) -> bool:
     return bool(re.fullmatch(r"\w+(\.\w+)*:\w+", text)) and not text.startswith("embedded:")
 
 
-def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, str]:
+def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repaired | None]:
     from isotype.precision.hardware import device_profile
     from isotype.preflight import check
     from isotype.trace.device import written_for
@@ -259,10 +284,11 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, str]
     model, inputs = arguments.pop("model"), arguments.pop("inputs")
     report = check(model, inputs, **arguments)
     if not options.fix:
-        return report, ""
+        return report, None
     from isotype.fixes.repair import repair
 
-    return report, str(repair(model, report))
+    repairs = repair(model, report)
+    return report, Repaired(str(repairs), repairs.fixes, repairs.left)
 
 
 # Fixes
@@ -277,7 +303,7 @@ _FLAGS = {
 
 def repaired_command(
     command: Sequence[str], fixes: Sequence[Fix], left: Sequence[tuple[Finding, str]] = ()
-) -> str:
+) -> Repaired:
     """The training command with the arguments that the fixes change, what no argument can change, and what is left."""
     tokens, by_hand = list(command), []
     for fix in fixes:
@@ -289,7 +315,7 @@ def repaired_command(
     lines = [f"repaired:  {shlex.join(tokens)}"] if tokens != list(command) else []
     lines += [f"by hand:   {text}" for text in by_hand]
     lines += [f"left:      {finding.code}: {finding.message}: {reason}" for finding, reason in left]
-    return "\n".join(lines) or "nothing to repair"
+    return Repaired("\n".join(lines) or "nothing to repair", fixes, left, tokens)
 
 
 def _flag(action: Action) -> tuple[str, str] | None:
@@ -300,7 +326,7 @@ def _flag(action: Action) -> tuple[str, str] | None:
 # Output
 
 
-def _show(report: Report, options: Options, console: Console) -> None:
+def _show(report: Report, options: Options, console: Console, repaired: Repaired | None) -> None:
     if options.html is not None:
         report.to_html(options.html)
     if options.sarif not in (None, "-"):
@@ -308,7 +334,10 @@ def _show(report: Report, options: Options, console: Console) -> None:
 
         write(Path(str(options.sarif)), report.to_sarif())
     if options.json:
-        print(report.to_json(), end="")
+        content = json.loads(report.to_json())
+        if repaired is not None:
+            content["repair"] = repaired.content()
+        print(json.dumps(content, indent=1, allow_nan=False))
     elif options.sarif == "-":
         print(report.to_sarif())
     else:

@@ -85,6 +85,13 @@ FAMILIES: tuple[Family, ...] = (
         message="expected scalar type {0:name} but found {1:name}",
         exact=True,
     ),
+    # `torch.sparse.mm` on fakes, which are dense, gives it the sparse matrix last.
+    Family(
+        _ops("_sparse_addmm"),
+        message="expected scalar type {0:name} but found {1:name}",
+        alike=(2, 1),
+        exact=True,
+    ),
     Family(
         _ops("_grouped_mm"),
         message="Expected inputs of BF16 type but got mat_a.dtype={0:torch} and mat_b.dtype={1:torch}.",

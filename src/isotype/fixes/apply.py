@@ -89,19 +89,32 @@ def _buffers(module: nn.Module) -> list[str]:
 
 
 def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
-    """What holds a tensor, as a dict, and the key: a module's buffers, its attributes, or a dict among them."""
-    if name in module._buffers:
-        return module._buffers, name
-    *way, key = name.split(".")
-    holder: Any = vars(module)
-    for step in way:
-        holder = holder[step]
+    """What holds a tensor, as a dict or list, and the key: a module's buffers, its attributes, or what is in these."""
+    first, *rest = name.split(".")
+    holder, key = _entry(module, first)
+    for step in rest:
+        holder, key = _entry(holder[key], step)
     return holder, key
+
+
+def _entry(holder: Any, step: str) -> tuple[Any, Any]:
+    """Where a container or module keeps what is named `step`."""
+    if isinstance(holder, list):
+        return holder, int(step)
+    if not isinstance(holder, nn.Module):
+        return holder, step
+    dicts = (holder._buffers, holder._parameters, holder._modules, vars(holder))
+    return next(each for each in dicts if step in each), step
 
 
 def _cast_parameter(target: Any, value: str) -> list[Undo]:
     module, name = target
-    parameter, dtype = module._parameters[name], parse_dtype(value)
+    return _cast_in_place(module._parameters[name], value)
+
+
+def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
+    """Give a parameter other data: optimizers and other modules hold on to it."""
+    dtype = parse_dtype(value)
     data, gradient = parameter.data, parameter.grad
     if data.dtype == dtype:
         return []
@@ -140,6 +153,8 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     module, name = target
     holder, key = _holder(module, name)
     before = holder[key]
+    if isinstance(before, nn.Parameter):
+        return _cast_in_place(before, value)  # of a module that is not registered
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
         raise UsageError(

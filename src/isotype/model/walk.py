@@ -91,19 +91,47 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters and buffers lie in
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The float tensors that `module` itself holds as plain attributes, by name: neither parameters nor buffers.
+    """The float tensors that `module` holds unregistered, by name: no `.to()` of the model reaches them.
 
-    Those in a dict are named after it (`meta.scale`): quantizers keep scales and zero points there.
+    Those in a dict or list are named after it (`meta.scale`, where quantizers keep scales and zero points), and so
+    are the weights of modules in it (`blocks.0.weight`). A module may refer to its parent in that manner, whose
+    weights then come here too.
     """
+    yield from _unregistered(module, "", {id(module)})
+
+
+def _unregistered(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in vars(module).items():
         if name not in _OF_EVERY_MODULE:
-            yield from _floats_in(value, name)
+            yield from _floats_in(value, f"{prefix}{name}", seen)
 
 
-def _floats_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        yield name, value
-    elif isinstance(value, dict):
-        for key, held in value.items():
-            if isinstance(key, str) and key.isidentifier():
-                yield from _floats_in(held, f"{name}.{key}")
+def _floats_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, (dict, list, nn.Module)) and id(value) not in seen:
+        seen.add(id(value))
+        for key, held in _items(value):
+            yield from _floats_in(held, f"{name}.{key}", seen)
+        if isinstance(value, nn.Module):
+            yield from _unregistered(value, f"{name}.", seen)
+
+
+def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a container holds, or a module has registered, by name."""
+    if isinstance(holder, list):
+        yield from ((str(position), held) for position, held in enumerate(holder))
+        return
+    dicts = (
+        (holder._parameters, holder._buffers, holder._modules) if isinstance(holder, nn.Module) else (holder,)
+    )
+    for each in dicts:
+        yield from (
+            (key, held) for key, held in each.items() if isinstance(key, str) and _is_part(key, holder)
+        )
+
+
+def _is_part(key: str, holder: Any) -> bool:
+    """Whether a key can be a part of a dotted name: modules are registered by such only."""
+    return isinstance(holder, nn.Module) or key.isidentifier()

@@ -120,8 +120,8 @@ def odd_operand(call: Call, compute: torch.dtype, owners: Mapping[str, Weight]) 
 
 
 def _layer(operand: Operand) -> str:
-    """The module whose parameter an operand is, "" where it is none."""
-    return operand.origin.name.rpartition(".")[0] if operand.origin.kind == "parameter" else ""
+    """The module whose weight an operand is, registered or not, "" where it is none."""
+    return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
 def code_of(call: Call, owners: Mapping[str, Weight]) -> str | None:

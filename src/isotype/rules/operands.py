@@ -161,7 +161,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
     if group.cause.kind == "parameter" and blamed:
         yield from _parameter_fixes(blamed, owners, expected)
     if group.cause.kind in ("buffer", "attribute"):
-        what = "the buffer" if group.cause.kind == "buffer" else "the plain tensor"
+        what = "the buffer" if group.cause.kind == "buffer" else "the unregistered tensor"
         safety: Literal["safe", "unsafe"] = (
             "safe" if blamed and all(_keeps_digits(weight, expected) for weight in blamed) else "unsafe"
         )

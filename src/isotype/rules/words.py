@@ -50,7 +50,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         "input": f"the input {cause.name} is {dtype}",
         "outside": f"{cause.name} is {dtype}{where}{inside}",
         "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
-        "attribute": f"{cause.name}, a plain tensor that no .to() of the model reaches, is {dtype}",
+        "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",
         "data": f"{f'{cause.name}, which' if cause.name else 'a tensor that'} the loss brings with it{',' * bool(cause.name)} is {dtype}{where}",
         "state": f"the quantization state of {cause.name} dequantizes to {dtype}",
         "cast": f"a cast to {dtype}{where}{inside}",

@@ -160,4 +160,11 @@ class _FakeCopies(TorchFunctionMode):
                 memo.setdefault(id(memo), []).append(tensor)
                 _fill(made, tensor.__dict__, memo)
             return memo[id(tensor)]
+        if func == _DATA and not isinstance(args[0], FakeTensor):
+            return fake_like(
+                args[0], self._mode
+            )  # a parameter's own `__deepcopy__` takes no detour: it copies this
         return func(*args, **(kwargs or {}))
+
+
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
