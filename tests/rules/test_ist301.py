@@ -2,10 +2,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import nn
+
+from isotype.fixes.repair import repair
+from isotype.preflight import check
 from isotype.rules.finding import Action
 from isotype.rules.ist301_scaler_float16 import find
 from isotype.trace.record import Failure
+from tests.reality import real_step
 from tests.rules.samples import FP16, FP32, adapter, trace, unscale, weight
+from tests.small import WIDTH
 
 
 def test_float16_adapters_fire() -> None:
@@ -29,3 +36,28 @@ def test_masters_and_unused_parameters_are_silent() -> None:
     assert not list(find(trace([weight(dtype=FP16), adapter(FP32)], scaler=True, autocast=FP16)))
     assert not list(find(trace([replace(adapter(FP16), name="never.used")], scaler=True, autocast=FP16)))
     assert not list(find(trace([adapter(FP16)], [unscale(adapter(FP16))])))
+
+
+def test_a_parameter_that_the_code_casts_gets_its_inputs_cast_instead() -> None:
+    """As pytorch-metric-learning's losses do: they bring their weights to the embeddings' dtype, for good."""
+
+    class Proxies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.to(x.dtype)
+            return x @ self.weight
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Proxies())
+
+    broken, inputs = model(), {"input": torch.ones(2, WIDTH)}
+    assert real_step(model(), inputs, autocast=FP16, scaler=True).phase == "unscale"
+    report = check(broken, inputs, device="cpu", autocast=FP16, scaler=True)
+    (finding,) = report.errors
+    assert finding.cause == "1.weight is cast from float32 to float16 by the step's own code"
+    assert finding.fixes[0].verified
+    assert not any(each.severity == "error" for each, _ in repair(broken, report).left)
+    assert real_step(broken, inputs, autocast=FP16, scaler=True).error is None

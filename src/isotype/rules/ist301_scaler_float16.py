@@ -27,12 +27,14 @@ yk7333/d3po #6; koda-dernet/Side-Step #39.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.rules.finding import Finding
+from isotype.dtypes import dtype_name
+from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.words import starred
 from isotype.trace.record import Trace, Weight
 
 TITLE = "GradScaler with float16 trainable parameters"
@@ -43,17 +45,32 @@ def find(trace: Trace) -> Iterator[Finding]:
     if not trace.setup.scaler or "unscale" not in trace.setup.phases:
         return
     half = _refused(trace)
+    moved = tuple(weight for weight in half if weight.was is not None)
     if half:
         yield finding_of(
             "IST301",
             "error",
             f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters",
             half,
+            cause=_cast_by_the_step(moved[0]) if moved == half else "",
             phase="unscale",
             op="GradScaler.unscale_",
             notes=("the device says: Attempting to unscale FP16 gradients.",),
-            fixes=float32_masters(trace, half),
+            fixes=(*_float32_inputs(moved), *float32_masters(trace, half)),
         )
+
+
+def _cast_by_the_step(weight: Weight) -> str:
+    assert weight.was is not None
+    return f"{weight.name} is cast from {dtype_name(weight.was)} to {dtype_name(weight.dtype)} by the step's own code"
+
+
+def _float32_inputs(moved: Sequence[Weight]) -> Iterator[Fix]:
+    """What code casts its parameters to is what it is given: a cast of theirs would not last."""
+    modules = tuple(dict.fromkeys(starred(weight.module) for weight in moved))
+    if modules:
+        actions = tuple(Action("input", module, "float32") for module in modules)
+        yield Fix(f"take the inputs of {', '.join(modules)} in float32", "safe", actions=actions)
 
 
 def _refused(trace: Trace) -> tuple[Weight, ...]:

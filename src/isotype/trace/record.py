@@ -228,6 +228,7 @@ class Weight:
         typical: median absolute value of the nonzero values; None where they are not known.
         holds: a 16-bit dtype that holds every value of a float32 weight exactly; None where there is none, or where
             the values are not known.
+        was: its dtype before the step, where the step's own code has cast it; else None.
     """
 
     name: str
@@ -246,6 +247,7 @@ class Weight:
     largest: float | None = None
     typical: float | None = None
     holds: torch.dtype | None = None
+    was: torch.dtype | None = None
 
     @property
     def bytes(self) -> int:

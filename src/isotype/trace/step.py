@@ -108,7 +108,11 @@ def trace_step(
     return Trace(
         setup=setup,
         calls=tuple(recorder.calls),
-        weights=_with_magnitudes(weights_of(twin), weights_of(model) if weights is None else weights),
+        weights=_with_history(
+            weights_of(twin),
+            weights_of(model) if weights is None else weights,
+            {weight.name: weight.dtype for _, weight in step.owned},
+        ),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         memory=recorder.ledger.record(),
         failure=failure,
@@ -124,15 +128,24 @@ def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
     return Trace(setup, (), (), {}, Memory({}), failure, model=type(model).__name__)
 
 
-def _with_magnitudes(faked: Sequence[Weight], real: Sequence[Weight]) -> tuple[Weight, ...]:
-    """The twin's weights as they are (a fix may have cast them), with the magnitudes of the real values."""
+def _with_history(
+    faked: Sequence[Weight], real: Sequence[Weight], before: Mapping[str, torch.dtype]
+) -> tuple[Weight, ...]:
+    """The twin's weights as they are (a fix may have cast them), with the magnitudes of the real values.
+
+    `before` holds their dtypes when the step began.
+    """
     known = {weight.name: weight for weight in real}
-    return tuple(
-        replace(weight, largest=values.largest, typical=values.typical, holds=values.holds)
-        if (values := known.get(weight.name)) is not None
-        else weight
-        for weight in faked
-    )
+
+    def told(weight: Weight) -> Weight:
+        was = before.get(weight.name, weight.dtype)
+        weight = weight if was == weight.dtype else replace(weight, was=was)
+        values = known.get(weight.name)
+        if values is None:
+            return weight
+        return replace(weight, largest=values.largest, typical=values.typical, holds=values.holds)
+
+    return tuple(map(told, faked))
 
 
 @contextlib.contextmanager
