@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import random
 import re
 import sys
@@ -18,7 +19,7 @@ import numpy
 import torch
 from tests.reality import Outcome, real_step
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import isotype
 from foreign_code.case import Case, Step
@@ -26,7 +27,9 @@ from isotype.preflight import setting_value
 from isotype.report.check import Report
 from isotype.rules.finding import Finding
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+# Code that has no line to edit: torch's own, Python's, and what torch.fx generates.
+_NOBODYS = (_TORCH, "<frozen", "<eval_with_key>")
 _OURS = (str(Path(isotype.__file__).parent), str(Path(__file__).parents[2] / "tests"))
 
 
@@ -190,33 +193,41 @@ def _repair(row: Row, step: Step, report: Report) -> None:
 
 
 class EditedLines(TorchFunctionMode):
-    """The code as its owner would edit it: casts and new float tensors of these lines are of another dtype."""
+    """The code as its owner would edit it: casts and new float tensors of these lines are of another dtype.
 
-    _MAKE = ("to", "type", "float", "half", "bfloat16", "double", "type_as", "__get__")
+    Where an operator of such a line does not run, its operands are cast.
+    """
+
+    _MAKE = ("to", "type", "float", "half", "bfloat16", "double", "type_as")
 
     def __init__(self, lines: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.lines = lines
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and cast what it makes where its line was edited."""
-        result = func(*args, **(kwargs or {}))
+        """Run `func` as the edited line would."""
+        kwargs = kwargs or {}
         dtype = self.lines.get(_asking())
-        name = getattr(func, "__name__", "")
-        makes = name in self._MAKE or not any(isinstance(value, torch.Tensor) for value in args)
-        if dtype is None or not makes:
-            return result
-        return tree_map(
-            lambda each: (
-                each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
-            ),
-            result,
-        )
+        if dtype is None:
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            return func(*_cast(args, dtype), **_cast(kwargs, dtype))
+        makes = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        return _cast(result, dtype) if makes or getattr(func, "__name__", "") in self._MAKE else result
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, values)
 
 
 def _asking() -> str:
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_NOBODYS, __file__)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -226,7 +237,7 @@ def _line(error: Exception, inside: bool = False) -> str:
     found, step = "", error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
-        if inside or not name.startswith((_TORCH, "<frozen")):
+        if inside or not name.startswith(_NOBODYS):
             found = f"{name}:{step.tb_lineno}"
         step = step.tb_next
     return found

@@ -46,3 +46,13 @@ def test_torch_itself_is_passed_over() -> None:
     file = Path(torch.__file__).parent / "nn" / "misc.py"
     (finding,) = isotype.check(Projected(file), {"x": torch.ones(2, 8, dtype=BF16)}, device="cpu").errors
     assert finding.source.rpartition("/")[2].startswith("test_source.py:")
+
+
+def test_what_torch_fx_writes_is_passed_over() -> None:
+    """Its file is a name with a number, another one in each process and copy."""
+    model = torch.fx.symbolic_trace(Projected(Path("misc.py")))
+    (finding,) = isotype.check(
+        model, lambda model: model(torch.ones(2, 8, dtype=BF16)).sum(), device="cpu"
+    ).errors
+    assert finding.source.rpartition("/")[2].startswith("test_source.py:")
+    assert not any("<" in a.target for fix in finding.fixes for a in fix.actions)

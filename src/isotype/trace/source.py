@@ -19,13 +19,16 @@ _OURS = (
     str(_PACKAGE / "preflight.py"),
 )
 
+# Python's own frozen modules, and what torch.fx writes: nobody can edit a line there; who calls it asked.
+_NO_FILE = ("<frozen", "<eval_with_key>")
+
 _STEP = str(_PACKAGE / "trace" / "step.py")
 
 
 @cache
 def is_library(filename: str) -> bool:
-    """Whether a file is torch's or this package's own: never what asked for an operator."""
-    return filename.startswith((_TORCH, *_OURS, "<frozen"))
+    """Whether a file is torch's or this package's own, or none at all: never what asked for an operator."""
+    return filename.startswith((_TORCH, *_OURS, *_NO_FILE))
 
 
 def asking_line() -> Any:
