@@ -74,7 +74,11 @@ CODE_BASES: dict[str, CodeBase] = {
         CodeBase("monai", "medical images", ("monai==1.6.1",)),
         CodeBase("torchdiffeq", "differential equations", ("torchdiffeq==0.2.5",)),
         CodeBase("perceiver-pytorch", "images", ("perceiver-pytorch==0.11.0",)),
-        CodeBase("diffusers", "diffusion", ("diffusers==0.42.1",)),
+        CodeBase(
+            "diffusers",
+            "diffusion",
+            ("diffusers==0.42.1", "pillow==13.0.0", "importlib_metadata==10.2.0", "zipp==4.1.2"),
+        ),
         CodeBase(
             "titans-pytorch",
             "memory trained as it runs",
@@ -138,6 +142,8 @@ CODE_BASES: dict[str, CodeBase] = {
                 "threadpoolctl==3.8.0",
             ),
         ),
-        CodeBase("e3nn", "molecules, compiled code", ("e3nn==0.6.0", "opt_einsum_fx==0.1.4")),
+        CodeBase(
+            "e3nn", "molecules, compiled code", ("e3nn==0.6.0", "opt_einsum_fx==0.1.4", "opt-einsum==3.4.0")
+        ),
     )
 }
