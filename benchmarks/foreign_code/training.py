@@ -130,7 +130,7 @@ def _lightning_cases() -> list[Case]:
         *healthy(_lightning),
         broken("a float32 batch in bfloat16", r"batch|input", float32_batch, BF16, _nothing),
         broken("float32 norm in bfloat16", r"net\.1", _lightning, BF16, cast_norms(FP32)),
-        broken("float16 weights with a scaler", r"", _lightning, FP16, _nothing, scaler=True),
+        broken("float16 weights with a scaler", "is float16", _lightning, FP16, _nothing, scaler=True),
     ]
 
 
