@@ -243,10 +243,10 @@ def next_steps(report: Report) -> list[tuple[str, str]]:
     """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for."""
     found = repair_outlook(report)
     every = plural(sum(map(len, found.values())), "finding")
-    done = "isotype check --fix, or isotype.repair(model, isotype.check(model, …))"
+    done = "isotype.repair(model, isotype.check(model, …))"
     asked = "isotype.repair(model, report, unsafe=True)"
     rows = [
-        ("repair", f"{done}, resolves {len(found['repair']):,} of {every}", found["repair"]),
+        ("repair", f"{done} resolves {len(found['repair']):,} of {every}; isotype check --fix prints the plan", found["repair"]),
         ("unsafe", f"{asked} resolves {len(found['unsafe']):,} of {every} by a change that is unsafe", found["unsafe"]),
         ("untried", f"isotype.repair(model, report) tries the fixes of {len(found['untried']):,} of {every}", found["untried"]),
         ("to do", f"by you, for {len(found['caller']):,} of {every}: {_orders(found['caller'])}", found["caller"]),
