@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import isotype
 from tests.reality import real_step
 from tests.rules.traces import BF16, FP16, found, traced
 
@@ -64,3 +65,16 @@ def test_what_broke_in_the_forward_is_not_told_again() -> None:
     trace = traced(Checkpointed(own=False), {"x": X})
     assert found(RULE, trace) == []
     assert [finding.module for finding in found("ist101_operands", trace)] == ["second"]
+
+
+def test_a_time_limit_that_ends_in_a_recomputation_is_no_error_of_the_model(monkeypatch: Any) -> None:
+    clock = iter([*range(40), *[10**9] * 10_000])
+    monkeypatch.setattr("isotype.trace.fake_recorder.time.monotonic", lambda: float(next(clock)))
+    block = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+    report = isotype.check(
+        block, lambda model: checkpoint(model, X, use_reentrant=False).sum(), device="cpu", seconds=45, verify=False
+    )  # fmt: skip
+    failure = report.trace.failure
+    assert failure is not None
+    assert (failure.phase, failure.error.split(":")[0]) == ("backward", "TimeSpentError")
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == []

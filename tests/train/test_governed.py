@@ -355,7 +355,7 @@ def sft(
     def run(out: Path, *more: str) -> tuple[int, str, str]:
         arguments = f"""sft --model_name_or_path {path} --dataset_name {data} --output_dir {out} --max_steps 4
             --save_steps 1 --per_device_train_batch_size 2 --quantization nf4 --gradient_checkpointing False
-            --report_to none"""
+            --report_to none --logging_steps 1"""
         status = main([*arguments.split(), *more])
         printed = capsys.readouterr()
         assert "Traceback" not in printed.out + printed.err

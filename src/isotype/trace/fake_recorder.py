@@ -398,6 +398,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         ours = "poisoned by swap_tensors" in text
         if ours:
             text = "a backward behind a module that its own forward moves by .to() cannot be followed"
+        ours = ours or isinstance(error, TimeSpentError)
         again = self.phase == "backward" and frame is not None and not ours
         return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands, again)
 
