@@ -58,10 +58,11 @@ class Stream(nn.Module):
         return self.second(self.first(hidden).to(self.made or hidden.dtype))
 
 
-def test_an_error_that_comes_of_another_one() -> None:
+def test_what_takes_a_tensors_dtype_fails_for_the_same_cause() -> None:
     (finding,) = isotype.check(Stream(), {"ids": torch.arange(4)}, device="cpu").errors
     assert finding.cause == "embed.weight is float32"
-    assert any(note.startswith("1 more error comes of it: IST101 at") for note in finding.notes)
+    assert finding.places == ("first", "second")
+    assert "1 more operator in 2 modules fails for the same cause" in finding.notes
 
 
 def test_two_errors_of_their_own() -> None:

@@ -79,7 +79,7 @@ def test_an_unknown_name() -> None:
     assert str(problem) == (
         "optimizer 'adamw_troch'\n"
         f"    expected  one of {', '.join(OPTIMIZERS)}\n"
-        "    fix       give one of these, or a callable"
+        "    fix       did you mean adamw_torch or adamw_foreach?"
     )
     assert not list(unknown_optimizer("paged_adamw_8bit"))
 

@@ -154,7 +154,9 @@ def four_bit(bnb: Any, dtype: torch.dtype = FP16, **options: Any) -> nn.ModuleDi
 def test_a_4bit_layer(bnb: Any) -> None:
     (weight,) = weights_of(four_bit(bnb, compute_dtype=BF16))
     assert weight.kind == "linear4bit"
-    assert weight.quantization == Quantization("nf4", BF16, FP16, True, FP32, torch.uint8, torch.uint8)
+    assert weight.quantization == Quantization(
+        "nf4", BF16, FP16, True, FP32, torch.uint8, torch.uint8, repacking=""
+    )
     assert weight.bytes == 64 * 64 // 2
 
 
