@@ -11,7 +11,7 @@ Python cannot look: inside of another library's own objects, or beyond the numbe
     isotype.check(model, lambda m: m(next(batches)).mean())     # the first batch is gone
 
 **What to do.** Give the check what the step needs by value: draw the batch before, and let the loss use it. What is named
-as still holding a tensor of the trace has to be made anew before the real step.
+as still holding a tensor of the trace has to be made again before the real step.
 
 **How safe is the fix?** Nothing is changed.
 

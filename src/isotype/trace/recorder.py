@@ -361,7 +361,7 @@ class Schema:
 
 @cache
 def operator_name(func: Any) -> str:
-    """`aten.mm.default`; torch puts it together anew each time."""
+    """`aten.mm.default`; torch puts it together again each time."""
     return str(func)
 
 

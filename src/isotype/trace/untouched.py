@@ -144,7 +144,7 @@ class Untouched:
                 yield f"the generator {_written(name)} has moved on: what the trace took from it is gone"
         for name, value in self._opaque:
             if _reaches_fake(value, self._seen):
-                yield f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: make it anew"
+                yield f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: make it again"
         if self._queue:
             yield (
                 f"{len(self._queue):,} objects that the step's code reaches were not looked at; what the trace assigned "
