@@ -45,7 +45,7 @@ from tests.faults import FAULTS, HEALTHY, Setup  # noqa: E402
 from tests.reality import real_step  # noqa: E402
 from tests.zoo import ARCHITECTURES, LEFT_OUT  # noqa: E402
 
-from isotype.dtypes import parse_dtype  # noqa: E402
+from isotype.core.dtypes import parse_dtype  # noqa: E402
 
 AGREEMENT = 0.995
 PHASES = ("forward", "backward", "unscale", "optimizer")
@@ -139,7 +139,7 @@ def really(case: Case) -> End:
 
 def predicted(case: Case) -> End:
     """Ask the preflight."""
-    from isotype.preflight import check
+    from isotype.preflight.check import check
 
     setup, _ = prepared(case)
     started = time.perf_counter()

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import isotype
 from isotype.precision.policy import PrecisionPolicy
-from isotype.trace.live import measure_step
+from isotype.trace.live.recorder import measure_step
 
 TOLERANCE = 0.05
 ROWS, LENGTH = 2, 128

@@ -28,7 +28,7 @@ import torch
 
 import isotype
 from isotype.checkpoint.load import dense_source
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 
 MODEL = "embedded:smollm2"
 SEED = 0

@@ -34,7 +34,7 @@ from tests.corpus.scenario import Broken
 from tests.faults import FAULTS, Setup
 from tests.zoo import ARCHITECTURES
 
-from isotype.dtypes import parse_dtype
+from isotype.core.dtypes import parse_dtype
 
 Rows = Mapping[str, Mapping[str, Any]]
 

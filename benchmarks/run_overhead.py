@@ -94,7 +94,7 @@ def runner(command: list[str], steps: int) -> Iterator[Runner]:
 
 def compare(steps: int) -> dict[str, Any]:
     """One pair of runs: seconds of the first turn, step times and ratios of all others, whether the losses agree."""
-    plain_command, run_command = [sys.executable], [sys.executable, "-m", "isotype.commands.run"]
+    plain_command, run_command = [sys.executable], [sys.executable, "-m", "isotype.cli.run"]
     with runner(plain_command, steps) as plain, runner(run_command, steps) as watched:
         first = (plain.turn(), watched.turn())
         same = first[0]["losses"] == first[1]["losses"]

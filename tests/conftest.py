@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from isotype import hub
+from isotype.core import hub
 from tests.cpus import CPUS, pretend
 from tests.models import save_tiny
 

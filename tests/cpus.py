@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.precision import hardware
-from isotype.precision.cpu import CpuFeatures, OneDnn
+from isotype.precision.devices import profile as hardware
+from isotype.precision.devices.cpu import CpuFeatures, OneDnn
 
 F16, BF16 = torch.float16, torch.bfloat16
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.cli import main
+from isotype.cli.main import main
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 BUILD = """

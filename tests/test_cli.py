@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from isotype import cli
-from isotype.cli import DEMO, _quiet_libraries, main, take_debug_flag
-from isotype.terminal import print_the_nearest
+from isotype.cli import main as cli
+from isotype.cli.main import DEMO, _quiet_libraries, main, take_debug_flag
+from isotype.core.terminal import print_the_nearest
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model
@@ -81,7 +81,7 @@ def test_warnings_of_isotype_are_shown_and_those_of_libraries_are_not(monkeypatc
     monkeypatch.setattr(sys, "warnoptions", [])
     with warnings.catch_warnings(record=True) as caught:
         _quiet_libraries()
-        for module in ("isotype.lora.adapters", "transformers.trainer"):
+        for module in ("isotype.model.adapters", "transformers.trainer"):
             warnings.warn_explicit("left out", UserWarning, "file.py", 1, module=module)
     assert len(caught) == 1
 

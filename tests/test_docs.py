@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.cli import TRAINING
+from isotype.cli.main import TRAINING
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,9 +7,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
-from isotype import hub
-from isotype.checkpoint.hub import hub_config, remote_headers
-from isotype.errors import CheckpointError
+from isotype.checkpoint.formats.hub import hub_config, remote_headers
+from isotype.core import hub
+from isotype.core.errors import CheckpointError
 
 _asked = hub._why_unreachable
 WHY = "https://hub.invalid does not answer: [Errno -2] Name or service not known"

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from isotype.dtypes import dtype_name
-from isotype.errors import PrecisionError, UsageError
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import PrecisionError, UsageError
 from isotype.precision.policy import PrecisionPolicy
-from isotype.preflight import check, compute_dtype, with_settings
+from isotype.preflight.check import check, compute_dtype, with_settings
 from isotype.rules.finding import Action
-from isotype.trace.fake_recorder import FakeRecorder
-from isotype.trace.optimizers import OPTIMIZERS
+from isotype.trace.fake.optimizers import OPTIMIZERS
+from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.step import LossOf
 from isotype.trace.record import Setup, Trace
-from isotype.trace.step import LossOf
 from tests.reality import real_step
 from tests.small import BF16, FP16, FP32, WIDTH, ids, net, wide_norms
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import isotype
-from isotype import resolve
-from isotype.errors import CheckpointError, PrecisionError
+from isotype.checkpoint import resolve
+from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.versions import Misfit
 
 

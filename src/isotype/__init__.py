@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isotype.checkpoint.load import load
-    from isotype.errors import (
+    from isotype.checkpoint.resolve import resolve_precision
+    from isotype.core.errors import (
         CheckpointError,
         DataError,
         IsotypeError,
@@ -19,31 +20,30 @@ if TYPE_CHECKING:
         SaveError,
         UsageError,
     )
-    from isotype.fixes.repair import repair
-    from isotype.lora.adapters import add_lora
+    from isotype.model.adapters import add_lora
     from isotype.precision.policy import PrecisionPolicy
-    from isotype.preflight import check
-    from isotype.resolve import resolve_precision
+    from isotype.preflight.check import check
+    from isotype.preflight.repair import repair
     from isotype.train.callback import PrecisionCallback
     from isotype.train.enforce import enforce
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "resolve_precision": "isotype.resolve",
+    "resolve_precision": "isotype.checkpoint.resolve",
     "PrecisionPolicy": "isotype.precision.policy",
     "load": "isotype.checkpoint.load",
-    "add_lora": "isotype.lora.adapters",
+    "add_lora": "isotype.model.adapters",
     "enforce": "isotype.train.enforce",
-    "check": "isotype.preflight",
-    "repair": "isotype.fixes.repair",
+    "check": "isotype.preflight.check",
+    "repair": "isotype.preflight.repair",
     "PrecisionCallback": "isotype.train.callback",
-    "IsotypeError": "isotype.errors",
-    "PrecisionError": "isotype.errors",
-    "CheckpointError": "isotype.errors",
-    "DataError": "isotype.errors",
-    "UsageError": "isotype.errors",
-    "SaveError": "isotype.errors",
+    "IsotypeError": "isotype.core.errors",
+    "PrecisionError": "isotype.core.errors",
+    "CheckpointError": "isotype.core.errors",
+    "DataError": "isotype.core.errors",
+    "UsageError": "isotype.core.errors",
+    "SaveError": "isotype.core.errors",
 }
 
 __all__ = [

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from isotype.cli import main
+from isotype.cli.main import main
 
 sys.exit(main())

@@ -27,8 +27,9 @@ from transformers import (
 )
 from transformers import __version__ as version
 
-from isotype.checkpoint.facts import ModelFacts, QuantizationFacts, facts_of
-from isotype.errors import CheckpointError, PrecisionError
+from isotype.checkpoint.facts import facts_of
+from isotype.core.errors import CheckpointError, PrecisionError
+from isotype.precision.facts import ModelFacts, QuantizationFacts
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from isotype.checkpoint.headers import TensorHeader
+from isotype.checkpoint.formats.headers import TensorHeader
 from isotype.checkpoint.inspect import _natural, folded_name, gather, inspect_checkpoint
 from isotype.checkpoint.load import load
-from isotype.cli import main
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.cli.main import main
 from isotype.report.inspect import inspection_json, odd_lines
-from isotype.resolve import resolve_precision
 
 
 def group(inspection, name):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isotype.checkpoint.locate import embedded_file, resolve_source
-from isotype.errors import CheckpointError
+from isotype.core.errors import CheckpointError
 
 
 def test_an_existing_path_is_itself(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge import merge_adapter
 from isotype.checkpoint.merge_report import MergeReport, WeightLoss, compare_logits, rounding_loss
-from isotype.errors import CheckpointError, PrecisionError, SaveError, UsageError
-from isotype.lora.adapters import add_lora
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.core.errors import CheckpointError, PrecisionError, SaveError, UsageError
+from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE
 from isotype.report.merge import show_merge
-from isotype.resolve import resolve_precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

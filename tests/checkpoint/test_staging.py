@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from isotype.checkpoint import staging
-from isotype.checkpoint.staging import (
+from isotype.core import staging
+from isotype.core.staging import (
     STAGING,
     discard,
     publish_directory,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from isotype.checkpoint.load import load
+from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import model_config, skeleton, store
-from isotype.errors import CheckpointError
-from isotype.lora.adapters import add_lora
-from isotype.resolve import resolve_precision
+from isotype.core.errors import CheckpointError
+from isotype.model.adapters import add_lora
 from tests.models import CONFIGS
 
 # What transformers notes about its own progress through a load.

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from isotype.cli import main
-from isotype.commands.explain import FAMILIES, find_rule, index, pages, write_pages
-from isotype.errors import UsageError
+from isotype.cli.explain import FAMILIES, find_rule, index, pages, write_pages
+from isotype.cli.main import main
+from isotype.core.errors import UsageError
 from isotype.rules import Rule, all_rules
 
 DOCS = Path(__file__).parents[2] / "docs" / "rules"
-REWRITE = "python -m isotype.commands.explain --write docs/rules"
+REWRITE = "python -m isotype.cli.explain --write docs/rules"
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def rules(monkeypatch) -> tuple[Rule, ...]:
         Rule("IST101", "First", "\nWhat it is about.\n", lambda trace: ()),
         Rule("IST301", "Third", "More.", lambda trace: ()),
     )
-    monkeypatch.setattr("isotype.commands.explain.all_rules", lambda: made)
+    monkeypatch.setattr("isotype.cli.explain.all_rules", lambda: made)
     return made
 
 

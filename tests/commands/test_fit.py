@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from isotype.commands.fit import fitting
-from isotype.commands.plan import parse_options, plan_of
-from isotype.report.check import Report
+from isotype.report.check.record import Report
 from isotype.rules.finding import Finding
 from isotype.rules.ist605_memory import TIGHT
 from isotype.trace.record import Memory
+from isotype.train.fit import fitting
+from isotype.train.plan import parse_options, plan_of
 from tests.commands.test_check import report_with
 
 COMMAND = (

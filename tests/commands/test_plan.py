@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from isotype.commands.plan import METHODS, light_parser, parse_options, plan_of
-from isotype.errors import UsageError
+from isotype.core.errors import UsageError
 from isotype.train.methods import METHODS as TRAINERS
+from isotype.train.plan import METHODS, light_parser, parse_options, plan_of
 from isotype.train.settings import parse_settings
 
 

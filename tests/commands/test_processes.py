@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 import isotype
-from isotype.commands.command_line import watched_command
-from isotype.commands.family import VARIABLE, family
-from isotype.commands.run import run
+from isotype.cli.run import run
+from isotype.preflight.script.command_line import watched_command
+from isotype.preflight.script.family import VARIABLE, family
 
 PYTHON = sys.executable
 FLAGS = ("--steps", "2")
-RUN = f"-m isotype.commands.run {shlex.join(FLAGS)}"
+RUN = f"-m isotype.cli.run {shlex.join(FLAGS)}"
 
 
 @pytest.mark.parametrize(

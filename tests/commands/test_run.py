@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 
 import isotype
-from isotype.commands.ahead import autocast_of
-from isotype.commands.diagnosis import Diagnosis
-from isotype.commands.family import Family
-from isotype.commands.run import parse, run
-from isotype.commands.session import Options
-from isotype.commands.traceback import cleaned
-from isotype.errors import UsageError
+from isotype.cli.run import parse, run
+from isotype.core.errors import UsageError
+from isotype.preflight.script.ahead import autocast_of
+from isotype.preflight.script.diagnosis import Diagnosis
+from isotype.preflight.script.family import Family
+from isotype.preflight.script.session import Options
+from isotype.preflight.script.traceback import cleaned
 from tests.train.tiny import save_chat_model
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -68,7 +68,7 @@ def _plain(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_output_status_and_traceback_are_those_of_python() -> None:
     script = _script("raw_loop", "late")
-    plain, ours = _plain(*script), _plain("-m", "isotype.commands.run", *script)
+    plain, ours = _plain(*script), _plain("-m", "isotype.cli.run", *script)
     assert ours.returncode == plain.returncode == 1
     assert ours.stdout == plain.stdout
     assert plain.stderr in ours.stderr
@@ -81,7 +81,7 @@ def test_a_script_without_torch_runs_and_that_is_said(tmp_path: Path) -> None:
         "print(__name__, sys.argv[1:], sys.path[0], 'torch' in sys.modules)\n"
         "sys.exit('a reason')\n"
     )
-    done = _plain("-m", "isotype.commands.run", str(script), "--steps", "-m")
+    done = _plain("-m", "isotype.cli.run", str(script), "--steps", "-m")
     assert done.returncode == 1
     assert done.stdout == f"__main__ ['--steps', '-m'] {tmp_path} False\n"
     assert done.stderr == "isotype: no training step was seen: the script never imported torch\na reason\n"
@@ -369,7 +369,7 @@ def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
     def check(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such thing\nwith details")
 
-    monkeypatch.setattr("isotype.commands.ahead.check", check)
+    monkeypatch.setattr("isotype.preflight.script.ahead.check", check)
     console = Console(record=True, width=100, file=io.StringIO())
     diagnosis = Diagnosis(1, None, 10.0, console, Family(tmp_path, os.getpid()))
     diagnosis.begin()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from isotype.commands.diagnosis import Diagnosis
-from isotype.commands.run import run
+from isotype.cli.run import run
+from isotype.preflight.script.diagnosis import Diagnosis
 
 MODEL = """\
 import sys
@@ -180,7 +180,7 @@ def test_a_look_ahead_ends_when_its_time_is_spent(runs: Runs) -> None:
 
 
 def test_fixes_that_take_long_are_tried_after_the_crash(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotype.commands.diagnosis.TRIED_BEFORE", 0.0)
+    monkeypatch.setattr("isotype.preflight.script.diagnosis.TRIED_BEFORE", 0.0)
     status, _, err = runs("train(Net(torch.float32))\n")
     before, _, after = err.partition("Traceback (most recent call last):\n")
     assert status == 1
@@ -191,7 +191,7 @@ def test_fixes_that_take_long_are_tried_after_the_crash(runs: Runs, monkeypatch:
 
 
 def test_a_watch_that_takes_long_ends(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotype.trace.watch.WATCH_SECONDS", 0.0)
+    monkeypatch.setattr("isotype.trace.live.watch.WATCH_SECONDS", 0.0)
     status, out, err = runs("train(Net())\n", "--no-preflight")
     assert (status, out) == (0, "trained\n")
     assert re.fullmatch(r"isotype: watching stopped early: after \d+ operators it had taken 0 s\n", err)

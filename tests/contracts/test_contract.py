@@ -21,8 +21,8 @@ from isotype.contracts.contract import (
     doubts,
     is_exempt,
 )
-from isotype.precision.cpu import CpuFeatures, OneDnn
-from isotype.precision.hardware import cpu_profile, device_profile
+from isotype.precision.devices.cpu import CpuFeatures, OneDnn
+from isotype.precision.devices.profile import cpu_profile, device_profile
 
 F, B, H, D, I = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64  # noqa: E741
 CPU = contracts_for("cpu")

@@ -24,8 +24,8 @@ from isotype.contracts.measure import (
     write_json,
 )
 from isotype.contracts.pattern import fill, layout_of, letters_in
-from isotype.precision.cpu import this_cpu, this_onednn
-from isotype.precision.hardware import cpu_profile, device_profile
+from isotype.precision.devices.cpu import this_cpu, this_onednn
+from isotype.precision.devices.profile import cpu_profile, device_profile
 
 HERE = cpu_profile(this_cpu(), None, this_onednn())  # whatever a test pretends
 TABLE = contracts_of(HERE).measured

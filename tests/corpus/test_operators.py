@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 
 import isotype
 from isotype.contracts.contract import contracts_for
-from isotype.fixes.apply import apply_actions, take_back
+from isotype.preflight.apply import apply_actions, take_back
 from tests.small import BF16, FP16, FP32
 
 

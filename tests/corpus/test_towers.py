@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.fixes.repair import repair
-from isotype.preflight import check
+from isotype.preflight.check import check
+from isotype.preflight.repair import repair
 from tests.models import tiny_batch, tiny_model
 from tests.reality import real_step
 

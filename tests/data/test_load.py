@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isotype.core.errors import DataError
 from isotype.data import locate
 from isotype.data.columns import METHOD_COLUMNS
 from isotype.data.load import load_training_data
 from isotype.data.locate import looks_like_path
-from isotype.errors import DataError
 
 USER = [{"role": "user", "content": "What is 2+2?"}]
 ASSISTANT = [{"role": "assistant", "content": "4"}]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.model.walk import Place
 from tests.faults.setup import Fault, Setup, cast, head, linears, middle
 

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import nn
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 from tests.faults.setup import Fault, Setup, cast, norms
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.model.walk import Place, places
 from tests.faults.setup import Fault, Setup, cast, float_buffers, head, linears, middle, norms
 

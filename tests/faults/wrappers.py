@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 from tests.faults.setup import Fault, Setup, linears, middle
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.errors import PrecisionError, UsageError
-from isotype.fixes.apply import apply_actions, take_back
+from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.boundary import Boundary
+from isotype.preflight.apply import apply_actions, take_back
 from isotype.rules.finding import Action
 from tests.small import BF16, FP16, FP32, WIDTH, Net, ids, net, wide_norms
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from isotype.fixes.repair import repair
 from isotype.model.walk import plain_tensors
-from isotype.preflight import check
+from isotype.preflight.check import check
+from isotype.preflight.repair import repair
 from tests.reality import Inputs, real_step
 from tests.small import BF16, WIDTH, Net, ids, net, wide_norms
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.errors import UsageError
-from isotype.fixes.repair import Repairs, plan, repair
-from isotype.preflight import check
-from isotype.report.check import Report
+from isotype.core.errors import UsageError
+from isotype.preflight.check import check
+from isotype.preflight.repair import Repairs, plan, repair
+from isotype.report.check.record import Report
 from isotype.rules.finding import Action, Finding, Fix, by_preference, in_library
 from tests.reality import real_step
 from tests.small import BF16, ids, net, wide_norms

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.errors import PrecisionError
-from isotype.precision import hardware
-from isotype.precision.cpu import (
+from isotype.core.errors import PrecisionError
+from isotype.precision.devices import profile as hardware
+from isotype.precision.devices.cpu import (
     CpuFeatures,
     OneDnn,
     parse_capabilities,
@@ -18,7 +18,7 @@ from isotype.precision.cpu import (
     parse_sysctl,
     this_onednn,
 )
-from isotype.precision.hardware import (
+from isotype.precision.devices.profile import (
     AcceleratorProperties,
     cpu_profile,
     cuda_profile,

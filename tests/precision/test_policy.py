@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.checkpoint.facts import ModelFacts, QuantizationFacts
-from isotype.dtypes import COMPUTE_DTYPES
-from isotype.errors import CheckpointError, PrecisionError, Problem
+from isotype.core.dtypes import COMPUTE_DTYPES
+from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.precision.decide import Wishes, decide
-from isotype.precision.hardware import device_profile, profile_names
+from isotype.precision.devices.profile import device_profile, profile_names
+from isotype.precision.facts import ModelFacts, QuantizationFacts
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.dtypes import COMPUTE_DTYPES
-from isotype.errors import PrecisionError
-from isotype.precision import probe
-from isotype.precision.probe import measure_all, measure_matmul, next_side
+from isotype.core.dtypes import COMPUTE_DTYPES
+from isotype.core.errors import PrecisionError
+from isotype.precision.devices import probe
+from isotype.precision.devices.probe import measure_all, measure_matmul, next_side
 
 
 def test_float32_rate_is_plausible() -> None:

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from isotype.errors import PrecisionError
+from isotype.core.errors import PrecisionError
 from isotype.precision import versions as module
 from isotype.precision.versions import (
     KNOWN,

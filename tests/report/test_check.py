@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from isotype import __version__
-from isotype.errors import PrecisionError, SaveError
-from isotype.report.check import SCHEMA_VERSION, Report
-from isotype.report.check_html import to_html
-from isotype.report.check_text import (
+from isotype.core.errors import PrecisionError, SaveError
+from isotype.report.check.html import to_html
+from isotype.report.check.record import SCHEMA_VERSION, Report
+from isotype.report.check.text import (
     elide,
     fold_places,
     format_count,

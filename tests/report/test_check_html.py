@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from isotype.report.check_html import to_html
+from isotype.report.check.html import to_html
 from isotype.rules.finding import Finding
 from isotype.trace.record import MEMORY_KINDS, Memory, Trace
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, plain, setup, too_large
@@ -69,7 +69,7 @@ def test_page_stands_alone_and_every_link_arrives(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_page_holds_every_finding_and_the_verdict(name: str) -> None:
-    from isotype.report.check_text import verdict
+    from isotype.report.check.text import verdict
 
     report = SAMPLES[name]()
     page = Page(to_html(report))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from isotype.precision.hardware import AcceleratorProperties, cuda_profile, device_profile
-from isotype.precision.probe import MatmulRate
+from isotype.precision.devices.probe import MatmulRate
+from isotype.precision.devices.profile import AcceleratorProperties, cuda_profile, device_profile
 from isotype.precision.versions import Misfit
 from isotype.report import doctor
 from isotype.report.doctor import (

@@ -22,9 +22,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.errors import IsotypeError, SaveError
-from isotype.report.card import model_card
-from isotype.report.run import (
+from isotype.core.errors import IsotypeError, SaveError
+from isotype.report.run.card import model_card
+from isotype.report.run.charts import charts_of
+from isotype.report.run.html import to_html
+from isotype.report.run.record import (
     DataSummary,
     EvalRecord,
     PolicyRow,
@@ -37,8 +39,6 @@ from isotype.report.run import (
     to_json,
     write_run_report,
 )
-from isotype.report.run_charts import charts_of
-from isotype.report.run_html import to_html
 from isotype.report.text import format_bytes, format_duration
 
 STEPS = 150
@@ -732,7 +732,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 def test_the_records_need_no_torch() -> None:
-    code = "import sys, isotype.report.run, isotype.report.run_html; print('torch' in sys.modules)"
+    code = "import sys, isotype.report.run.record, isotype.report.run.html; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isotype.precision.hardware import device_profile
+from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.trace.record import (
     Breach,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.rules.groups import _is_adapter
+from isotype.rules.kit.groups import _is_adapter
 from tests.rules import samples
 from tests.small import BF16
 

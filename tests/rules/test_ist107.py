@@ -69,7 +69,7 @@ def test_what_broke_in_the_forward_is_not_told_again() -> None:
 
 def test_a_time_limit_that_ends_in_a_recomputation_is_no_error_of_the_model(monkeypatch: Any) -> None:
     clock = iter([*range(40), *[10**9] * 10_000])
-    monkeypatch.setattr("isotype.trace.fake_recorder.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("isotype.trace.fake.recorder.time.monotonic", lambda: float(next(clock)))
     block = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
     report = isotype.check(
         block, lambda model: checkpoint(model, X, use_reentrant=False).sum(), device="cpu", seconds=45, verify=False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.preflight import check
+from isotype.preflight.check import check
 from tests.small import WIDTH
 
 X = torch.ones(2, WIDTH)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from isotype.fixes.repair import repair
-from isotype.preflight import check
+from isotype.preflight.check import check
+from isotype.preflight.repair import repair
 from isotype.rules.finding import Action
 from isotype.rules.ist301_scaler_float16 import find
 from isotype.trace.record import Failure

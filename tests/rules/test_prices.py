@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from isotype.precision.hardware import device_profile
-from isotype.rules import prices
+from isotype.precision.devices.profile import device_profile
+from isotype.rules.kit import prices
 from isotype.trace.record import Call, Operand, Origin
 from tests.rules.traces import BF16, FP32, on, traced
 

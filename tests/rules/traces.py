@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import isotype.preflight
-from isotype.precision.hardware import device_profile
-from isotype.preflight import compute_dtype
+import isotype.preflight.check
+from isotype.precision.devices.profile import device_profile
+from isotype.preflight.check import compute_dtype
 from isotype.rules.finding import Finding
+from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Phase, Setup, Trace
-from isotype.trace.step import trace_step
 from tests.models import tiny_batch, tiny_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,7 +41,7 @@ def traced(
 
 def verified(model: nn.Module, inputs: Any, code: str, **options: Any) -> list[Finding]:
     """The findings of one code with their fixes tried."""
-    report = isotype.preflight.check(model, inputs, device="cpu", **options)
+    report = isotype.preflight.check.check(model, inputs, device="cpu", **options)
     return [finding for finding in report.findings if finding.code == code]
 
 

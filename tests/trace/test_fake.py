@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isotype.trace.fake import fake_inputs, fake_like, fake_mode, twin_of
+from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, twin_of
 from tests.small import BF16, FP16, FP32, net
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as nnf
 
-from isotype.precision.hardware import device_profile
-from isotype.preflight import compute_dtype
+from isotype.precision.devices.profile import device_profile
+from isotype.preflight.check import compute_dtype
+from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Origin, Setup, Trace
-from isotype.trace.step import trace_step
 from tests.reality import real_step
 from tests.rules.traces import traced
 from tests.small import BF16, FP16, FP32

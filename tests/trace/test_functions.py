@@ -12,9 +12,9 @@ from torch.nn import functional as nnf
 
 from isotype.contracts.autocast import autocast_lists
 from isotype.contracts.contract import contracts_for
-from isotype.trace.fake import fake_inputs, fake_mode
-from isotype.trace.fake_recorder import FakeRecorder
-from isotype.trace.functions import Functions
+from isotype.trace.fake.functions import Functions
+from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.twin import fake_inputs, fake_mode
 from tests.small import BF16, FP16, FP32
 
 

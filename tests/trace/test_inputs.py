@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.trace.inputs import named_tensors
+from isotype.trace.fake.inputs import named_tensors
 from isotype.trace.record import Call, Trace
 from tests.rules.traces import traced
 from tests.small import BF16, WIDTH

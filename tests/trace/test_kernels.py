@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from isotype.preflight import check
-from isotype.trace.fake import fake_mode
-from isotype.trace.kernels import Kernels
+from isotype.preflight.check import check
+from isotype.trace.fake.kernels import Kernels
+from isotype.trace.fake.twin import fake_mode
 from tests.small import BF16, ids, net
 
 aten = torch.ops.aten

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isotype.precision.hardware import device_profile
+from isotype.precision.devices.profile import device_profile
+from isotype.trace.fake.step import trace_step
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
 from isotype.trace.record import Memory, Setup
-from isotype.trace.step import trace_step
 from tests.small import BF16, FP32, WIDTH, Block, ids, net
 
 PHASES: Any = ("forward", "backward", "optimizer")

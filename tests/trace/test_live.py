@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from isotype.preflight import check
-from isotype.trace.live import LiveFunctions, LiveRecorder, measure_step
-from isotype.trace.modes import is_simulated, no_modes, put_under, take_out
+from isotype.preflight.check import check
+from isotype.trace.live.modes import is_simulated, no_modes, put_under, take_out
+from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, measure_step
+from isotype.trace.live.watch import Beginning, Watch, named_inputs
 from isotype.trace.record import Failure, Setup
-from isotype.trace.watch import Beginning, Watch, named_inputs
 
 
 class Block(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.precision.hardware import device_profile
-from isotype.trace.optimizers import OPTIMIZERS, make_optimizer, unknown_optimizer
+from isotype.precision.devices.profile import device_profile
+from isotype.trace.fake.optimizers import OPTIMIZERS, make_optimizer, unknown_optimizer
+from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Setup
-from isotype.trace.step import trace_step
 from tests.small import BF16, FP16, FP32
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from isotype.precision.hardware import device_profile
-from isotype.trace.fake_recorder import FakeRecorder
+from isotype.precision.devices.profile import device_profile
+from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.step import LossOf, trace_step
 from isotype.trace.loss import loss_of
 from isotype.trace.record import Setup, Trace
-from isotype.trace.step import LossOf, trace_step
 from tests.reality import real_step
 from tests.small import BF16, FP16, FP32, WIDTH, Seen, ids, net
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.rules.groups import groups
-from isotype.trace.live import measure_step
+from isotype.rules.kit.groups import groups
+from isotype.trace.live.recorder import measure_step
 from isotype.trace.record import FLOATS, Trace
 from tests.reality import real_step
 from tests.rules.traces import traced
@@ -156,7 +156,7 @@ def test_code_without_its_source_chooses_for_itself():
 
 
 def test_the_evidence_says_who_took_it_and_where():
-    from isotype.rules.words import evidence
+    from isotype.rules.kit.words import evidence
 
     (group,) = groups(traced(Block(TAKEN["to"]), X, phases=("forward",)))
     assert (

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isotype.preflight import check
-from isotype.trace.untouched import Untouched, beside_twin
+from isotype.preflight.check import check
+from isotype.trace.fake.untouched import Untouched, beside_twin
 from tests.reality import real_step
 from tests.rules.traces import traced
 from tests.small import WIDTH
@@ -266,7 +266,7 @@ def test_numbers_that_modules_hold_do_not_count() -> None:
     with torch.device("meta"):
         many = nn.ModuleList(nn.LayerNorm(1) for _ in range(60))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isotype.trace.untouched._LIMIT", 50)
+        patch.setattr("isotype.trace.fake.untouched._LIMIT", 50)
         assert Untouched(beside_twin(many)).restore() == ()
 
 

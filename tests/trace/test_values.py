@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isotype.contracts.contract import contracts_for
-from isotype.trace.fake import fake_inputs, fake_mode
-from isotype.trace.fake_recorder import FakeRecorder
-from isotype.trace.functions import Functions
-from isotype.trace.values import LIMIT
+from isotype.trace.fake.functions import Functions
+from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.twin import fake_inputs, fake_mode
+from isotype.trace.fake.values import LIMIT
 
 Program = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from isotype.trace.fake import fake_mode, twin_of
+from isotype.trace.fake.twin import fake_mode, twin_of
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.record import Quantization, Weight
 from isotype.trace.weights import weights_of

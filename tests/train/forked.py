@@ -14,10 +14,10 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-import isotype.cli
+import isotype.checkpoint.resolve
+import isotype.cli.main
+import isotype.cli.outcome
 import isotype.data.load
-import isotype.report.outcome
-import isotype.resolve
 import isotype.train.callback
 import isotype.train.models
 import isotype.train.progress
@@ -40,7 +40,7 @@ def start(argv: Sequence[str], log: Path) -> int:
     os.dup2(descriptor, 2)
     code = 70
     try:
-        code = isotype.cli.main(argv)
+        code = isotype.cli.main.main(argv)
         sys.stdout.flush()
     finally:
         os._exit(code)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from isotype.checkpoint.staging import STAGING
+from isotype.core.staging import STAGING
 from isotype.train.saved import whole_checkpoints
 from tests.train.forked import start, wait_for
 from tests.train.tiny import rows, save_rows

@@ -16,11 +16,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.load import load
-from isotype.errors import CheckpointError, UsageError
-from isotype.interrupt import Terminated
-from isotype.lora.adapters import add_lora
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.core.errors import CheckpointError, UsageError
+from isotype.core.interrupt import Terminated
+from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
-from isotype.resolve import resolve_precision
 from isotype.train.chat import _questions, chat, load_for_inference, stream_answer
 from isotype.train.generate import answer
 

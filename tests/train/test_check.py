@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.errors import CheckpointError, DataError, PrecisionError, UsageError
+from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.check import check_policy, check_settings, check_tokenizer, check_weights, dropped_examples
 from isotype.train.methods import METHODS
 from isotype.train.models import processing_class
 from isotype.train.settings import Settings, parse_settings
+from isotype.train.validate import (
+    check_policy,
+    check_settings,
+    check_tokenizer,
+    check_weights,
+    dropped_examples,
+)
 from tests.train.tiny import rows, save_chat_model
 
 POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="bfloat16")
@@ -82,11 +88,13 @@ def test_each_problem(argv, problem):
     ],
 )
 def test_packages_that_are_not_installed(monkeypatch, argv):
-    monkeypatch.setattr("isotype.train.check.find_spec", lambda name: None)
+    monkeypatch.setattr("isotype.train.validate.find_spec", lambda name: None)
     (problem,) = given(*argv)
     assert problem.startswith("--")
-    monkeypatch.setattr("isotype.train.check.find_spec", lambda name: object())
-    monkeypatch.setattr("isotype.train.check._optimizer", lambda settings: [])  # it would import the package
+    monkeypatch.setattr("isotype.train.validate.find_spec", lambda name: object())
+    monkeypatch.setattr(
+        "isotype.train.validate._optimizer", lambda settings: []
+    )  # it would import the package
     check_settings(settings(*argv))
 
 

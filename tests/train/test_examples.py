@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file
 
+from isotype.core.errors import DataError, Problem, UsageError
 from isotype.data.mapping import ColumnMap, parse_columns
-from isotype.errors import DataError, Problem, UsageError
-from isotype.report.run import DataSummary
+from isotype.report.run.record import DataSummary
 from isotype.train import recipes
 from isotype.train.examples import data_summary, padding_share, percentiles, show_data
 from isotype.train.lengths import Lengths

@@ -19,8 +19,8 @@ import transformers
 import trl
 
 import isotype
-from isotype.checkpoint.staging import STAGING
-from isotype.cli import main
+from isotype.cli.main import main
+from isotype.core.staging import STAGING
 from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
 from isotype.train.methods import METHODS
 from isotype.train.record import StepMeasures

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from isotype.interrupt import terminate
+from isotype.core.interrupt import terminate
 from isotype.train.methods import METHODS
 from isotype.train.settings import IsotypeArguments, Settings
 from isotype.train.stop import graceful_stop, resume_command

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from isotype.cli import main
-from isotype.commands.plan import parse_options, plan_of
-from isotype.errors import DataError
+from isotype.cli.main import main
+from isotype.core.errors import DataError
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import processing_class
+from isotype.train.plan import parse_options, plan_of
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 

@@ -18,8 +18,8 @@ import trl
 from torch import nn
 
 import isotype
-from isotype.errors import UsageError
-from isotype.train.preflight import before_first_step, checkpointing
+from isotype.core.errors import UsageError
+from isotype.preflight.from_trainer import before_first_step, checkpointing
 from tests.models import quiet
 from tests.train.tiny import rows, save_chat_model
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from isotype.cli import main
-from isotype.errors import CheckpointError, UsageError
+from isotype.cli.main import main
+from isotype.core.errors import CheckpointError, UsageError
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train import describe, recipes
 from isotype.train.generate import encode

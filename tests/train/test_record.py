@@ -15,8 +15,8 @@ import torch
 import transformers
 from rich.console import Console
 
-from isotype.errors import SaveError, TrainingError
-from isotype.report.run import EvalRecord, StepRecord
+from isotype.core.errors import SaveError, TrainingError
+from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.train.progress import ProgressView
 from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
 from tests.train.test_governed import build

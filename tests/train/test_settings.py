@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.errors import IsotypeError, PrecisionError, UsageError
+from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.precision.decide import Wishes
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from isotype.errors import UsageError
+from isotype.core.errors import UsageError
 from isotype.train.synthetic import batch_notes, image_shape, step_inputs, synthetic_batch
 from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from isotype.cli import TRAINING, main
+from isotype.cli.main import TRAINING, main
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.describe import show_policy
 from isotype.train.methods import METHODS
@@ -32,7 +32,7 @@ def test_the_short_help_is_one_screen_of_real_arguments(method):
 
 def test_the_short_help_loads_neither_torch_nor_trl():
     code = (
-        "import sys; from isotype.cli import main; status = main(['sft', '--help']); "
+        "import sys; from isotype.cli.main import main; status = main(['sft', '--help']); "
         "print(status, sorted({'torch', 'trl', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

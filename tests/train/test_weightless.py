@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from isotype.checkpoint.load import load
-from isotype.errors import PrecisionError, UsageError
-from isotype.lora.adapters import add_lora
-from isotype.resolve import resolve_precision
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.core.errors import PrecisionError, UsageError
+from isotype.model.adapters import add_lora
 from isotype.trace.fold import stands_for
 from isotype.train.weightless import weightless_model
 from tests.checkpoint.test_weightless import facts

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.config import read_json
 from isotype.checkpoint.finite import require_finite
-from isotype.checkpoint.headers import CheckpointHeaders, contents, find_weights, read_headers
+from isotype.checkpoint.formats.config import read_json
+from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.load import dense_source, load
-from isotype.errors import CheckpointError, Problem, UsageError
-from isotype.lora.adapters import add_lora
-from isotype.precision.hardware import device_profile
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.model.adapters import add_lora
+from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.resolve import resolve_precision
 
 CONFIG_FILE = "adapter_config.json"
 

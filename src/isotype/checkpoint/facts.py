@@ -5,18 +5,25 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.checkpoint.config import build_on_meta, config_dtype, read_config, read_json, torch_dtype
-from isotype.checkpoint.headers import CheckpointHeaders, TensorHeader, contents, find_weights, read_headers
-from isotype.checkpoint.hub import cached_headers, hub_config, remote_headers
+from isotype.checkpoint.formats.config import build_on_meta, config_dtype, read_config, read_json, torch_dtype
+from isotype.checkpoint.formats.headers import (
+    CheckpointHeaders,
+    TensorHeader,
+    contents,
+    find_weights,
+    read_headers,
+)
+from isotype.checkpoint.formats.hub import cached_headers, hub_config, remote_headers
 from isotype.checkpoint.locate import resolve_source
-from isotype.errors import CheckpointError, PrecisionError, Problem
+from isotype.core.errors import CheckpointError, PrecisionError, Problem
+from isotype.precision.facts import ModelFacts, QuantizationFacts
 
 # Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
 _PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4, "int8": 8}
@@ -35,61 +42,6 @@ _CONSTANTS = re.compile(
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|g_idx|qzeros|weight_shape)$"
     r"|\.quant_state\.|[._](scales?|scale_inv|zero_point|zeros)$"
 )
-
-
-@dataclass(frozen=True)
-class QuantizationFacts:
-    """How the weights are quantized already.
-
-    Attributes:
-        method: the library or scheme: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
-        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for other methods their name and bits, `"gptq-4bit"`.
-        compute_dtype: dtype that the weights are dequantized to; None if nothing says it.
-        double_quant: whether the quantization constants are quantized too; None where that has no meaning.
-        quant_storage: dtype of the packed bytes; None if nothing says it.
-        skip_modules: modules that are left unquantized.
-    """
-
-    method: str
-    format: str
-    compute_dtype: torch.dtype | None = None
-    double_quant: bool | None = None
-    quant_storage: torch.dtype | None = None
-    skip_modules: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a model is, as far as dtypes go. Of a PEFT model, the base model's.
-
-    Attributes:
-        source: what was given, in words: a path, a hub id or a class name.
-        model_type: as in config.json (`"llama"`), or None without a config.
-        architecture: name of the model class.
-        config_dtype: the config's dtype, its text model's if it has none itself.
-        weight_dtypes: number of elements per float dtype (a torch dtype) or quantized format (its name).
-        trained_dtype: what the weights were trained in: the dtype of most elements that are not quantized, else
-            the config's; None if nothing says it.
-        quantization: how the weights are quantized already, or None.
-        pinned: patterns of parameters kept in float32 when float16 is asked for (`_keep_in_fp32_modules`).
-        pinned_strict: patterns of parameters kept in float32 always (`_keep_in_fp32_modules_strict`).
-        parameters: number of parameters, each counted once and as if dense.
-        parameter_bytes: bytes they take as stored, with their quantization constants.
-        notes: what could not be found out, and why.
-    """
-
-    source: str
-    model_type: str | None = None
-    architecture: str | None = None
-    config_dtype: torch.dtype | None = None
-    weight_dtypes: Mapping[torch.dtype | str, int] = field(default_factory=dict)
-    trained_dtype: torch.dtype | None = None
-    quantization: QuantizationFacts | None = None
-    pinned: tuple[str, ...] = ()
-    pinned_strict: tuple[str, ...] = ()
-    parameters: int | None = None
-    parameter_bytes: int | None = None
-    notes: tuple[str, ...] = ()
 
 
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:

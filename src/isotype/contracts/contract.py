@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from isotype.contracts.families import families_of
 from isotype.contracts.pattern import LETTERS, RESULT_DTYPES, fill, layout_of, letters_in, patterns_of
-from isotype.precision.hardware import DeviceProfile, device_profile
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from isotype.contracts.pattern import LETTERS, Layout
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 
 Json = Any
 """What `json.dumps` takes."""

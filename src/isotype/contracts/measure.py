@@ -52,7 +52,7 @@ from isotype.contracts.pattern import (
     letters_in,
     patterns_of,
 )
-from isotype.precision.hardware import device_profile
+from isotype.precision.devices.profile import device_profile
 
 EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isotype.core.errors import Problem
 from isotype.data.roles import CHATS, chat_problems, mixed_turns
 from isotype.data.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
-from isotype.errors import Problem
 
 Row = dict[str, Any]
 

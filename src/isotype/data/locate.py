@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from isotype.core.errors import DataError, Problem
 from isotype.data.columns import quoted
 from isotype.data.rows import READERS
-from isotype.errors import DataError, Problem
 
 EMBEDDED = "embedded:"
 MOST_PROBLEMS = 10

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isotype.errors import DataError, Problem
+from isotype.core.errors import DataError, Problem
 
 PRESETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # tatsu-lab/stanford_alpaca: an instruction, perhaps an input, and the output.

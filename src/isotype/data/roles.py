@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
-from isotype.errors import Problem
+from isotype.core.errors import Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """The roles that chat templates write."""

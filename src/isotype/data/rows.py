@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from isotype.core.errors import Problem
 from isotype.data.mapping import ColumnMap
-from isotype.errors import Problem
 
 Record = tuple[int, Any]
 

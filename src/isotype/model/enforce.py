@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.dtypes import dtype_name
-from isotype.errors import PrecisionError, Problem
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import PrecisionError, Problem
 from isotype.model.boundary import set_boundary
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
 from isotype.model.walk import Place, is_pinned, own_float_parameters, places

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.dtypes import dtype_name
-from isotype.errors import PrecisionError, Problem
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import PrecisionError, Problem
 
 
 def quantization_state(layer: nn.Module) -> Any:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isotype.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
-from isotype.errors import PrecisionError, Problem
+from isotype.core.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.errors import PrecisionError, Problem
 from isotype.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
-    from isotype.checkpoint.facts import ModelFacts
-    from isotype.precision.hardware import DeviceProfile
+    from isotype.precision.devices.profile import DeviceProfile
+    from isotype.precision.facts import ModelFacts
 
 TRAINABLE = ("lora", "full")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from isotype.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
-from isotype.errors import CheckpointError, Problem
+from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.errors import CheckpointError, Problem
 
 POLICY_FILE = "precision_policy.json"
 """Name of the file in a saved adapter's folder that holds the policy it was trained under."""

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from isotype.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError, Problem
 
 PACKAGES: tuple[str, ...] = (
     "torch",

@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.contracts.contract import doubts
-from isotype.dtypes import COMPUTE_DTYPES, dtype_name
-from isotype.precision.hardware import DeviceProfile, device_profile
-from isotype.precision.probe import MatmulRate, measure_all
+from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
+from isotype.precision.devices.probe import MatmulRate, measure_all
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.versions import Misfit, installed, misfits, missing, pip_command, toolkits
 from isotype.report.narrow import fitting
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from isotype.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 
 if TYPE_CHECKING:
     from isotype.checkpoint.merge import MergeReport

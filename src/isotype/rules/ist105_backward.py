@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from isotype.rules import operands
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.kit import operands
 from isotype.trace.record import Trace
 
 TITLE = "A mismatch that only the backward meets"

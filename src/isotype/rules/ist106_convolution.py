@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.rules import operands
 from isotype.rules.finding import Finding
+from isotype.rules.kit import operands
 from isotype.trace.record import Trace
 
 TITLE = "A convolution whose input has another dtype than its weight"

@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from isotype.dtypes import dtype_name
-from isotype.rules import operands
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short
 from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.groups import refused_as_unsafe
-from isotype.rules.words import short
+from isotype.rules.kit import operands
+from isotype.rules.kit.groups import refused_as_unsafe
 from isotype.trace.record import Call, Trace
 
 TITLE = "No kernel for this dtype"

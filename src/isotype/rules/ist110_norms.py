@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.rules import operands
 from isotype.rules.finding import Finding
+from isotype.rules.kit import operands
 from isotype.trace.record import Trace
 
 TITLE = "A norm whose weight has another dtype than its input"

@@ -30,9 +30,10 @@ import linecache
 import re
 from collections.abc import Iterator
 
-from isotype.rules import ist403_packed_raw, operands
+from isotype.core.names import short
+from isotype.rules import ist403_packed_raw
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.words import short
+from isotype.rules.kit import operands
 from isotype.trace.record import Failure, Trace
 
 TITLE = "The step could not be followed to its end"

@@ -36,12 +36,13 @@ from dataclasses import dataclass
 
 import torch
 
-from isotype.dtypes import dtype_name
-from isotype.rules import prices
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
-from isotype.rules.groups import Group
-from isotype.rules.operands import candidates
-from isotype.rules.words import cause_text, evidence, starred
+from isotype.rules.kit import prices
+from isotype.rules.kit.groups import Group
+from isotype.rules.kit.operands import candidates
+from isotype.rules.kit.words import cause_text, evidence
 from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"

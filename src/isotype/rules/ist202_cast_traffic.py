@@ -33,10 +33,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from isotype.dtypes import dtype_name
-from isotype.rules import prices
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short, starred
 from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
-from isotype.rules.words import cause_text, short, starred
+from isotype.rules.kit import prices
+from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Weights or adapter inputs that are cast anew at every step"

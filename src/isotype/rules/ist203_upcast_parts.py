@@ -35,10 +35,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.dtypes import dtype_name
-from isotype.rules import prices
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree, starred
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.words import agree, starred
+from isotype.rules.kit import prices
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"

@@ -33,11 +33,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from isotype.dtypes import dtype_name
-from isotype.rules import prices
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short
 from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
-from isotype.rules.per_trace import per_trace
-from isotype.rules.words import short
+from isotype.rules.kit import prices
+from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import Call, Origin, Trace
 
 TITLE = "Whole outputs copied to float32"

@@ -31,10 +31,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
-from isotype.rules.words import starred
+from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
 from isotype.trace.record import Trace, Weight
 
 TITLE = "GradScaler with float16 trainable parameters"

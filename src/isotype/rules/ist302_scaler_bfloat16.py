@@ -29,7 +29,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
 from isotype.trace.record import Trace
 
 TITLE = "GradScaler without float16"

@@ -29,11 +29,11 @@ from dataclasses import replace
 
 import torch
 
-from isotype.dtypes import parse_dtype
+from isotype.core.dtypes import parse_dtype
+from isotype.core.names import agree
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import HALVES, count, finding_of, float32_masters, trained
-from isotype.rules.words import agree
+from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
 from isotype.trace.record import Trace
 
 TITLE = "float16 training without loss scaling"

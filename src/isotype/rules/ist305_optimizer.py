@@ -26,11 +26,12 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short, starred
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import HALVES, advice, count, finding_of, float32_masters, trained
-from isotype.rules.words import cause_text, short, starred
-from isotype.trace.optimizers import OPTIMIZERS
+from isotype.rules.kit.weight_sets import HALVES, advice, count, finding_of, float32_masters, trained
+from isotype.rules.kit.words import cause_text
+from isotype.trace.fake.optimizers import OPTIMIZERS
 from isotype.trace.record import FLOATS, Call, Operand, Trace
 
 TITLE = "Mixed dtypes in the optimizer's step"

@@ -27,10 +27,10 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree, named
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import HALVES, count, finding_of, modules
-from isotype.rules.words import agree, named
+from isotype.rules.kit.weight_sets import HALVES, count, finding_of, modules
 from isotype.trace.record import Origin, Trace, Weight
 
 TITLE = "A quantization state of another dtype than its layer computes in"

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isotype.core.names import agree
 from isotype.rules.finding import Finding
-from isotype.rules.weight_sets import advice, count, finding_of
-from isotype.rules.words import agree
+from isotype.rules.kit.weight_sets import advice, count, finding_of
 from isotype.trace.record import Trace
 
 TITLE = "A quantized layer without its quantization state"

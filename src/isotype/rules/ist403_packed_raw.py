@@ -29,10 +29,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree, named, plural, short
 from isotype.rules.finding import Finding, Fix, finding_at
-from isotype.rules.weight_sets import advice, count, finding_of
-from isotype.rules.words import agree, named, plural, short
+from isotype.rules.kit.weight_sets import advice, count, finding_of
 from isotype.trace.record import Call, Failure, Operand, Trace, Weight
 
 TITLE = "Packed codes taken for a weight"

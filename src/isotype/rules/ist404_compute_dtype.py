@@ -26,10 +26,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree, named
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.weight_sets import HALVES, count, finding_of, modules
-from isotype.rules.words import agree, named
+from isotype.rules.kit.weight_sets import HALVES, count, finding_of, modules
 from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit layers that compute in another dtype than the model"

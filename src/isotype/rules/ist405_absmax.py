@@ -25,10 +25,10 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import named
 from isotype.rules.finding import Finding
-from isotype.rules.weight_sets import advice, count, finding_of
-from isotype.rules.words import named
+from isotype.rules.kit.weight_sets import advice, count, finding_of
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Quantization scales that are not float32"

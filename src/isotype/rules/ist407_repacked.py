@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import count, finding_of
-from isotype.rules.words import starred
+from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit weights that an evaluation on this CPU repacks"

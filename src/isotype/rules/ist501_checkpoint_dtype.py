@@ -34,10 +34,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.dtypes import dtype_name
-from isotype.rules import prices
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix, Price, Severity
-from isotype.rules.words import starred
+from isotype.rules.kit import prices
 from isotype.trace.record import FLOATS, Trace, Weight
 
 TITLE = "A checkpoint's dtype that did not survive loading"

@@ -31,9 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.words import starred
 from isotype.trace.record import FLOATS, Trace
 
 TITLE = "Trained adapters of different dtypes"

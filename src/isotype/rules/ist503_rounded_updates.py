@@ -40,10 +40,10 @@ from dataclasses import replace
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short, starred
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import HALVES, advice, casts, count, finding_of, names, spacing
-from isotype.rules.words import short, starred
+from isotype.rules.kit.weight_sets import HALVES, advice, casts, count, finding_of, names, spacing
 from isotype.trace.record import Call, Operand, Trace, Weight
 
 TITLE = "A 16-bit weight that is added to in place"

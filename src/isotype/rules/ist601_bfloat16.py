@@ -32,9 +32,9 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.rules import devices
+from isotype.core.names import short
 from isotype.rules.finding import Finding, finding_at
-from isotype.rules.words import short
+from isotype.rules.kit import devices
 from isotype.trace.record import Call, Trace
 
 TITLE = "bfloat16 on a device without it"

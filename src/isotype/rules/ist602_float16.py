@@ -31,8 +31,8 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.rules import devices
 from isotype.rules.finding import Finding
+from isotype.rules.kit import devices
 from isotype.trace.record import Trace
 
 TITLE = "float16 on a device without fast float16"

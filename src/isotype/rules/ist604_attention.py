@@ -30,13 +30,13 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
-from isotype.rules import prices
-from isotype.rules.devices import attention_calls
+from isotype.core.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.groups import Group
-from isotype.rules.operands import candidates
-from isotype.rules.words import cause_text, evidence
+from isotype.rules.kit import prices
+from isotype.rules.kit.devices import attention_calls
+from isotype.rules.kit.groups import Group
+from isotype.rules.kit.operands import candidates
+from isotype.rules.kit.words import cause_text, evidence
 from isotype.trace.record import Call, Trace
 
 TITLE = "An attention kernel that the device or the dtype rules out"

@@ -37,10 +37,10 @@ from functools import cache
 
 import torch
 
-from isotype.dtypes import dtype_name
-from isotype.rules import prices
+from isotype.core.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.prices import size_text
+from isotype.rules.kit import prices
+from isotype.rules.kit.prices import size_text
 from isotype.trace.record import Trace, Weight
 
 TITLE = "The step does not fit into the device's memory"

@@ -30,9 +30,10 @@ from collections.abc import Iterator
 
 import torch
 
+from isotype.core.names import short, starred
 from isotype.rules.finding import Action, ActionKind, Finding, Fix, finding_at
-from isotype.rules.weight_sets import advice
-from isotype.rules.words import cause_text, short, starred
+from isotype.rules.kit.weight_sets import advice
+from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Call, Origin, Trace
 
 TITLE = "float64 on a device without it"

@@ -29,9 +29,9 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import advice, casts, finding_of, float32_masters, layer_of, trained
+from isotype.rules.kit.weight_sets import advice, casts, finding_of, float32_masters, layer_of, trained
 from isotype.trace.record import Trace, Weight
 
 TITLE = "FSDP1 over parameters of several dtypes"

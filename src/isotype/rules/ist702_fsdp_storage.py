@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.rules.finding import Finding
-from isotype.rules.weight_sets import advice, count, finding_of
+from isotype.rules.kit.weight_sets import advice, count, finding_of
 from isotype.trace.record import Trace
 
 TITLE = "FSDP over integer codes"

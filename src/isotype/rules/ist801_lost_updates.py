@@ -30,9 +30,9 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import (
+from isotype.rules.kit.weight_sets import (
     HALVES,
     casts,
     count,

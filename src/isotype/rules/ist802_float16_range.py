@@ -28,10 +28,10 @@ from dataclasses import replace
 
 import torch
 
-from isotype.rules import operands
+from isotype.core.names import agree
 from isotype.rules.finding import Finding
-from isotype.rules.weight_sets import advice, count, finding_of
-from isotype.rules.words import agree
+from isotype.rules.kit import operands
+from isotype.rules.kit.weight_sets import advice, count, finding_of
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Values beyond float16's range"

@@ -26,10 +26,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree, named, short
 from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.weight_sets import HALVES, advice, count, finding_of, names
-from isotype.rules.words import agree, named, short
+from isotype.rules.kit.weight_sets import HALVES, advice, count, finding_of, names
 from isotype.trace.record import Call, Trace, Weight
 
 TITLE = "Rotary positions in 16 bit"

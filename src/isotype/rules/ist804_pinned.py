@@ -23,10 +23,10 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.weight_sets import HALVES, advice, casts, count, finding_of, modules
-from isotype.rules.words import agree
+from isotype.rules.kit.weight_sets import HALVES, advice, casts, count, finding_of, modules
 from isotype.trace.record import Trace, Weight
 
 TITLE = "A pinned parameter in 16 bit"

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short
 from isotype.rules.finding import Finding, finding_at
-from isotype.rules.weight_sets import HALVES, advice
-from isotype.rules.words import evidence, short
+from isotype.rules.kit.weight_sets import HALVES, advice
+from isotype.rules.kit.words import evidence
 from isotype.trace.record import Call, Trace
 
 TITLE = "A long reduction returned in 16 bit"

@@ -27,10 +27,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from isotype.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.weight_sets import HALVES, advice
-from isotype.rules.words import evidence, starred
+from isotype.rules.kit.weight_sets import HALVES, advice
+from isotype.rules.kit.words import evidence
 from isotype.trace.record import Call, Operand, Trace, Weight
 
 TITLE = "Experts chosen from 16-bit scores"

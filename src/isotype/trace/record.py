@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from isotype.precision.hardware import DeviceProfile
+from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 
 Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]

@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
+from isotype.core.package import PACKAGE
+
 # A folder ends in a separator: torchvision, torchtune and torch_geometric lie beside torch and are not it.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_PACKAGE = Path(__file__).parents[1]
 # What asks for operators on behalf of the model's and the script's code.
-_OURS = (
-    *(f"{_PACKAGE / part}{os.sep}" for part in ("trace", "commands", "fixes", "model")),
-    str(_PACKAGE / "preflight.py"),
-)
+_OURS = tuple(f"{PACKAGE / room}{os.sep}" for room in ("trace", "preflight", "cli", "model"))
 
 # Python's own frozen modules, and what torch.fx writes: nobody can edit a line there; who calls it asked.
 _NO_FILE = ("<frozen", "<eval_with_key>")
 
-_STEP = str(_PACKAGE / "trace" / "step.py")
+_STEP = str(PACKAGE / "trace" / "fake" / "step.py")
 
 
 @cache

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from isotype.dtypes import dtype_name
-from isotype.errors import PrecisionError, Problem, UsageError
-from isotype.lora.adapters import save_policy_too
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.report.check import Report
-from isotype.train.preflight import before_first_step, is_assumed
+from isotype.preflight.from_trainer import before_first_step, is_assumed
+from isotype.report.check.record import Report
 
 logger = logging.getLogger("isotype")
 
@@ -194,7 +194,7 @@ def policy_as_it_lies(model: Any, args: Any) -> PrecisionPolicy:
         PrecisionError: such a policy cannot be, or without autocast 16-bit weights would meet float32 ones.
     """
     from isotype.checkpoint.facts import facts_of
-    from isotype.resolve import resolve_precision
+    from isotype.checkpoint.resolve import resolve_precision
 
     lying = _lying_dtypes(model)
     most = max(lying, key=lambda dtype: lying[dtype], default=torch.float32)

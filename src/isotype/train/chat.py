@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from isotype.checkpoint.adapter import load_for_inference
-from isotype.dtypes import dtype_name
-from isotype.errors import CheckpointError, Problem, UsageError
-from isotype.interrupt import Terminated
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.interrupt import Terminated
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.generate import Message, encode, evaluating
 

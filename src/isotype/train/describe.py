@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isotype.dtypes import dtype_name
-from isotype.precision.hardware import DeviceProfile
+from isotype.core.dtypes import dtype_name
+from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
-from isotype.report.run import PolicyRow, RunRecord, Sample
+from isotype.report.run.record import PolicyRow, RunRecord, Sample
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
 from isotype.train.lengths import Lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isotype.errors import Problem, TrainingError
+from isotype.core.errors import Problem, TrainingError
 
 
 def not_finite(headline: str, trainer: Any, step: int, seen: Mapping[str, object]) -> TrainingError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isotype.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError, Problem
 from isotype.model.enforce import Change, enforce_model, policy_of
 from isotype.precision.policy import PrecisionPolicy
 

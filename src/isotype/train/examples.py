@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers.trainer_utils import IntervalStrategy
 
-from isotype.errors import Problem, UsageError
-from isotype.report.run import DataSummary
+from isotype.core.errors import Problem, UsageError
+from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
 from isotype.train.lengths import Lengths
 from isotype.train.settings import Settings

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.finite import all_finite
-from isotype.checkpoint.staging import (
+from isotype.core.errors import PrecisionError, Problem, SaveError
+from isotype.core.staging import (
     NO_ROOM,
     STAGING,
     discard,
@@ -27,10 +28,9 @@ from isotype.checkpoint.staging import (
     recover,
     write_failure,
 )
-from isotype.errors import PrecisionError, Problem, SaveError
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.run import write_whole
+from isotype.report.run.record import write_whole
 from isotype.train.diverged import not_finite
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest

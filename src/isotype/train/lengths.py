@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from isotype.errors import DataError, Problem
+from isotype.core.errors import DataError, Problem
 
 COUNTED_ROWS = 2000
 """Rows that are tokenized at most; of a longer data set, as many at equal distances."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from isotype.arguments import wrong_choice
-from isotype.errors import Problem
+from isotype.core.arguments import wrong_choice
+from isotype.core.errors import Problem
 
 Read = Callable[[str], Any]
 """The value of an argument by its name; None where it was not given or the method has none."""

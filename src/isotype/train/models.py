@@ -10,8 +10,8 @@ from typing import Any
 
 from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.load import load
-from isotype.errors import CheckpointError, Problem, UsageError
-from isotype.lora.adapters import add_lora
+from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
 

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from isotype.report.run import EvalRecord, StepRecord
+from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.report.text import format_duration
 
 _ROOMY = 75  # columns from which on there is room for a bar beside the numbers

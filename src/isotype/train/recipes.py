@@ -15,15 +15,14 @@ import torch
 from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
-from isotype.checkpoint.staging import recover
-from isotype.errors import CheckpointError, IsotypeError, Problem, SaveError, TrainingError, UsageError
-from isotype.interrupt import signal_of
-from isotype.precision.hardware import DeviceProfile, device_profile
+from isotype.core.errors import CheckpointError, IsotypeError, Problem, SaveError, TrainingError, UsageError
+from isotype.core.interrupt import signal_of
+from isotype.core.staging import recover
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.card import model_card
-from isotype.report.run import JSON_NAME, RunRecord, Sample, write_run_report
+from isotype.report.run.card import model_card
+from isotype.report.run.record import JSON_NAME, RunRecord, Sample, write_run_report
 from isotype.train import describe
-from isotype.train.check import check_policy, check_settings, check_tokenizer, check_weights, dropped_examples
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
@@ -46,6 +45,13 @@ from isotype.train.saved import (
 from isotype.train.settings import Settings
 from isotype.train.start import start_of
 from isotype.train.stop import graceful_stop
+from isotype.train.validate import (
+    check_policy,
+    check_settings,
+    check_tokenizer,
+    check_weights,
+    dropped_examples,
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,8 @@ def run(settings: Settings, console: Console) -> Outcome:
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
     """
+    from isotype.checkpoint.resolve import resolve_precision
     from isotype.data.load import load_training_data
-    from isotype.resolve import resolve_precision
 
     settings, start = start_of(settings)
     profile = _training_device(settings)

@@ -15,8 +15,8 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from isotype.errors import SaveError
-from isotype.report.run import EvalRecord, StepRecord
+from isotype.core.errors import SaveError
+from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.train.diverged import not_finite
 
 _LOGGED_ANYWAY = frozenset(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isotype.errors import Problem, UsageError
+from isotype.core.errors import Problem, UsageError
 
 BUILT_IN = (
     "accuracy_reward",

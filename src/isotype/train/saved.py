@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isotype.dtypes import dtype_name
-from isotype.errors import Problem
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import Problem
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 
 MANIFEST = "isotype_checkpoint.json"

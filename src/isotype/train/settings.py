@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotype.arguments import Parser, closest
-from isotype.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
-from isotype.errors import PrecisionError, Problem, UsageError
+from isotype.core.arguments import Parser, closest
+from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.precision.decide import Wishes
 from isotype.train.limits import number_problems
 from isotype.train.methods import Method

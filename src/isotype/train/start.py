@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
-from isotype.errors import CheckpointError, Problem, UsageError
+from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.train.settings import Settings
 
 # Arguments that a new adapter is made by, and the field of PEFT's config that each one sets.

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from isotype.interrupt import terminate
+from isotype.core.interrupt import terminate
 from isotype.train import describe
 from isotype.train.settings import Settings
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.errors import Problem, UsageError
+from isotype.core.errors import Problem, UsageError
 
 Inputs = Mapping[str, Any] | Callable[[nn.Module], torch.Tensor]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.weightless import model_config, skeleton, skipped_modules, store
-from isotype.errors import PrecisionError, Problem, UsageError
-from isotype.lora.adapters import add_lora
+from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.trace.fold import fold as fold_layers
 from isotype.train.models import check_module_names, first_sentence

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from isotype.precision.hardware import device_profile
+from isotype.precision.devices.profile import device_profile
 from tests.corpus.cases.crashes_parts import BF16, FP16, FP32, lora
 from tests.corpus.cases.training_parts import after_training, loaded
 from tests.corpus.scenario import Broken, Scenario

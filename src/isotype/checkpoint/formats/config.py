@@ -1,0 +1,183 @@
+"""config.json: read and checked, its dtype, its model class, and that class built on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.core.errors import CheckpointError, Problem
+
+# How building a model class from a config that does not fit it fails.
+BUILD_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        problem = Problem(f"{path}: {error}", "JSON", "correct the file, or copy or download it again")
+        raise CheckpointError(f"{path.name} is not JSON", [problem]) from error
+    if not isinstance(content, dict):
+        given = f"{path}: a JSON {type(content).__name__}"
+        raise CheckpointError(
+            f"{path.name} is not an object",
+            [Problem(given, "a JSON object", "copy or download the file again")],
+        )
+    return content
+
+
+def read_config(directory: Path) -> Any:
+    """The transformers config in a directory; code that comes with a checkpoint is not run.
+
+    Raises:
+        CheckpointError: config.json is damaged, or names a model or dtype that is not known.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import __version__ as version
+
+    path = directory / "config.json"
+    content = read_json(path)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING, n=3)
+        if not model_type:
+            fix = "add the model_type, or give the directory that save_pretrained() wrote"
+        elif "auto_map" in content:
+            fix = "its code comes with the checkpoint and is not run here: load it yourself and give the nn.Module"
+        elif near:
+            fix = f"did you mean {' or '.join(near)}? Or update transformers"
+        else:
+            fix = "update transformers"
+        given = f"{path}: model_type {model_type!r}" if model_type else f"{path} has no model_type"
+        expected = f"a model_type that transformers {version} knows"
+        raise CheckpointError("unknown model", [Problem(given, expected, fix)])
+    for key in ("dtype", "torch_dtype"):
+        torch_dtype(content.get(key), f"{key} in {path}")
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        problem = Problem(
+            f"{path}: {error}", f"a config of a {model_type} model", "copy or download it again"
+        )
+        raise CheckpointError("config.json cannot be read", [problem]) from error
+
+
+def build_on_meta(config: Any, source: str) -> nn.Module:
+    """The config's model on the meta device, which costs a tenth of a second even for 70B parameters.
+
+    Only an instance knows the pins of its submodels: transformers gathers them in `post_init`.
+
+    Raises:
+        CheckpointError: transformers has no class for it, or the class does not accept it.
+    """
+    cls = model_class(config)
+    if cls is None:
+        raise CheckpointError(
+            "no model class for this config",
+            [
+                Problem(
+                    f"{source}: model_type {config.model_type!r}, architectures {config.architectures}",
+                    "a model class that transformers has",
+                    "update transformers, or give the model itself (an nn.Module)",
+                )
+            ],
+        )
+    try:
+        with torch.device("meta"):
+            # A copy: building a model writes its choices (attention implementation, dtype) into the config.
+            model: nn.Module = cls(copy.deepcopy(config))
+    except BUILD_ERRORS as error:
+        raise CheckpointError(
+            "the config does not fit its model class",
+            [
+                Problem(
+                    f"{source}: {cls.__name__} fails with {type(error).__name__}: {error}",
+                    "a config that the class can be built from",
+                    "take config.json and transformers as the checkpoint was published with",
+                )
+            ],
+        ) from error
+    return model
+
+
+def model_class(config: Any, auto_class: Any = None) -> Any:
+    """The class that the config names, else the one transformers lists for it; None if it has none.
+
+    With an auto class (`AutoModelForCausalLM`, …), the one that this class lists.
+    """
+    import transformers
+
+    mappings: tuple[Any, ...] = (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_MASKED_LM_MAPPING,
+        transformers.MODEL_MAPPING,
+    )
+    if auto_class is not None:
+        mappings = (auto_class._model_mapping,)
+    else:
+        for name in config.architectures or ():
+            if hasattr(transformers, name):
+                return getattr(transformers, name)
+    for mapping in mappings:
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    return None
+
+
+def config_dtype(config: Any) -> torch.dtype | None:
+    """The config's dtype, or its text model's.
+
+    Raises:
+        CheckpointError: it is not a torch dtype.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    for each in (config, text):
+        value = getattr(each, "dtype", None)
+        if value not in (None, "auto"):
+            return torch_dtype(value, "the config's dtype")
+    return None
+
+
+def torch_dtype(value: Any, what: str) -> torch.dtype | None:
+    """Any torch dtype, integers and float8 included, from its name in a config; `what` names it in the error.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    found = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(
+            "unknown dtype in the config",
+            [
+                Problem(
+                    f"{what} is {value!r}", "a torch dtype such as 'bfloat16'", "correct it in config.json"
+                )
+            ],
+        )
+    return found

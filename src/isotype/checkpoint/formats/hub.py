@@ -1,0 +1,95 @@
+"""A model on the hub: its config and headers, from the local cache or by range requests, never its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from isotype.checkpoint.formats.headers import (
+    CheckpointHeaders,
+    TensorHeader,
+    find_weights,
+    missing_shards,
+    read_headers,
+)
+from isotype.core.dtypes import from_safetensors_name
+from isotype.core.errors import CheckpointError, Problem
+from isotype.core.hub import offline_if_unreachable
+
+
+def hub_config(model_id: str, revision: str | None = None) -> Any:
+    """The transformers config of a hub id, of its main branch unless a revision is given.
+
+    Raises:
+        CheckpointError: the hub does not have it, or cannot be reached and the local cache does not have it.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    why = ""
+    try:
+        with offline_if_unreachable() as why:
+            return AutoConfig.from_pretrained(model_id, revision=revision or "main", trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = why or (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            "the model cannot be read from the hub",
+            [
+                Problem(
+                    f"hub id {model_id}{f' at revision {revision}' if revision else ''}: {reason}",
+                    "a model on the hub (or in its local cache); no local path has this name either",
+                    "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
+                    "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache at once",
+                )
+            ],
+        ) from error
+
+
+def cached_headers(model_id: str, revision: str | None = None) -> CheckpointHeaders | None:
+    """Headers from the hub's local cache, if all of the weights are there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model_id, "config.json", revision=revision)
+    found = find_weights(Path(config).parent) if isinstance(config, str) else None
+    if found is None or found[1] != "model" or found[0].suffix == ".gguf":
+        return None
+    if found[0].suffix == ".json" and missing_shards(found[0]):
+        return None
+    return read_headers(found[0])
+
+
+def remote_headers(
+    model_id: str, revision: str | None = None
+) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
+    """Headers by range requests, without downloading a weight; or none, and why."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    why = ""
+    try:
+        with offline_if_unreachable() as why:
+            repository = get_safetensors_metadata(model_id, revision=revision)
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        problem = Problem(
+            f"hub id {model_id}: {error}",
+            "weights in safetensors",
+            "give a revision or conversion of it in safetensors; pickled weights are not read",
+        )
+        raise CheckpointError("no readable safetensors on the hub", [problem]) from error
+    except (OSError, HTTPError) as error:
+        return None, (
+            f"the headers on the hub could not be read ({why or error}): the dtypes are those of the config",
+        )
+    tensors = tuple(
+        TensorHeader(
+            name,
+            info.dtype,
+            from_safetensors_name(info.dtype),
+            tuple(info.shape),
+            info.data_offsets[1] - info.data_offsets[0],
+            Path(file),
+        )
+        for file, content in repository.files_metadata.items()
+        for name, info in content.tensors.items()
+    )
+    return CheckpointHeaders(Path(model_id), "safetensors", "model", tensors, {}), ()

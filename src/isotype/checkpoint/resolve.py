@@ -1,0 +1,77 @@
+"""resolve_precision: gather the facts, then decide. The one place where checkpoint, device and versions meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from isotype.checkpoint.facts import facts_of
+from isotype.core.errors import Problem
+from isotype.precision.decide import Wishes, decide
+from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.precision.facts import ModelFacts
+from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.versions import installed, misfits, toolkits
+
+
+def resolve_precision(
+    model: Any,
+    dtype: str | torch.dtype = "auto",
+    quantization: str | None = None,
+    device: str | torch.device = "auto",
+    trainable: str = "lora",
+    *,
+    master: str | torch.dtype | None = None,
+    double_quant: bool | None = None,
+    quant_storage: str | torch.dtype | None = None,
+    storage: str | torch.dtype | None = None,
+    revision: str | None = None,
+) -> PrecisionPolicy:
+    """Decide the dtype of every role of a training run, once, with the reason for each.
+
+    Args:
+        model: an `nn.Module`, a transformers config, a checkpoint directory, a GGUF file or a hub id.
+        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`: the dtype the checkpoint
+            was trained in where the device runs it natively, else the best the device has.
+        quantization: `"nf4"`, `"fp4"`, `"int8"` or None for weights in the compute dtype.
+        device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for
+            the best one here.
+        trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
+        master: dtype of trainable parameters; float32 unless asked.
+        double_quant: quantize the quantization constants too (nf4, fp4).
+        quant_storage: dtype of the packed 4-bit bytes; uint8 unless asked.
+        storage: float dtype of the frozen weights (`trainable="lora"` without quantization); the compute dtype
+            unless asked. Another one relies on autocast, which casts the weights in every step.
+        revision: branch, tag or commit of a hub id; of no meaning for anything else.
+
+    Raises:
+        PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
+        CheckpointError: `model` names no checkpoint.
+    """
+    facts = facts_of(model, revision=revision)
+    profile = device_profile(device)
+    wishes = Wishes(dtype, quantization, trainable, master, double_quant, quant_storage, storage)
+    return decide(facts, profile, wishes, _obstacles(facts, profile, quantization))
+
+
+def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
+    """Library versions that make the run impossible here; for a device that is elsewhere they say nothing."""
+    if not profile.present:
+        return []
+    versions = installed()
+    problems = [
+        Problem(" and ".join(misfit.packages), f"versions that fit: {misfit.fact}", misfit.change)
+        for misfit in misfits({**versions, **toolkits()}, kind=profile.kind)
+        if misfit.severity == "error"
+    ]
+    saved = facts.quantization.method if facts.quantization else None
+    if (quantization or saved == "bitsandbytes") and versions.get("bitsandbytes") is None:
+        problems.append(
+            Problem(
+                f"quantization {quantization or saved} without bitsandbytes",
+                "the library that stores the quantized weights",
+                "pip install 'isotype[train]'",
+            )
+        )
+    return problems

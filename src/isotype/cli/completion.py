@@ -1,0 +1,78 @@
+"""`isotype completion`: what a shell needs to complete commands, arguments and the values of some of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from isotype.core.arguments import Parser
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+_DESCRIPTION = """\
+Print a completion script.
+
+  bash   isotype completion bash > ~/.local/share/bash-completion/completions/isotype
+  zsh    isotype completion zsh > ~/.zfunc/_isotype   (with ~/.zfunc in fpath)
+  tcsh   isotype completion tcsh > ~/.isotype.tcsh    (and source it)"""
+
+
+def run(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype completion SHELL`; the script goes to standard output."""
+    import shtab
+
+    parser = Parser(
+        prog="isotype completion",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    options = parser.parse_args(argv)
+    console.file.write(shtab.complete(_tree(), shell=options.shell) + "\n")
+    return 0
+
+
+def _tree() -> argparse.ArgumentParser:
+    """One parser of all commands, made of theirs."""
+    import shtab
+
+    from isotype.cli.explain import explain_parser
+    from isotype.cli.inspect import inspect_parser
+    from isotype.cli.main import TRAINING, chat_parser, doctor_parser, merge_parser
+    from isotype.train.methods import METHODS
+    from isotype.train.plan import help_parser
+    from isotype.train.settings import training_parser
+
+    root = argparse.ArgumentParser(prog="isotype")
+    commands = root.add_subparsers(dest="command")
+    training = {name: training_parser(METHODS[name]) for name in TRAINING}
+    others = {
+        "demo": training["sft"],
+        "chat": chat_parser(),
+        "merge": merge_parser(),
+        "check": help_parser(),
+        "inspect": inspect_parser(),
+        "explain": explain_parser(),
+        "doctor": doctor_parser(),
+    }
+    for name, parser in {**training, **others}.items():
+        commands.add_parser(
+            name, parents=[_bare(parser)], add_help=False, help=name
+        )  # shtab skips those without
+    commands.add_parser("run", help="run").add_argument("script").complete = shtab.FILE  # type: ignore[attr-defined]
+    commands.add_parser("completion", help="completion").add_argument("shell", choices=SHELLS)
+    return root
+
+
+def _bare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A plain parser with the same arguments: files are completed for what names a path."""
+    import shtab
+
+    bare = argparse.ArgumentParser(add_help=False)
+    for action in parser._actions:
+        bare._add_action(action)
+        if any(word in action.dest for word in ("path", "dir", "dataset_name", "adapter", "config", "model")):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # what shtab reads
+    return bare

@@ -1,0 +1,158 @@
+"""`isotype run`: a script as it is, with its first training steps watched.
+
+The script runs in this process as `python SCRIPT` would run it. Torch is not imported before the script imports it,
+so that what a script sets first (threads, visible devices) counts. Standard output is the script's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from isotype.core.arguments import Parser
+from isotype.core.errors import IsotypeError, Problem, UsageError
+from isotype.core.interrupt import exit_status, signal_of, terminate
+from isotype.preflight.script.command_line import is_python_script
+from isotype.preflight.script.session import PREFLIGHT_SECONDS, Options, Session, show
+
+CRASHED = 1
+
+_DESCRIPTION = """\
+Run a training script unchanged and watch its first step: what will fail or cost is said before the step, a crash is
+explained under its traceback. Output and exit status stay the script's own; isotype writes to standard error."""
+
+_WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
+
+
+def run(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype run` and return the script's exit status.
+
+    Raises:
+        UsageError: no script, or one that does not exist.
+        SystemExit: the script's own.
+    """
+    options = parse(argv)
+    if signal.getsignal(signal.SIGTERM) is terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script is to die of it as it would without us
+    session = Session(options)
+    session.watch()
+    try:
+        return _watched(options, session)
+    finally:
+        session.leave()
+
+
+def _watched(options: Options, session: Session) -> int:
+    try:
+        _execute(options)
+    except SystemExit as leaving:
+        session.left(leaving.code, leaving)
+        raise
+    except KeyboardInterrupt as interrupt:
+        show(session.failed(interrupt))
+        return exit_status(signal_of(interrupt))
+    except BaseException as error:  # noqa: BLE001 - the last frame of the script: what python itself would print
+        show(session.failed(error))
+        session.crashed(error)
+        return CRASHED
+    session.left(0)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Our options up to the script or `-m MODULE`; everything after it is the script's.
+
+    Raises:
+        UsageError: no script, one that does not exist, or less than one step.
+    """
+    own, rest = _split(list(argv))
+    parser = Parser(
+        prog="isotype run",
+        usage="isotype run [OPTION …] (SCRIPT | -m MODULE) [ARGUMENT …]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps to watch (1)")
+    parser.add_argument("--device", help="a profile (t4, h100) to judge for; by default the device in use")
+    parser.add_argument(
+        "--preflight-seconds",
+        type=float,
+        default=PREFLIGHT_SECONDS,
+        metavar="S",
+        help=f"time for tracing the first step on fake tensors before it runs ({PREFLIGHT_SECONDS:g}; 0: do not)",
+    )
+    parser.add_argument(
+        "--no-preflight", action="store_true", help="do not trace the first step before it runs"
+    )
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
+    given = parser.parse_args(own)
+    target = given.module or (_script(rest.pop(0)) if rest else None)
+    problems = []
+    if target is None:
+        problems.append(
+            Problem("no script", "the path of a script, or -m MODULE", "isotype run train.py --epochs 1")
+        )
+    elif given.module is None and not Path(target).exists():
+        problems.append(Problem(target, "a script that exists", "check the path"))
+    if given.steps < 1:
+        problems.append(Problem(f"--steps {given.steps}", "1 or more", "leave it out to watch one step"))
+    if not given.preflight_seconds >= 0:
+        problems.append(
+            Problem(f"--preflight-seconds {given.preflight_seconds:g}", "0 or more", "0 leaves the trace out")
+        )
+    if problems or target is None:
+        raise UsageError("nothing to run", problems)
+    seconds = 0.0 if given.no_preflight else given.preflight_seconds
+    return Options(target, given.module is not None, tuple(rest), given.steps, given.device, seconds)
+
+
+def _script(given: str) -> str:
+    """The path of a script; that of an installed command (`torchrun`) where it is one of Python's."""
+    found = None if Path(given).exists() else shutil.which(given)
+    return found if found is not None and is_python_script(Path(found)) else given
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    position = 0
+    while position < len(argv) and argv[position].startswith("-") and argv[position] != "-":
+        if argv[position] == "--":
+            return argv[:position], argv[position + 1 :]
+        module = argv[position] == "-m"
+        position += 2 if argv[position] in _WITH_VALUE else 1
+        if module:
+            break
+    return argv[:position], argv[position:]
+
+
+def _execute(options: Options) -> None:
+    # What python itself puts there; the directory of the isotype command has no business in it.
+    directory = "" if options.module else str(Path(options.target).resolve().parent)
+    arguments, first = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [options.target, *options.arguments], directory or str(Path.cwd())
+    try:
+        if options.module:
+            runpy.run_module(options.target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(Path(options.target).absolute()), run_name="__main__")
+    finally:
+        sys.argv, sys.path[0] = arguments, first
+
+
+def main() -> int:
+    """`python -m isotype.cli.run` is `isotype run`."""
+    try:
+        return run(sys.argv[1:], Console())
+    except IsotypeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""The commands that look before anything runs: their arguments, and what they call."""

@@ -1,0 +1,178 @@
+"""A command line's parser whose complaints are ours: all of them at once, each with what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from isotype.core.errors import Problem, UsageError
+
+# What people call an argument in other libraries, or for short.
+_OTHER_NAMES: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "grad_accum": "gradient_accumulation_steps",
+    "accumulate": "gradient_accumulation_steps",
+    "model": "model_name_or_path",
+    "model_id": "model_name_or_path",
+    "base_model": "model_name_or_path",
+    "data": "dataset_name",
+    "dataset": "dataset_name",
+    "dataset_path": "dataset_name",
+    "out": "output_dir",
+    "output": "output_dir",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "seq_len": "max_length",
+    "context_length": "max_length",
+    "cutoff_len": "max_length",
+    "r": "lora_r",
+    "rank": "lora_r",
+    "lora_rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "warmup_ratio": "warmup_steps",
+    "evaluation_strategy": "eval_strategy",
+    "precision": "dtype",
+    "torch_dtype": "dtype",
+    "mixed_precision": "dtype",
+    "device_map": "device",
+    "quantize": "quantization",
+    "bits": "quantization",
+    "resume": "resume_from_checkpoint",
+}
+_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "True or False", "Path": "a path"}
+_AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match (.*)")
+_OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but values that an argument does not take are kept as `problems` and parsing goes on.
+
+    `parse_args` raises them, with the names that nobody knows, as one error; who calls `parse_known_args` judges
+    `problems` by itself.
+    """
+
+    problems: list[Problem]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse; sets `problems`."""
+        self.problems = []
+        return super().parse_known_args(args, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse.
+
+        Raises:
+            UsageError: with every argument that is unknown, lacks its value or has a wrong one.
+        """
+        found, unknown = self.parse_known_args(args, namespace)
+        self.refuse([*self.problems, *self.unknown(unknown)])
+        return found
+
+    def refuse(self, problems: Sequence[Problem]) -> None:
+        """Raise a UsageError of the problems, if there are any."""
+        if problems:
+            raise UsageError(
+                "arguments that cannot work", problems, f"{self.prog} --help lists the arguments"
+            )
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse cannot go on after: a missing value or argument, an abbreviation of several."""
+        self.refuse([*self.problems, self._problem(message)])
+        raise AssertionError(message)
+
+    def unknown(self, tokens: Sequence[str]) -> list[Problem]:
+        """Of what was left unparsed: unknown names with the nearest known ones, and words of no argument."""
+        flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
+        # The words after an unknown name are most likely its values.
+        stray = [] if flags else [token for token in tokens if token]
+        problems = [self._unknown_name(token.split("=")[0]) for token in flags]
+        fix = "leave it out, or write the name of its argument before it"
+        return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
+
+    def known_names(self) -> list[str]:
+        """The long names, one a meaning."""
+        return [action.option_strings[0] for action in self._actions if action.option_strings]
+
+    def _unknown_name(self, name: str) -> Problem:
+        meant = closest(name, self.known_names())
+        listed = f"a known name: {', '.join(meant)}" if meant else "a known name"
+        fix = f"did you mean {meant[0]}?" if meant else f"{self.prog} --help lists all"
+        return Problem(name, listed, fix)
+
+    def _problem(self, message: str) -> Problem:
+        ambiguous = _AMBIGUOUS.match(message)
+        if ambiguous is not None:
+            return self._unknown_name(ambiguous[1])
+        about = _OF_ARGUMENT.match(message)
+        if about is not None:
+            name = about[1].split("/")[0]
+            return Problem(f"{name}: {about[2]}", "the argument with its value", f"{name} VALUE")
+        return Problem(message, "all that the command needs", f"see {self.prog} --help")
+
+    # argparse: the hooks that judge one value. They raise, and one error would hide the others.
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            kind = _KINDS.get(getattr(action.type, "__name__", ""), "another value")
+            self.problems.append(_wrong_value(action, arg_string, kind, self._choices(action)))
+            return _Wrong()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError:
+            if not isinstance(value, _Wrong):
+                self.problems.append(_wrong_value(action, value, "", self._choices(action)))
+
+    @staticmethod
+    def _choices(action: argparse.Action) -> list[str]:
+        return [str(choice) for choice in action.choices or ()]
+
+
+class _Wrong:
+    """Stands for a value that could not be read."""
+
+
+def _wrong_value(action: argparse.Action, value: Any, kind: str, choices: Sequence[str]) -> Problem:
+    name = action.option_strings[0] if action.option_strings else action.dest
+    given = f"{name} {value}"
+    if choices:
+        return wrong_choice(given, str(value), choices)
+    return Problem(given, kind, f"{name} {_EXAMPLES.get(kind, 'VALUE')}")
+
+
+_EXAMPLES = {"a whole number": "8", "a number": "0.1", "True or False": "True"}
+
+
+def wrong_choice(given: str, value: str, choices: Iterable[str]) -> Problem:
+    """A value that is none of the choices, with the nearest of them."""
+    known = list(choices)
+    lower = {each.lower(): each for each in known}
+    meant = [lower[each] for each in difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)]
+    fix = f"did you mean {' or '.join(meant)}?" if meant else "give one of these"
+    return Problem(given, f"one of {', '.join(known)}", fix)
+
+
+def closest(name: str, known: Sequence[str]) -> list[str]:
+    """The known names that `name` may stand for, the likeliest first; dashes count as underscores."""
+    bare = {each.lstrip("-").replace("-", "_"): each for each in known}
+    wanted = name.lstrip("-").replace("-", "_").lower()
+    meant = _OTHER_NAMES.get(wanted)
+    near = difflib.get_close_matches(wanted, bare, n=3)
+    first = [meant] if meant in bare else []
+    return [bare[each] for each in dict.fromkeys([*first, *near]) if each is not None][:3]

@@ -1,0 +1,78 @@
+"""Names of dtypes: the one place where text becomes a `torch.dtype` and back."""
+
+from __future__ import annotations
+
+import torch
+
+from isotype.core.errors import PrecisionError, Problem
+
+_ALIASES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
+# safetensors writes these names into its headers.
+_SAFETENSORS: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+
+COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes a matmul of a training step may run in."""
+
+QUANTIZATIONS: tuple[str, ...] = ("nf4", "fp4", "int8")
+"""Quantization formats that isotype can produce (through bitsandbytes)."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(value: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from itself or from its name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`).
+
+    Raises:
+        PrecisionError: the name is not that of a float dtype.
+    """
+    if isinstance(value, torch.dtype):
+        return value
+    found = _ALIASES.get(str(value).removeprefix("torch.").lower())
+    if found is None:
+        raise PrecisionError(
+            "unknown dtype",
+            [
+                Problem(
+                    f"dtype {value!r}",
+                    "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto",
+                    "give one of these names",
+                )
+            ],
+        )
+    return found
+
+
+def from_safetensors_name(name: str) -> torch.dtype | None:
+    """`"BF16"` -> `torch.bfloat16`; None for a format torch has no dtype for."""
+    return _SAFETENSORS.get(name)

@@ -1,0 +1,33 @@
+"""Names of modules, places and counts as they are written everywhere."""
+
+from __future__ import annotations
+
+import re
+
+
+def starred(name: str) -> str:
+    """A fully qualified name with `*` for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def named(module: str) -> str:
+    """A module's fully qualified name; the outermost one has none."""
+    return module or "the model"
+
+
+def short(source: str) -> str:
+    """`modeling_llama.py:64`: the file's name is enough for a reader who knows the module."""
+    return source.rpartition("/")[2]
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def agree(count: int, noun: str, verb: str) -> str:
+    """`3 weights hold`, `1 weight holds`."""
+    return f"{plural(count, noun)} {_SINGULAR.get(verb, f'{verb}s') if count == 1 else verb}"
+
+
+_SINGULAR = {"are": "is", "have": "has", "can": "can"}

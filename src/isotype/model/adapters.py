@@ -1,0 +1,142 @@
+"""Adapters on a model under a policy; PEFT makes them, the policy decides their dtypes."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.model.enforce import enforce_model, policy_of
+from isotype.precision.policy import PrecisionPolicy
+
+
+def add_lora(
+    model: Any,
+    policy: PrecisionPolicy,
+    config: Any = None,
+    *,
+    adapter_name: str = "default",
+    **lora_kwargs: Any,
+) -> Any:
+    """Add a LoRA adapter (or DoRA, rsLoRA: `use_dora=`, `use_rslora=`) whose masters are as `policy` says.
+
+    The base weights are frozen and stay as they lie: nothing is upcast. A model that has adapters already gets
+    another one under `adapter_name`, which becomes the active one, the one that is trained: `add_lora` always
+    returns a model ready to train the adapter it has added (PEFT's own `add_adapter` activates only the first;
+    `model.set_adapter` goes back). The policy is saved beside every adapter by `save_pretrained`.
+
+    Args:
+        model: a model loaded with `isotype.load`, or any model that PEFT takes.
+        policy: from `isotype.resolve_precision`.
+        config: a `peft.LoraConfig` (or another PEFT config); by default one made from `lora_kwargs`, on all
+            linear layers.
+        adapter_name: PEFT's name of the adapter.
+        **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
+
+    Returns:
+        The PEFT model. What could not be adapted as asked is in its attribute `adapter_notes`, a tuple of sentences
+        (empty where all went as asked), and is a warning too.
+
+    Raises:
+        UsageError: `config` and `lora_kwargs` are both given.
+        PrecisionError: the policy trains every weight, or is for a model that is stored otherwise.
+    """
+    import peft
+
+    if policy.trainable == "full":
+        raise PrecisionError(
+            "no adapter under a policy that trains every weight",
+            [Problem("trainable='full'", "trainable='lora'", "resolve the policy with trainable='lora'")],
+        )
+    if config is not None and lora_kwargs:
+        raise UsageError(
+            "adapter settings given twice",
+            [
+                Problem(
+                    f"config=… and {', '.join(lora_kwargs)}",
+                    "one of the two",
+                    "put them into the LoraConfig, or leave the config out",
+                )
+            ],
+        )
+    if config is None:
+        lora_kwargs.setdefault("target_modules", "all-linear")
+        if hasattr(model, "prepare_inputs_for_generation"):
+            lora_kwargs.setdefault("task_type", "CAUSAL_LM")
+        config = peft.LoraConfig(**lora_kwargs)
+    notes = (*getattr(model, "adapter_notes", ()), *_leave_out_experts(model, config))
+    if isinstance(model, peft.PeftModel):
+        model.add_adapter(adapter_name, config)
+        model.set_adapter(adapter_name)
+    else:
+        model.requires_grad_(False)
+        model = peft.get_peft_model(model, config, adapter_name=adapter_name)
+    model.adapter_notes = notes
+    save_policy_too(model)
+    enforce_model(model, policy)
+    return model
+
+
+def _leave_out_experts(model: Any, config: Any) -> tuple[str, ...]:
+    """Take stacked experts off the targets where PEFT cannot adapt them as asked; say so in a warning and return it.
+
+    PEFT reaches experts that are stacked in one parameter by reparametrizing it, which leaves no activation to
+    drop out, no output to scale and no bias (`ParamWrapper.__init__` raises ValueError).
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    unable = [name for name in ("use_dora", "lora_dropout", "lora_bias") if getattr(config, name, None)]
+    if not unable:
+        return ()
+    converted = copy.deepcopy(config)
+    convert_peft_config_for_transformers(converted, model, None)
+    experts = set(converted.target_parameters or ()) - set(config.target_parameters or ())
+    if not experts or not converted.target_modules:
+        return ()
+    config.target_modules = converted.target_modules
+    note = (
+        f"{' and '.join(unable)}: adapters go on {', '.join(sorted(config.target_modules))}, not on the stacked "
+        f"experts ({', '.join(sorted(experts))}), which PEFT adapts by plain LoRA only"
+    )
+    warnings.warn(note, stacklevel=3)
+    return (note,)
+
+
+def adapter_words(model: Any) -> tuple[str, ...]:
+    """Kind, rank, scale and targets of a PEFT model's adapters in words; nothing for another model."""
+    configs = getattr(model, "peft_config", None) or {}
+    words = []
+    for config in configs.values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type)).replace("LORA", "LoRA")
+        kind = "DoRA" if getattr(config, "use_dora", False) else kind
+        rank = f" r {config.r}" if hasattr(config, "r") else ""
+        scale = f" alpha {config.lora_alpha:g}" if hasattr(config, "lora_alpha") else ""
+        targets = getattr(config, "target_modules", None) or ()
+        last = {name.rsplit(".", 1)[-1] for name in ([] if isinstance(targets, str) else targets)}
+        named = targets if isinstance(targets, str) else ", ".join(sorted(last))
+        words.append(f"{kind}{rank}{scale}" + (f" on {named}" if named else ""))
+    return tuple(words)
+
+
+def save_policy_too(model: Any) -> None:
+    """Let this one model's `save_pretrained` leave the policy it carries beside the weights it writes.
+
+    Of a PEFT model, in the folder of each adapter that is saved.
+    """
+    if "save_pretrained" in vars(model):
+        return
+
+    def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        type(self).save_pretrained(self, save_directory, *args, **kwargs)
+        policy = policy_of(self)
+        if policy is None or not kwargs.get("is_main_process", True):
+            return
+        # PEFT writes the adapter "default" into the folder itself and every other one into a folder of its name.
+        names = kwargs.get("selected_adapters") or getattr(self, "peft_config", None) or ["default"]
+        for name in names:
+            policy.save(Path(save_directory) / ("" if name == "default" else name))
+
+    model.save_pretrained = types.MethodType(save_pretrained, model)

@@ -1,0 +1,430 @@
+"""What a device can compute: native dtypes, memory and peak rates, of this machine or of a named one.
+
+A `DeviceProfile` is data. Named profiles come from `profiles.json` (data sheets); real devices are probed, with the
+parsing kept in pure functions over text or small records, so that any machine can be described without owning it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import PrecisionError, Problem
+from isotype.precision.devices.cpu import (
+    CPU_INSTRUCTIONS,
+    CpuFeatures,
+    OneDnn,
+    contract_source,
+    this_cpu,
+    this_onednn,
+    why_not_native,
+)
+
+DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "mps"]
+Support = Literal["native", "emulated", "refused"]
+
+_F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_HALVES = frozenset({_F16, _BF16})
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What one device can do.
+
+    Attributes:
+        name: key of the profile (`"t4"`) or the device itself (`"cpu"`, `"cuda:0"`).
+        title: what people call it.
+        kind: which backend of torch runs it.
+        native: dtypes whose matmuls run in hardware at full rate.
+        emulated: dtype -> why its matmuls run, but slowly.
+        refused: dtype -> why its matmuls do not run at all.
+        memory_bytes: memory that torch can use, in bytes (on a GPU what the driver reports as the total, which is
+            below the number on the box); None where it varies.
+        peak_flops: dtype -> dense matmul peak in FLOP/s, without sparsity, with float32 accumulation and without
+            TF32; only dtypes with a published rate.
+        memory_bandwidth: peak bytes/s, or None.
+        flash_attention: dtypes that scaled_dot_product_attention runs without materialising the scores.
+        present: True when this device is in this machine.
+        source: where the numbers come from.
+        capability: compute capability as torch.cuda gives it (on ROCm that of the gfx architecture), or None.
+        speed: dtype -> rate of its matmuls over float32's, measured on such a device; empty where nobody has.
+        contracts: name of the contract table of such a device where its kind has several (`"cpu-avx2"`), else "".
+        unlike: why that table was not measured on such a device, as a clause; "" where it was.
+        repacks_4bit: whether bitsandbytes repacks 4-bit weights there when they are evaluated.
+    """
+
+    name: str
+    title: str
+    kind: DeviceKind
+    native: frozenset[torch.dtype]
+    emulated: Mapping[torch.dtype, str]
+    refused: Mapping[torch.dtype, str]
+    memory_bytes: int | None
+    peak_flops: Mapping[torch.dtype, float]
+    memory_bandwidth: float | None
+    flash_attention: frozenset[torch.dtype]
+    present: bool
+    source: str
+    capability: tuple[int, int] | None = None
+    speed: Mapping[torch.dtype, float] = field(default_factory=dict)
+    contracts: str = ""
+    unlike: str = ""
+    repacks_4bit: bool = False
+
+    def supports(self, dtype: torch.dtype) -> Support:
+        """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""
+        if dtype in self.native:
+            return "native"
+        return "emulated" if dtype in self.emulated else "refused"
+
+    def reason(self, dtype: torch.dtype) -> str:
+        """Why `supports(dtype)` says what it says, as a clause."""
+        if dtype in self.native:
+            return f"{dtype_name(dtype)} matmuls run in hardware on {self.title}"
+        unknown = f"no {dtype_name(dtype)} matmul is known on {self.title}"
+        return self.emulated.get(dtype) or self.refused.get(dtype) or unknown
+
+    def best_dtype(self) -> torch.dtype:
+        """The compute dtype to prefer here: bfloat16, else float16, else float32, whichever is native first."""
+        return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
+
+    def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
+        """How many times slower matmuls in `dtype` run here than in `other`; None where nobody has measured it."""
+        rates = self.speed
+        return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
+
+
+# ---------------------------------------------------------------------------------------------- named profiles
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _from_record(name: str, record: Mapping[str, Any]) -> DeviceProfile:
+    gib, bandwidth = record["memory_gib"], record["bandwidth_gb_per_s"]
+    return DeviceProfile(
+        name=name,
+        title=record["title"],
+        kind=record["kind"],
+        native=frozenset(map(_dtype, record["native"])),
+        emulated={_dtype(key): reason for key, reason in record["emulated"].items()},
+        refused={_dtype(key): reason for key, reason in record["refused"].items()},
+        memory_bytes=None if gib is None else int(gib * 2**30),
+        peak_flops={_dtype(key): rate * 1e12 for key, rate in record["peak_tflops"].items()},
+        memory_bandwidth=None if bandwidth is None else bandwidth * 1e9,
+        flash_attention=frozenset(map(_dtype, record["flash_attention"])),
+        present=False,
+        source=record["source"],
+        capability=tuple(record["capability"]) if "capability" in record else None,
+        speed={_dtype(key): rate for key, rate in record.get("matmul_speed", {}).items()},
+        contracts=record.get("contracts", ""),
+        repacks_4bit=record.get("repacks_4bit", False),
+    )
+
+
+@cache
+def _records() -> dict[str, Any]:
+    text = resources.files("isotype.precision.devices").joinpath("profiles.json").read_text(encoding="utf-8")
+    records: dict[str, Any] = json.loads(text)
+    return records
+
+
+@cache
+def _names() -> dict[str, str]:
+    """Every accepted profile name -> its record: the records' own names and their aliases."""
+    aliases = {alias: name for name, record in _records().items() for alias in record.get("aliases", ())}
+    return {name: name for name in _records()} | aliases
+
+
+def profile_names() -> tuple[str, ...]:
+    """The names `device_profile` knows without probing, aliases included, sorted."""
+    return tuple(sorted(_names()))
+
+
+@cache
+def _by_driver_name() -> dict[str, str]:
+    return {driver: name for name, record in _records().items() for driver in record["driver_names"]}
+
+
+def _data_sheet(driver_name: str) -> DeviceProfile | None:
+    """The named profile of the card that a driver calls `driver_name`; only exact names count."""
+    name = _by_driver_name().get(driver_name)
+    return None if name is None else _from_record(name, _records()[name])
+
+
+# --------------------------------------------------------------------------------------------------------- CPU
+
+
+def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
+    """The profile of a CPU with these features.
+
+    Args:
+        features: title and flags.
+        memory_bytes: usable memory in bytes, or None.
+        onednn: what torch's oneDNN takes; None without it: torch then has no fast bfloat16 or float16 matmul on a CPU.
+    """
+    reasons = {
+        dtype: why_not_native(dtype, dtype_name(dtype), features, onednn) for dtype in CPU_INSTRUCTIONS
+    }
+    emulated = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
+    source = contract_source(features, onednn)
+    measured = _named_profile(source.table)
+    native = frozenset({_F32, _F64, *reasons}) - emulated.keys()
+    return DeviceProfile(
+        name="cpu",
+        title=features.title,
+        kind="cpu",
+        native=native,
+        emulated=emulated,
+        refused={},
+        memory_bytes=memory_bytes,
+        peak_flops={},
+        memory_bandwidth=None,
+        flash_attention=frozenset({_F32, _BF16, _F16}),
+        present=True,
+        source=features.source,
+        speed=measured.speed if native == measured.native and not source.unlike else {},
+        contracts=source.table,
+        unlike=source.unlike,
+        repacks_4bit="avx512_bf16" in (features.flags or ()),
+    )
+
+
+def _this_memory() -> int | None:
+    """Usable memory in bytes: what the machine has, or less where a container allows less; None if unknown."""
+    names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # absent on Windows
+    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
+        return None
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    texts = [limit.read_text(encoding="utf-8").strip() for limit in limits if limit.exists()]
+    return min([installed, *(int(text) for text in texts if text.isdecimal())])
+
+
+# ------------------------------------------------------------------------------------------------ accelerators
+
+
+@dataclass(frozen=True)
+class AcceleratorProperties:
+    """What a driver says of an accelerator; enough to write its profile without the accelerator.
+
+    Attributes:
+        title: the driver's name of the card.
+        memory_bytes: total memory, or None.
+        capability: CUDA compute capability, (0, 0) elsewhere.
+        arch: ROCm architecture (`"gfx942:sramecc+:xnack-"`), empty elsewhere.
+        matrix_engine: XPU only: whether it has XMX matrix engines.
+        float64: XPU only: whether it has float64 arithmetic.
+    """
+
+    title: str
+    memory_bytes: int | None
+    capability: tuple[int, int] = (0, 0)
+    arch: str = ""
+    matrix_engine: bool = True
+    float64: bool = True
+
+
+def _accelerator(
+    name: str,
+    kind: DeviceKind,
+    properties: AcceleratorProperties,
+    emulated: Mapping[torch.dtype, str],
+    refused: Mapping[torch.dtype, str],
+    flash: frozenset[torch.dtype],
+) -> DeviceProfile:
+    """The data sheet's profile where the card is a known one, else one made of what the driver says."""
+    unknown = DeviceProfile(
+        name=name,
+        title=properties.title,
+        kind=kind,
+        native=frozenset({_F32, _F64, *_HALVES}) - emulated.keys() - refused.keys(),
+        emulated=emulated,
+        refused=refused,
+        memory_bytes=properties.memory_bytes,
+        peak_flops={},
+        memory_bandwidth=None,
+        flash_attention=flash,
+        present=True,
+        source=f"{kind} driver; no data sheet known for this card",
+        capability=properties.capability if any(properties.capability) else None,
+    )
+    sheet = _data_sheet(properties.title)
+    if sheet is None or sheet.kind != kind:
+        return unknown
+    return replace(
+        sheet,
+        name=name,
+        title=properties.title,
+        memory_bytes=properties.memory_bytes,
+        present=True,
+        source=f"{kind} driver; {sheet.source}",
+    )
+
+
+def cuda_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
+    """The profile of an NVIDIA GPU from its compute capability.
+
+    Source: CUDA C++ Programming Guide, arithmetic instruction throughput by compute capability.
+    """
+    major, minor = properties.capability
+    if major >= 8:
+        return _accelerator(name, "cuda", properties, {}, {}, _HALVES)
+    emulated = {_BF16: f"no bfloat16 tensor cores before compute capability 8.0 (this is {major}.{minor})"}
+    if major < 7 and properties.capability not in {(5, 3), (6, 0), (6, 2)}:
+        emulated[_F16] = f"compute capability {major}.{minor} has no fast float16 arithmetic"
+    return _accelerator(name, "cuda", properties, emulated, {}, frozenset())
+
+
+def rocm_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
+    """The profile of an AMD GPU from its architecture (matrix instructions: CDNA2 and later, RDNA3 and later)."""
+    arch = properties.arch.partition(":")[0]
+    cdna = arch in {"gfx90a", "gfx942", "gfx950"}
+    emulated = {}
+    if not cdna and not re.fullmatch(r"gfx1[12]\d\d", arch):
+        emulated[_BF16] = f"{arch or 'this architecture'} has no full-rate bfloat16 matrix instructions"
+    return _accelerator(name, "rocm", properties, emulated, {}, _HALVES if cdna else frozenset())
+
+
+def xpu_profile(properties: AcceleratorProperties, name: str = "xpu") -> DeviceProfile:
+    """The profile of an Intel GPU: bfloat16 and float16 run in its XMX engines where it has them."""
+    emulated = (
+        {} if properties.matrix_engine else {_BF16: "no XMX engines: torch converts bfloat16 in software"}
+    )
+    refused = {} if properties.float64 else {_F64: "this GPU has no float64 arithmetic"}
+    return _accelerator(name, "xpu", properties, emulated, refused, frozenset())
+
+
+def mps_profile(properties: AcceleratorProperties, name: str = "mps") -> DeviceProfile:
+    """The profile of an Apple GPU from its chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
+    generic = _from_record("mps", _records()["mps"])
+    chip = re.search(r"\bM(\d+)\b", properties.title)
+    modern = chip is not None and int(chip.group(1)) >= 3
+    return replace(
+        generic,
+        name=name,
+        title=f"{properties.title} GPU",
+        native=generic.native | {_BF16} if modern else generic.native,
+        emulated={} if modern else generic.emulated,
+        memory_bytes=properties.memory_bytes,
+        present=True,
+        source=f"sysctl; {generic.source}",
+    )
+
+
+def _probe_cuda(device: torch.device) -> DeviceProfile:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    raw = torch.cuda.get_device_properties(index)
+    properties = AcceleratorProperties(
+        title=raw.name,
+        memory_bytes=raw.total_memory,
+        capability=(raw.major, raw.minor),
+        arch=getattr(raw, "gcnArchName", ""),
+    )
+    make = rocm_profile if torch.version.hip else cuda_profile
+    return make(properties, str(device))
+
+
+def _probe_xpu(device: torch.device) -> DeviceProfile:
+    raw = torch.xpu.get_device_properties(device)
+    properties = AcceleratorProperties(
+        title=raw.name,
+        memory_bytes=raw.total_memory,
+        matrix_engine=bool(getattr(raw, "has_subgroup_matrix_multiply_accumulate", False)),
+        float64=bool(getattr(raw, "has_fp64", False)),
+    )
+    return xpu_profile(properties, str(device))
+
+
+def _probe_mps(device: torch.device) -> DeviceProfile:
+    title = this_cpu().title
+    return mps_profile(AcceleratorProperties(title, torch.mps.recommended_max_memory()), str(device))
+
+
+def _probe_cpu(device: torch.device) -> DeviceProfile:
+    return replace(cpu_profile(this_cpu(), _this_memory(), this_onednn()), name=str(device))
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """A device type of torch: how many there are, and how one is probed."""
+
+    count: Callable[[], int]
+    probe: Callable[[torch.device], DeviceProfile]
+
+
+# In order of preference for "auto".
+_BACKENDS: dict[str, _Backend] = {
+    "cuda": _Backend(torch.cuda.device_count, _probe_cuda),
+    "xpu": _Backend(torch.xpu.device_count, _probe_xpu),
+    "mps": _Backend(torch.mps.device_count, _probe_mps),
+    "cpu": _Backend(lambda: 1, _probe_cpu),
+}
+
+
+# ----------------------------------------------------------------------------------------------------- look-up
+
+
+def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
+    """The profile of a real device of this machine, or a named one.
+
+    Args:
+        device: `"auto"` for the best accelerator present, else this CPU; a real device (`"cpu"`, `"cuda"`,
+            `"cuda:1"`, `"mps"`, `"xpu"`), probed now; or a profile name (`"t4"`). `"mps"` and `"xpu"` name the
+            generic profile where this machine has none.
+
+    Raises:
+        PrecisionError: the name is unknown, or the real device is not there.
+    """
+    name = str(device).strip().lower()
+    if name == "auto":
+        name = next(kind for kind, backend in _BACKENDS.items() if backend.count() > 0)
+    real = re.fullmatch(r"(cpu|cuda|xpu|mps)(?::(0|[1-9][0-9]*))?", name)
+    if real is None:
+        return _named_profile(name)
+    kind, index = real.group(1), int(real.group(2) or 0)
+    backend = _BACKENDS[kind]
+    if index < backend.count():
+        return backend.probe(torch.device(name))
+    if name in _names():
+        return _named_profile(name)
+    raise _absent_device(name, kind, backend.count())
+
+
+def _named_profile(name: str) -> DeviceProfile:
+    record = _names().get(name)
+    if record is not None:
+        return _from_record(record, _records()[record])
+    close = difflib.get_close_matches(name, _names(), n=3, cutoff=0.5)
+    fix = f"did you mean {' or '.join(close)}?" if close else "give one of these names"
+    expected = f"auto, cpu, cuda, cuda:N, mps, xpu, or a profile: {', '.join(profile_names())}"
+    raise PrecisionError("unknown device", [Problem(f"device {name!r}", expected, fix)])
+
+
+def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
+    build = torch.version.cuda or torch.version.hip or "a CPU build"
+    seen = f"torch {torch.__version__} ({build}) sees {count} {kind} device{'' if count == 1 else 's'}"
+    profile = "h100" if kind == "cuda" else "auto"
+    fix = (
+        f"use {kind}:{count - 1}"
+        if count
+        else f"use auto (a CPU, where there is no other), or install a torch built for {kind}; to plan for one with "
+        f"isotype check, name a profile such as {profile}"
+    )
+    return PrecisionError(
+        "device not in this machine", [Problem(f"device {name!r}", f"a device that torch sees; {seen}", fix)]
+    )

@@ -1,0 +1,63 @@
+"""What the precision policy is decided from: facts about a model, gathered elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class QuantizationFacts:
+    """How the weights are quantized already.
+
+    Attributes:
+        method: the library or scheme: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
+        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for other methods their name and bits, `"gptq-4bit"`.
+        compute_dtype: dtype that the weights are dequantized to; None if nothing says it.
+        double_quant: whether the quantization constants are quantized too; None where that has no meaning.
+        quant_storage: dtype of the packed bytes; None if nothing says it.
+        skip_modules: modules that are left unquantized.
+    """
+
+    method: str
+    format: str
+    compute_dtype: torch.dtype | None = None
+    double_quant: bool | None = None
+    quant_storage: torch.dtype | None = None
+    skip_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model is, as far as dtypes go. Of a PEFT model, the base model's.
+
+    Attributes:
+        source: what was given, in words: a path, a hub id or a class name.
+        model_type: as in config.json (`"llama"`), or None without a config.
+        architecture: name of the model class.
+        config_dtype: the config's dtype, its text model's if it has none itself.
+        weight_dtypes: number of elements per float dtype (a torch dtype) or quantized format (its name).
+        trained_dtype: what the weights were trained in: the dtype of most elements that are not quantized, else
+            the config's; None if nothing says it.
+        quantization: how the weights are quantized already, or None.
+        pinned: patterns of parameters kept in float32 when float16 is asked for (`_keep_in_fp32_modules`).
+        pinned_strict: patterns of parameters kept in float32 always (`_keep_in_fp32_modules_strict`).
+        parameters: number of parameters, each counted once and as if dense.
+        parameter_bytes: bytes they take as stored, with their quantization constants.
+        notes: what could not be found out, and why.
+    """
+
+    source: str
+    model_type: str | None = None
+    architecture: str | None = None
+    config_dtype: torch.dtype | None = None
+    weight_dtypes: Mapping[torch.dtype | str, int] = field(default_factory=dict)
+    trained_dtype: torch.dtype | None = None
+    quantization: QuantizationFacts | None = None
+    pinned: tuple[str, ...] = ()
+    pinned_strict: tuple[str, ...] = ()
+    parameters: int | None = None
+    parameter_bytes: int | None = None
+    notes: tuple[str, ...] = ()

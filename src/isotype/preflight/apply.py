@@ -1,0 +1,275 @@
+"""Apply the actions of a fix to a model, a real one or a twin, and take them back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.core.dtypes import dtype_name, parse_dtype
+from isotype.core.errors import Problem, UsageError
+from isotype.model.boundary import Boundary, set_boundary
+from isotype.model.enforce import fresh_rotary
+from isotype.model.quantized import keep_training_layout, quantization_state, restore_layout
+from isotype.model.walk import plain_tensors
+from isotype.rules.finding import Action
+
+Undo = Callable[[], None]
+
+
+def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
+    """Apply `actions` in order; returns what takes each change back, in the same order.
+
+    A `setting` or an `advice` changes nothing on a model and is passed over.
+
+    Raises:
+        UsageError: a target names nothing in the model. What was applied before is taken back.
+    """
+    done: list[Undo] = []
+    for action in actions:
+        change = _CHANGES.get(action.kind)
+        if change is None:
+            continue
+        found = list(_targets(model, action))
+        if not found:
+            take_back(done)
+            raise UsageError(
+                "the fix does not fit this model",
+                [
+                    Problem(
+                        f"{action.kind} {action.target!r}",
+                        f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}",
+                        "repair the model that was checked",
+                    )
+                ],
+            )
+        try:
+            for target in found:
+                done += change(target, action.value)
+        except Exception:
+            take_back(done)
+            raise
+    return done
+
+
+def take_back(done: list[Undo]) -> None:
+    """Undo in reverse order."""
+    while done:
+        done.pop()()
+
+
+_TENSORS = ("parameter", "gradient", "buffer")
+
+
+def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
+    pattern = re.compile(re.escape(action.target).replace(r"\*", r"\d+"))
+    for name, module in model.named_modules():
+        if action.kind not in _TENSORS:
+            # Between numbered layers stand others without weights, which have no border to cast at.
+            if pattern.fullmatch(name) and (action.kind != "boundary" or any(_parameters(module))):
+                yield module
+            continue
+        for tensor_name in _buffers(module) if action.kind == "buffer" else _parameters(module):
+            if pattern.fullmatch(f"{name}.{tensor_name}" if name else tensor_name):
+                yield module, tensor_name
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return [name for name, tensor in module._parameters.items() if tensor is not None]
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    """Names of a module's buffers, and of the tensors that it holds as plain attributes."""
+    own = [name for name, tensor in module._buffers.items() if tensor is not None]
+    return own + [name for name, _ in plain_tensors(module)]
+
+
+def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
+    """What holds a tensor, as a dict or list, and the key: a module's buffers, its attributes, or what is in these."""
+    first, *rest = name.split(".")
+    holder, key = _entry(module, first)
+    for step in rest:
+        holder, key = _entry(holder[key], step)
+    return holder, key
+
+
+def _entry(holder: Any, step: str) -> tuple[Any, Any]:
+    """Where a container or module keeps what is named `step`."""
+    if isinstance(holder, list):
+        return holder, int(step)
+    if not isinstance(holder, nn.Module):
+        return holder, step
+    dicts = (holder._buffers, holder._parameters, holder._modules, vars(holder))
+    return next(each for each in dicts if step in each), step
+
+
+def _cast_parameter(target: Any, value: str) -> list[Undo]:
+    module, name = target
+    return _cast_in_place(module._parameters[name], value)
+
+
+def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
+    """Give a parameter other data: optimizers and other modules hold on to it."""
+    dtype = parse_dtype(value)
+    data, gradient = parameter.data, parameter.grad
+    if data.dtype == dtype:
+        return []
+    parameter.grad = None
+    parameter.data = data.to(dtype)
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+    def undo() -> None:
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = gradient
+
+    return [undo]
+
+
+def _set_gradient(target: Any, value: str) -> list[Undo]:
+    module, name = target
+    parameter: Any = module._parameters[name]
+    before, gradient = parameter.grad_dtype, parameter.grad
+    dtype = parse_dtype(value)
+    parameter.grad = None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+    def undo() -> None:
+        parameter.grad = None
+        parameter.grad_dtype = before
+        parameter.grad = gradient
+
+    return [undo]
+
+
+def _cast_buffer(target: Any, value: str) -> list[Undo]:
+    module, name = target
+    holder, key = _holder(module, name)
+    before = holder[key]
+    if isinstance(before, nn.Parameter):
+        return _cast_in_place(before, value)  # of a module that is not registered
+    rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
+    if rounded and not hasattr(module, "config"):
+        raise UsageError(
+            "rounded frequencies do not come back by a cast",
+            [
+                Problem(
+                    f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}",
+                    "a module with a config to compute them from",
+                    "load the model again and do not cast its buffers",
+                )
+            ],
+        )
+    fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
+    source = before if fresh is None else getattr(fresh, name).to(before.device)
+    holder[key] = source.to(parse_dtype(value))
+
+    def undo() -> None:
+        holder[key] = before
+
+    return [undo]
+
+
+class _Cast:
+    """A hook that casts float tensors; a class, so that a model with it can be pickled and copied."""
+
+    def __init__(self, value: str) -> None:
+        self.dtype = parse_dtype(value)
+
+    def leaves(self, value: Any) -> Any:
+        from torch.utils._pytree import tree_map
+
+        def cast(leaf: Any) -> Any:
+            return (
+                leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            )
+
+        return tree_map(cast, value)
+
+
+class _CastOutput(_Cast):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.leaves(output)
+
+
+class _CastInput(_Cast):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.leaves(args), self.leaves(kwargs)
+
+
+def _cast_output(module: nn.Module, value: str) -> list[Undo]:
+    return [module.register_forward_hook(_CastOutput(value)).remove]
+
+
+def _cast_input(module: nn.Module, value: str) -> list[Undo]:
+    return [module.register_forward_pre_hook(_CastInput(value), with_kwargs=True).remove]
+
+
+def _set_state(layer: Any, value: str) -> list[Undo]:
+    dtype = parse_dtype(value)
+    states = {
+        id(state): state
+        for state in (
+            quantization_state(layer) if hasattr(layer, "weight") else None,
+            getattr(layer, "quant_state", None),
+        )
+        if state is not None
+    }
+    undos: list[Undo] = []
+    for state in states.values():
+        undos.append(_setting_back(state, "dtype", state.dtype))
+        state.dtype = dtype
+    return undos
+
+
+def _set_compute(layer: Any, value: str) -> list[Undo]:
+    undos = [
+        _setting_back(layer, "compute_dtype", layer.compute_dtype),
+        _setting_back(layer, "compute_type_is_set", layer.compute_type_is_set),
+    ]
+    layer.compute_dtype, layer.compute_type_is_set = parse_dtype(value), True
+    return undos
+
+
+def _keep_layout(layer: Any, value: str) -> list[Undo]:
+    before = keep_training_layout(layer)
+    return [lambda: restore_layout(layer, before)]
+
+
+def _setting_back(holder: Any, name: str, value: Any) -> Undo:
+    def undo() -> None:
+        setattr(holder, name, value)
+
+    return undo
+
+
+def _set_boundary(module: nn.Module, value: str) -> list[Undo]:
+    kind, _, dtype = value.partition(":")
+    before = module.boundary if isinstance(module, Boundary) else None
+    compute = getattr(module, "_boundary_compute", parse_dtype(dtype))
+    set_boundary(module, kind, parse_dtype(dtype))
+
+    def undo() -> None:
+        set_boundary(module, before, compute)
+
+    return [undo]
+
+
+_CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
+    "parameter": _cast_parameter,
+    "gradient": _set_gradient,
+    "buffer": _cast_buffer,
+    "output": _cast_output,
+    "input": _cast_input,
+    "state": _set_state,
+    "compute": _set_compute,
+    "boundary": _set_boundary,
+    "layout": _keep_layout,
+}

@@ -1,0 +1,133 @@
+"""`package.module:function`: the user's own code that builds a model and its inputs, imported and called."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from isotype.core.errors import Problem, UsageError
+from isotype.core.package import PACKAGE
+
+_RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of isotype.check"
+
+
+def function_arguments(text: str) -> dict[str, Any]:
+    """What `package.module:function` returns, as the arguments of `isotype.check`.
+
+    Raises:
+        UsageError: no such module or function, it raises, or it returns something else.
+    """
+    module, attribute = _module(text), text.partition(":")[2]
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], n=3)
+        fix = f"did you mean {' or '.join(near)}?" if near else "check its name"
+        problem = Problem(f"{text}: no function {attribute} in {module.__file__}", "a function", fix)
+        raise UsageError("no such function", [problem])
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        given = f"{text}{inspect.signature(function)}: {error}"
+        fix = "give its parameters defaults, or name a function that calls it"
+        raise UsageError(
+            "the function cannot be called", [Problem(given, "no required parameters", fix)]
+        ) from error
+    try:
+        result = function()
+    except Exception as error:
+        raise _failed(text, "calling it", error) from error
+    return _arguments(text, result)
+
+
+def _module(text: str) -> Any:
+    name = text.partition(":")[0]
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _failed(text, "importing it", error) from error
+        stem = name.removesuffix(".py")
+        bare = f"{stem}:{text.partition(':')[2]}"
+        is_file = name.endswith(".py") and Path(f"{stem}.py").is_file()
+        fix = f"isotype check {bare}" if is_file else "check its name and the directory that you are in"
+        problem = Problem(
+            f"{text}: no module {error.name}", "a module that can be imported from here, without .py", fix
+        )
+        raise UsageError("no such module", [problem]) from error
+    except Exception as error:
+        raise _failed(text, "importing it", error) from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+
+
+def _failed(text: str, doing: str, error: Exception) -> UsageError:
+    """The user's own code raised: its error with the line it comes from."""
+    given = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
+    return UsageError(
+        "the function fails",
+        [
+            Problem(
+                given, f"a function that returns {_RETURNS}", "correct it; --debug shows the whole traceback"
+            )
+        ],
+    )
+
+
+def _line(error: Exception) -> str:
+    """Where the error was raised in the user's own code: outside of installed packages and of ours."""
+    if isinstance(error, SyntaxError):  # its message names the line
+        return ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    code = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f"\n    at        {last.filename}:{last.lineno}   {code}"
+
+
+def _is_users(filename: str) -> bool:
+    return (
+        "site-packages" not in filename
+        and "<frozen" not in filename
+        and PACKAGE not in Path(filename).parents
+        and not filename.startswith(sys.base_prefix + "/lib")
+    )
+
+
+def _arguments(text: str, result: Any) -> dict[str, Any]:
+    if isinstance(result, tuple) and len(result) == 2:
+        return {"model": result[0], "inputs": result[1]}
+    if not (isinstance(result, Mapping) and {"model", "inputs"} <= set(result)):
+        given = f"{text} returns {_words(result)}"
+        raise UsageError(
+            "the function returns something else", [Problem(given, _RETURNS, "return one of these")]
+        )
+    unknown = list(_unknown(result))
+    if unknown:
+        raise UsageError(f"{text} returns arguments that isotype.check does not take", unknown)
+    return dict(result)
+
+
+def _words(result: Any) -> str:
+    if isinstance(result, Mapping):
+        return f"a dict of {', '.join(map(repr, result)) or 'nothing'}"
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+
+
+def _unknown(names: Iterable[str]) -> Iterable[Problem]:
+    from isotype.preflight.check import check
+
+    known = list(inspect.signature(check).parameters)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else "leave it out"
+            yield Problem(repr(name), f"one of {', '.join(known)}", fix)

@@ -1,0 +1,254 @@
+"""repair: apply to the real model the fixes that a second trace has proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from isotype.core.errors import Problem, UsageError
+from isotype.core.names import plural
+from isotype.preflight.apply import Undo, apply_actions, take_back
+from isotype.report.check.record import Report
+from isotype.rules.finding import Action, Finding, Fix, by_preference, marked
+
+
+@dataclass(frozen=True)
+class Repairs:
+    """What was done to a model, and what is yet to do; iterating gives all fixes.
+
+    Attributes:
+        fixes: what together resolves the findings, in order: done as far as a change of the model does it.
+        settings: arguments of the step that have to change with them, by name (`autocast`, `scaler`, …): only the
+            caller can do that.
+        lines: lines of code that have to change with them, `file:line` -> dtype: likewise.
+        left: findings that there is no fix for, each with the reason.
+        resolved: findings that the changed model has no more.
+        pending: findings that are resolved once the caller has changed `settings` and `lines`, too.
+    """
+
+    fixes: tuple[Fix, ...]
+    settings: dict[str, str]
+    lines: dict[str, str]
+    left: tuple[tuple[Finding, str], ...]
+    resolved: tuple[Finding, ...] = ()
+    pending: tuple[Finding, ...] = ()
+    _undos: list[Undo] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def done(self) -> tuple[Fix, ...]:
+        """The fixes that `repair` did all of."""
+        return tuple(fix for fix in self.fixes if not needs_the_caller(fix))
+
+    @property
+    def to_do(self) -> tuple[Fix, ...]:
+        """The fixes that the caller has to do, or has to complete by a setting."""
+        return tuple(fix for fix in self.fixes if needs_the_caller(fix))
+
+    def undo(self) -> None:
+        """Take everything back: the model is as it was before `repair`."""
+        take_back(self._undos)
+
+    def __iter__(self) -> Iterator[Fix]:
+        return iter(self.fixes)
+
+    def __len__(self) -> int:
+        return len(self.fixes)
+
+    def __str__(self) -> str:
+        lines = [f"done      {fix.description}" for fix in self.done]
+        lines += [f"to do     {marked(fix)}" for fix in self.to_do]
+        lines += [f"set       {name}={value}" for name, value in self.settings.items()]
+        lines += [f"edit      {source}: {value}" for source, value in self.lines.items()]
+        lines += [f"left      {finding.code}: {finding.message}: {reason}" for finding, reason in self.left]
+        counted = (
+            (self.resolved, "resolved"),
+            (self.pending, "resolved once you have done the above"),
+            (self.left, "left"),
+        )
+        total = sum(len(some) for some, _ in counted)
+        parts = ", ".join(f"{len(some):,} {what}" for some, what in counted if some)
+        lines += [f"in all    {plural(total, 'finding')}: {parts}"] if total else []
+        return "\n".join(lines) or "nothing to repair"
+
+
+def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
+    """Apply verified fixes to `model` in place, cheapest first, until the report's findings are gone.
+
+    Fixes are chosen one finding at a time, errors first; after each the step is traced again with all fixes so far,
+    so that what one fix clears on the way is not fixed twice, and fixes that work alone but not together are not
+    applied together.
+
+    Args:
+        model: the model that was checked.
+        report: from `isotype.check(model, …)`.
+        unsafe: also fixes that change stored digits or the meaning of the step.
+
+    Raises:
+        UsageError: the report carries no step to trace again, or is of another model. The model is then unchanged.
+    """
+    if report.again is None:
+        raise UsageError(
+            "this report cannot be repaired from",
+            [
+                Problem(
+                    f"a report of {report.trace.model} without its step",
+                    "the report that isotype.check(model, …) returned in this process",
+                    "call isotype.check again",
+                )
+            ],
+        )
+    chosen, left = plan(report, unsafe)
+    actions = [action for fix in chosen for action in fix.actions]
+    undos = apply_actions(model, actions)
+    settings = {a.target: a.value for a in actions if a.kind == "setting"}
+    code = {a.target: a.value for a in actions if a.kind == "line"}
+    resolved = _gone(report, [action for action in actions if action.scope == "model"])
+    known = {finding.key for finding in resolved}
+    pending = tuple(finding for finding in _gone(report, actions) if finding.key not in known)
+    return Repairs(tuple(chosen), settings, code, tuple(left), resolved, pending, undos)
+
+
+def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
+    """The findings of `report`, notes aside, that a step with `actions` in it has no more."""
+    if not actions:
+        return ()
+    assert report.again is not None
+    after = {(each.code, each.cause) for each in report.again(actions)}
+    return tuple(f for f in report.findings if f.severity != "note" and (f.code, f.cause) not in after)
+
+
+def plan(
+    report: Report, unsafe: bool = False, *, command: bool = False
+) -> tuple[list[Fix], list[tuple[Finding, str]]]:
+    """The fixes that together resolve the most findings of `report`, and what they leave with the reason.
+
+    What is found after a fix is looked at again: once one cause is gone, the next may show where it was hidden. Each
+    finding gets one turn, so every one ends up resolved or left, however many there are.
+
+    Args:
+        report: of a step that can be traced again.
+        unsafe: also fixes that change stored digits or the meaning of the step.
+        command: the step is a training command's, whose arguments are what is repaired.
+    """
+    assert report.again is not None
+    chosen: list[Fix] = []
+    left: dict[tuple[str, str], tuple[Finding, str]] = {}
+    fixed: set[tuple[str, str]] = set()
+    tried = {(each.code, each.cause): each for each in report.findings}
+    present: Sequence[Finding] = report.findings
+    while (finding := _next_open(present, left)) is not None:
+        key = (finding.code, finding.cause)
+        if key in fixed:
+            left[key] = (finding, "it comes back with the fix of another finding")
+            continue
+        fix, after = _first_that_works(report, finding, chosen, present, unsafe, command)
+        if fix is None:
+            left[key] = (finding, _reason(tried.get(key, finding), unsafe))
+        else:
+            fixed.add(key)
+            chosen.append(fix)
+            present = after
+    still = {(each.code, each.cause) for each in present}
+    return _needed(report, chosen, present), [each for key, each in left.items() if key in still]
+
+
+def _next_open(
+    present: Sequence[Finding], left: Mapping[tuple[str, str], tuple[Finding, str]]
+) -> Finding | None:
+    """The first finding to be fixed that is not yet given up."""
+    return next((f for f in present if f.severity != "note" and (f.code, f.cause) not in left), None)
+
+
+def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
+    """Without the fixes that a later one makes superfluous: with its cause gone, what it led to needs no mending."""
+    assert report.again is not None
+    present = {(each.code, each.cause) for each in after if each.severity != "note"}
+    kept = list(chosen)
+    for position, fix in enumerate(chosen):
+        if all(needs_the_caller(later) for later in chosen[position + 1 :]):
+            break  # what the caller has yet to do replaces nothing
+        rest = [each for each in kept if each is not fix]
+        try:
+            found = report.again([action for each in rest for action in each.actions])
+        except UsageError:
+            continue  # a later fix rests on it
+        if all((each.code, each.cause) in present for each in found if each.severity != "note"):
+            kept = rest
+    return kept
+
+
+def _first_that_works(
+    report: Report,
+    finding: Finding,
+    chosen: Sequence[Fix],
+    present: Sequence[Finding],
+    unsafe: bool,
+    command: bool,
+) -> tuple[Fix | None, Sequence[Finding]]:
+    assert report.again is not None
+    unasked = any(_is_unasked(fix, unsafe) and fix.verified for fix in finding.fixes)
+    for fix in by_preference(finding.fixes, unsafe=unsafe, command=command):
+        if _is_unasked(fix, unsafe) or not _may_be_applied(fix, command) or fix in chosen:
+            continue
+        if fix.scope == "library" and unasked:
+            continue  # nobody edits a library who has another choice, be it one to ask for
+        if finding.severity != "error" and needs_the_caller(fix) and not command:
+            continue  # a model that runs must not depend on arguments that the caller may forget to change
+        actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
+        try:
+            after = report.again(actions)
+        except UsageError:
+            continue  # it names what this model has not
+        if _is_progress(finding, present, after):
+            return replace(fix, verified=True), after
+    return None, present
+
+
+def needs_the_caller(fix: Fix) -> bool:
+    """Whether a part of a fix is beyond the model: an argument of the step, or a line of code."""
+    return fix.scope != "model"
+
+
+def _is_unasked(fix: Fix, unsafe: bool) -> bool:
+    return fix.safety == "unsafe" and not unsafe
+
+
+def _may_be_applied(fix: Fix, command: bool) -> bool:
+    # The dtype a whole step computes in is a decision, not a repair of a model; and advice is for people.
+    decisions = any(action.kind == "setting" and action.target == "compute" for action in fix.actions)
+    return fix.scope != "advice" and not (decisions and not command)
+
+
+def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
+    """Whether the finding is gone; an error of another cause may have come to light, but there are not more.
+
+    A step that is no longer followed to its end shows nothing: what was found behind that place is only hidden.
+    """
+    if any((each.code, each.cause) == (finding.code, finding.cause) for each in after):
+        return False
+    if any(each.code == "IST199" for each in after) and not any(each.code == "IST199" for each in before):
+        return False
+    errors = sum(each.severity == "error" for each in before)
+    new_errors = sum(each.severity == "error" for each in after)
+    return new_errors <= errors - (finding.severity == "error") or (
+        finding.severity == "error" and new_errors <= errors
+    )
+
+
+def _reason(finding: Finding, unsafe: bool) -> str:
+    if not finding.fixes:
+        return "no fix is known"
+    fixes = by_preference(finding.fixes, unsafe=unsafe)
+    proven = next((fix for fix in fixes if fix.verified), None)
+    if proven is not None and _is_unasked(proven, unsafe):
+        return f"only an unsafe fix: {proven.description}; repair(…, unsafe=True) applies it"
+    if proven is not None and not needs_the_caller(proven):
+        return f"resolved alone, but not together with the other fixes, by: {proven.description}"
+    if proven is None and finding.severity != "error":
+        proven = next(
+            (fix for fix in fixes if needs_the_caller(fix)), None
+        )  # of a warning, these are not tried
+    yours = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
+    return "no fix that was tried resolves it" if yours is None else f"yours to do: {marked(yours)}"

@@ -1,0 +1,211 @@
+"""The step of a script as `isotype.check` takes it: put together before the step, checked then or after a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.preflight.check import DEFAULT_PHASES, check
+from isotype.report.check.record import Report
+from isotype.report.check.text import repairable
+from isotype.trace.fake.optimizers import learning_rate_of
+from isotype.trace.fake.step import LossOf
+from isotype.trace.fake.twin import fake_mode
+from isotype.trace.live.modes import no_modes
+from isotype.trace.live.recorder import device_of
+from isotype.trace.live.watch import Beginning, enumerate_inputs
+
+TRIED_BEFORE = 2.0
+"""Seconds that trying the fixes may take before the first step, where most scripts have none to fix."""
+
+TRIED_AFTER = 60.0
+"""Seconds that trying the fixes may take after a crash, when there is nothing else to wait for."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The arguments of `check` for the script's step.
+
+    Attributes:
+        inputs: of the first forward, or their shapes.
+        device, autocast, scaler, optimizer, learning_rate: as `check` takes them.
+        phases: of the step; only `"generate"` for a forward without gradients.
+    """
+
+    inputs: LossOf
+    device: str
+    autocast: torch.dtype | None
+    scaler: bool
+    optimizer: Any
+    learning_rate: float | None
+    phases: tuple[str, ...] = DEFAULT_PHASES
+
+    def check(self, model: nn.Module, tried: float, seconds: float = math.inf) -> Report:
+        """The report; nothing of the script is touched.
+
+        Args:
+            model: the script's.
+            tried: seconds that trying the fixes may take.
+            seconds: that tracing the step may take.
+        """
+        step = partial(
+            check,
+            model,
+            self.inputs,
+            device=self.device,
+            autocast=self.autocast or False,
+            scaler=self.scaler,
+            optimizer=self.optimizer or "adamw",
+            learning_rate=self.learning_rate,
+            phases=self.phases,
+            autocast_eval=self.autocast is not None,
+        )
+        with _unnoticed():
+            fake_mode()  # with the first one torch imports for seconds, which are no measure of a trial
+            report = step(verify=False, seconds=seconds)
+            if report.findings and report.seconds < seconds and _trial_seconds(report) <= tried:
+                report = step(verify=True)
+        return report
+
+    def without_values(self) -> Ahead:
+        """The same with the shapes of the inputs only: it keeps none of the script's tensors."""
+        shapes = torch.utils._pytree.tree_map(_shape_only, self.inputs.inputs)
+        return replace(self, inputs=replace(self.inputs, inputs=shapes))
+
+
+def ahead_of(beginning: Beginning, loss: Any, device: str | None, phases: Sequence[str]) -> Ahead:
+    """The step that begins with this forward.
+
+    Args:
+        beginning: the forward.
+        loss: (model, inputs) -> loss.
+        device: a profile to judge for, None for the device the model is on.
+        phases: of the step.
+    """
+    model = unwrapped(beginning.model)
+    here = device_of(model)
+    optimizer, scaler = _helpers(model)
+    return Ahead(
+        LossOf(loss, _given(beginning)),
+        device or here,
+        autocast_of(model, here),
+        scaler,
+        _asked(optimizer),
+        None if optimizer is None else learning_rate_of(optimizer),
+        tuple(phases),
+    )
+
+
+def call_with(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Call a model as the script did: inputs without a name are numbered."""
+    args = [value for name, value in inputs.items() if name.startswith("argument ")]
+    return model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself where it was called through one that only spreads it over devices."""
+    inner = getattr(model, "module", None)
+    return inner if _is_wrapper(model) and isinstance(inner, nn.Module) else model
+
+
+def tried(report: Report) -> bool:
+    """Whether the fixes were tried: one that was says what came of it."""
+    fixes = [fix for finding in report.findings for fix in finding.fixes if repairable(fix)]
+    return not fixes or any(fix.outcome for fix in fixes)
+
+
+def rank() -> int:
+    """The number of this process among those that train together; 0 where it trains alone."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Within it the script's modes are off, and what its code prints or warns of is not shown."""
+    log = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # it logs what a fake kernel refuses, with a traceback
+    disabled, log.disabled = log.disabled, True
+    try:
+        with no_modes(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def _trial_seconds(report: Report) -> float:
+    trials = {fix.actions for finding in report.findings for fix in finding.fixes if fix.actions}
+    return report.seconds * len(trials)
+
+
+def _given(beginning: Beginning) -> Mapping[str, Any]:
+    if beginning.inputs is not None:
+        return beginning.inputs
+    return dict(enumerate_inputs(beginning.args, beginning.kwargs))
+
+
+def _shape_only(leaf: Any) -> Any:
+    return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _asked(optimizer: torch.optim.Optimizer | None) -> Any:
+    """The optimizer as `check` takes it, without the parameters that it holds."""
+    if optimizer is None:
+        return None
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        return type(optimizer).__name__.lower()  # kernels of its own, which `check` knows by name
+    known = signature(type(optimizer).__init__).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return type(optimizer)([nn.Parameter(torch.zeros(1))], **options)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether it only spreads a model over devices; by name, so that nothing has to be imported."""
+    return type(module).__name__ in ("DistributedDataParallel", "DataParallel")
+
+
+def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
+    """The optimizer that trains `model`, and whether an enabled GradScaler exists: a script tells nobody of them."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    optimizer, scaler = None, False
+    for thing in gc.get_objects():
+        # Not isinstance: a lazy object of the script would be made to load.
+        if issubclass(type(thing), torch.amp.GradScaler):
+            scaler = scaler or thing.is_enabled()
+        elif issubclass(type(thing), torch.optim.Optimizer) and not hasattr(thing, "optimizer"):
+            trained = (parameter for group in thing.param_groups for parameter in group["params"])
+            if any(id(parameter) in parameters for parameter in trained):
+                optimizer = thing
+    return optimizer, scaler
+
+
+def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
+    """The autocast dtype that a forward of `model` runs under now, or that accelerate puts around it.
+
+    Accelerate's lies inside the forward. On a CPU the look ahead meets it there; another device's it would not.
+    """
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    state = sys.modules.get("accelerate.state")
+    if device == "cpu" or state is None or not hasattr(model, "_original_forward"):
+        return None
+    mixed = str(state.AcceleratorState._shared_state.get("_mixed_precision"))
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(mixed)

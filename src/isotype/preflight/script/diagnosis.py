@@ -1,0 +1,420 @@
+"""What `isotype run` says: before the first step, at the script's end, and under the traceback of a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import plural
+from isotype.precision.devices.profile import device_profile
+from isotype.preflight.check import DEFAULT_PHASES, compute_dtype
+from isotype.preflight.script.ahead import (
+    TRIED_AFTER,
+    TRIED_BEFORE,
+    Ahead,
+    ahead_of,
+    call_with,
+    rank,
+    tried,
+    unwrapped,
+)
+from isotype.preflight.script.family import Family
+from isotype.report.check.record import Report
+from isotype.report.check.text import fix_standing, render, short_source
+from isotype.report.text import format_bytes
+from isotype.rules import judge
+from isotype.rules.finding import Finding
+from isotype.rules.kit.words import evidence
+from isotype.trace.fake.recorder import TimeSpentError
+from isotype.trace.live.recorder import device_of
+from isotype.trace.live.watch import Beginning, Watch
+from isotype.trace.loss import find_loss, loss_of
+from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup
+
+AGAIN_SECONDS = 60.0
+"""Seconds that tracing the step again may take after a crash."""
+
+MENTIONED_FROM = 5.0
+"""Seconds from which on a look ahead that found nothing is mentioned: the script waited for it."""
+
+_NOT_FOLLOWED = "IST199"
+_UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
+# How torch and its friends put it when dtypes do not fit.
+_ABOUT_DTYPES = re.compile(
+    r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
+    re.IGNORECASE,
+)
+
+
+class Diagnosis:
+    """Follows one script and speaks about it.
+
+    Args:
+        steps: optimizer steps to watch.
+        device: a profile to judge for, None for the device the model is on.
+        seconds: that the trace on fake tensors may take before the step runs; 0 for none.
+        console: where to speak.
+        family: the processes of this run; one of them speaks about the first step, and one explains a crash.
+    """
+
+    def __init__(
+        self, steps: int, device: str | None, seconds: float, console: Console, family: Family
+    ) -> None:
+        self.watch = Watch(steps, self._before, self._after, self._evaluates)
+        self.report: Report | None = None
+        self._device, self._seconds, self._console = device, seconds, console
+        self._family = family
+        self._speaker: int | None = None
+        self._ahead: Ahead | None = None
+        self._live: tuple[Finding, ...] = ()
+        self._returned: SimpleQueue[bool] = SimpleQueue()
+
+    def begin(self) -> None:
+        """Wait for the first step."""
+        self.watch.attach()
+
+    def stop(self) -> None:
+        """Take everything away from the script; what was recorded stays."""
+        self.watch.detach()
+
+    # ------------------------------------------------------------------------------------------------ before a step
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process is the one that tells of the first step; a fork of it is not."""
+        return self._speaker == os.getpid()
+
+    def _before(self, beginning: Beginning) -> None:
+        self._family.claim("seen")
+        if rank() == 0 and self._family.claim("speaks"):
+            self._speaker = os.getpid()
+        ahead = ahead_of(beginning, _loss_noting(self._returned), self._device, DEFAULT_PHASES)
+        if self._seconds and self._speaks:
+            self.report = self._looked_ahead(ahead, unwrapped(beginning.model))
+        self._ahead = ahead.without_values()
+
+    def _evaluates(self, beginning: Beginning) -> None:
+        """A forward before the first training step: nothing is said of it unless it raises."""
+        self._ahead = ahead_of(
+            beginning, _loss_noting(self._returned), self._device, ("generate",)
+        ).without_values()
+
+    def _looked_ahead(self, ahead: Ahead, model: nn.Module) -> Report | None:
+        started = time.perf_counter()
+        try:
+            with self._working(f"tracing the first step ahead, for at most {self._seconds:g} s"):
+                report = ahead.check(model, TRIED_BEFORE, self._seconds)
+        except Exception as error:  # noqa: BLE001 - the script runs whether or not we can look ahead
+            self._say(f"the step could not be traced ahead: {type(error).__name__}: {_first_line(error)}")
+            return None
+        self._say_ahead(report, time.perf_counter() - started)
+        # That the step was not traced to its end was said.
+        return replace(
+            report, findings=tuple(finding for finding in report.findings if finding.code != _NOT_FOLLOWED)
+        )
+
+    def _say_ahead(self, report: Report, seconds: float) -> None:
+        title, failure = report.trace.setup.profile.title, report.trace.failure
+        spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
+        # What a part of a step costs says little about the whole; what it breaks is broken.
+        found = [
+            each
+            for each in (*report.errors, *(() if spent else report.warnings))
+            if each.code != _NOT_FOLLOWED
+        ]
+        if found:
+            untried = "" if tried(report) else "; fixes were not tried yet"
+            self._say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
+            self._print_brief(found)
+        elif seconds > MENTIONED_FROM and failure is None:
+            self._say(f"traced the first step ahead, on {title} ({seconds:.1f} s): no findings")
+        if failure is not None:
+            where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
+            reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
+            self._say(f"the step was traced ahead only up to {where}: {reason}")
+        if not all(self._returned.get() for _ in range(self._returned.qsize())):
+            self._say("the model returns no loss: the loss that the script computes was not traced ahead")
+
+    # ------------------------------------------------------------------------------------------------- after a step
+
+    def _after(self) -> None:
+        if self.report is None or not self.report.complete:
+            setup = self._setup()
+            if setup is not None:
+                self._live = judge(self.watch.trace(setup))
+
+    def _setup(self) -> Setup | None:
+        """How the watched step was run, as far as it was seen; None where its model has gone."""
+        watch, model = self.watch, self.watch.model
+        if model is None or watch.recorder is None:
+            return None
+        autocast = watch.autocast()
+        return Setup(
+            profile=device_profile(self._device or device_of(model)),
+            autocast=autocast,
+            scaler=watch.scaler,
+            optimizer=watch.optimizer or "an optimizer",
+            compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),
+            learning_rate=watch.learning_rate,
+        )
+
+    def left(self, code: Any, reason: BaseException | None) -> bool:
+        """The script has ended by itself; `stop` has been called.
+
+        Args:
+            code: of the exit, as `sys.exit` takes it.
+            reason: the exception that the script was handling when it left.
+
+        Returns:
+            Whether an error was explained.
+        """
+        recorder = self.watch.recorder
+        explained = reason is not None and self.crashed(reason)
+        if not explained and code not in (None, 0) and recorder is not None and recorder.failed is not None:
+            # A script that prints its own traceback and leaves.
+            explained = self._explain_once(partial(self._explain, recorder.failure_text, "RuntimeError"))
+        if not explained and (self._speaks or self._family.is_top):
+            self._print_summary()
+        self.watch.forget()
+        return explained
+
+    def _print_summary(self) -> None:
+        watch = self.watch
+        for note in watch.notes:
+            self._say(note)
+        if not watch.seen:
+            return
+        steps, last = len(watch.seen), watch.seen[-1]
+        found = [finding for finding in self._findings() if finding.severity != "note"]
+        if self.report is None or not self.report.complete:
+            self._print_brief(found)
+        words = plural(len(found), "finding") if found else "no findings"
+        step = "step 1" if steps == 1 else f"steps 1-{steps}"
+        self._say(f"{step} watched: {plural(last.operators, 'operator')}, {words}; {_peak(last.memory)}")
+
+    def _findings(self) -> tuple[Finding, ...]:
+        return self.report.findings if self.report is not None and self.report.complete else self._live
+
+    # -------------------------------------------------------------------------------------------------- after a crash
+
+    def crashed(self, error: BaseException) -> bool:
+        """Explain an exception that ended the script; `stop` has been called.
+
+        Returns:
+            Whether there was something to explain.
+        """
+        explained = False
+        for each in _chain(error):
+            text, recorder = str(each), self.watch.recorder
+            if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
+                explained = self._explain_once(partial(self._explain, text, type(each).__name__))
+                break
+            if _UNSCALE_REFUSED in text or _ABOUT_DTYPES.search(text):
+                explained = self._explain_once(partial(self._explain_elsewhere, text, type(each).__name__))
+                break
+        self.watch.forget()
+        return explained
+
+    def _explain_once(self, explain: Callable[[], None]) -> bool:
+        """Explain, unless another process has: that of a launched rank, or of a worker whose error was handed on."""
+        if self._family.knows("explained"):
+            if self._family.is_top:
+                self._say("explained above, by the process that raised it")
+            return True
+        if self._ahead is None or self.watch.model is None or not self._family.claim("explained"):
+            return False
+        explain()
+        return True
+
+    def _explain(self, text: str, name: str) -> None:
+        """An operator of the watched step raised."""
+        recorder = self.watch.recorder
+        assert recorder is not None
+        call = recorder.failed
+        assert call is not None
+        verdict = recorder.contracts.judge(call.op, tuple(operand.dtype for operand in call.operands))
+        rejected = verdict is not None and not verdict.accepted
+        if not rejected and not _ABOUT_DTYPES.search(text):
+            at = f" in {call.module}" if call.module else ""
+            self._say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
+            self._print_call(call)
+            return
+        # Only what ended the script is broken; what the script caught is not.
+        recorder.calls[:] = [call if each is call else replace(each, breach=None) for each in recorder.calls]
+        self._diagnose(call, f"{name}: {_head(text)}")
+
+    def _explain_elsewhere(self, text: str, name: str) -> None:
+        """Something about dtypes was raised by no operator that was watched: after the watch, or above operators."""
+        headline, recorder, model = f"{name}: {_head(text)}", self.watch.recorder, self.watch.model
+        assert model is not None
+        assert self._ahead is not None
+        if _UNSCALE_REFUSED in text:
+            self._ahead = replace(self._ahead, scaler=True)
+            if recorder is not None:
+                call = _unscaled(model, recorder.origin)
+                recorder.calls.append(call)
+                self.watch.scaler = True
+                self._diagnose(call, headline)
+                return
+        report = self._traced_again()
+        if report is None:
+            return
+        if report.errors:
+            self._say("the script's last known step, traced again, explains it:")
+            self._render(report)
+        else:
+            self._say("the script's last known step, traced again, runs clean: the cause lies outside of it")
+
+    def _diagnose(self, call: Call, headline: str) -> None:
+        setup = self._setup()
+        if setup is None:
+            self._print_call(call)
+            return
+        failure = Failure(call.phase, call.module, call.source, headline, dtype_related=True)
+        trace = self.watch.trace(setup, failure)
+        # That the step ended early is what the traceback says.
+        live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
+        foreseen = _matching(self.report, call, live)
+        if foreseen is not None and tried(foreseen):
+            self._say("foreseen before the step:")
+            self._render(foreseen)
+            return
+        again = _matching(self._traced_again(), call, live) or foreseen
+        if again is not None:
+            self._say("foreseen before the step:" if foreseen else "the step, traced again, explains it:")
+            self._render(again)
+        elif live:
+            self._render(Report(trace, tuple(live)))
+        else:
+            self._say(f"{call.op} was given dtypes that do not fit:")
+            self._print_call(call)
+
+    def _traced_again(self) -> Report | None:
+        """The step on fake tensors once more, with its fixes tried: the script has ended, and nobody waits for it."""
+        model, ahead = self.watch.model, self._ahead
+        if model is None or ahead is None:
+            return None
+        phases = tuple(dict.fromkeys((*ahead.phases, "generate")))
+        try:
+            with self._working("tracing the step again, and trying the fixes"):
+                return replace(ahead, phases=phases).check(model, TRIED_AFTER, AGAIN_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the script's own error was shown; this is one line under it
+            self._say(
+                f"the last known step could not be traced: {type(error).__name__}: {_first_line(error)}"
+            )
+            return None
+
+    # ------------------------------------------------------------------------------------------------------ speaking
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"isotype: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _working(self, text: str) -> contextlib.AbstractContextManager[Any]:
+        """A line on a terminal while the user waits for us."""
+        shown = self._console.is_terminal and not self._console.quiet
+        return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
+
+    def _plain(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _render(self, report: Report) -> None:
+        self._plain("")
+        render(report, self._console, in_script=True)
+
+    def _print_brief(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self._plain(f"{finding.severity}[{finding.code}]: {finding.message}")
+            parts = (finding.module or "the model", finding.op, finding.phase, short_source(finding.source))
+            self._plain(f"  --> {'   '.join(part for part in parts if part)}")
+            if finding.cause:
+                self._plain(f"   = cause  {finding.cause}")
+            for fix in finding.fixes[:1]:
+                self._plain(f"   = help   {fix.description}   ({fix_standing(fix)})")
+
+    def _print_call(self, call: Call) -> None:
+        where = "   ".join(
+            part for part in (call.module, call.op, call.phase, short_source(call.source)) if part
+        )
+        self._plain(f"  --> {where}")
+        for operand in call.operands:
+            way = "; ".join(evidence(operand.origin))
+            self._plain(f"   |   {operand.role}  {dtype_name(operand.dtype)}  {list(operand.shape)}   {way}")
+
+
+# --------------------------------------------------------------------------------------------------------- helpers
+
+
+def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
+    """(model, inputs) -> loss; whether the model returned one goes into `returned`.
+
+    A queue, since `check` puts back whatever else a loss has changed when it is over.
+    """
+
+    def loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        output = call_with(model, inputs)
+        if torch.is_grad_enabled():
+            returned.put(find_loss(output) is not None)
+        return loss_of(output)
+
+    return loss
+
+
+def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
+    """A report that holds the finding which came true, with that one first."""
+    if report is None:
+        return None
+    codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
+    for finding in report.errors:
+        place = call.module in (finding.module, *finding.places) and finding.phase == call.phase
+        if (place or finding.cause in causes) and (finding.code in codes or not live):
+            came = replace(finding, notes=("the script stopped here", *finding.notes))
+            others = [other for other in report.findings if other is not finding]
+            return replace(report, findings=(came, *others))
+    return None
+
+
+def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Call:
+    """What `GradScaler.unscale_` was given and refused (torch/amp/grad_scaler.py)."""
+    operands = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.dtype == torch.float16:
+            gradient = parameter.grad
+            way = Origin("gradient", gradient.dtype, name, before=origin(parameter))
+            operands.append(Operand("grad", gradient.dtype, tuple(gradient.shape), way))
+    breach = Breach(f"{_UNSCALE_REFUSED}.", False, None)
+    return Call("GradScaler.unscale_", "unscale", "", "", tuple(operands), (), breach=breach)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and all that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return _head(str(error))
+
+
+def _head(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
+
+
+def _peak(memory: Memory) -> str:
+    kinds = memory.phases[memory.peak_phase] if memory.peak_phase is not None else {}
+    parts = sorted(((size, kind) for kind, size in kinds.items() if size >= memory.peak / 100), reverse=True)
+    return f"peak {format_bytes(memory.peak)} ({', '.join(f'{k} {format_bytes(s)}' for s, k in parts)})"

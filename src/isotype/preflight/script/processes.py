@@ -1,0 +1,136 @@
+"""The processes that a watched script starts: a training that runs in one of them is watched there.
+
+Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: that command becomes `isotype run`.
+Processes of multiprocessing take the watch along, forked or spawned. Other programs (a shell, another environment's
+Python) are only remembered, so that the run can say what it did not see.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isotype.preflight.script.command_line import watched_command
+
+if TYPE_CHECKING:
+    from isotype.preflight.script.session import Options, Session
+
+_MAY_TRAIN = re.compile(
+    r"(ba|da|z|k|fi)?sh|pythonw?[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ray|uv|conda|env"
+)
+# A data loader's workers: many, and none of them trains.
+_NEVER_TRAINS = "torch.utils.data."
+
+
+class Processes:
+    """Follows a script into the processes that it starts, from `watch` until `leave`.
+
+    Attributes:
+        unwatched: programs that may have trained something and were not watched.
+        watched: how many processes take the watch along.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.unwatched: list[str] = []
+        self.watched = 0
+        self._session = session
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def watch(self) -> None:
+        """From now on processes are started so that they are watched."""
+        self._wrap(subprocess.Popen, "__init__", self._popen)
+        self._wrap(os, "system", self._system)
+        self._wrap(BaseProcess, "start", self._start)
+        self._wrap(BaseProcess, "_bootstrap", self._bootstrap)
+
+    def leave(self) -> None:
+        """Everything is as it was before `watch`."""
+        while self._before:
+            setattr(*self._before.pop())
+
+    def _wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(holder, name)
+        self._before.append((holder, name, original))
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(holder, name, wrapped)
+
+    def _popen(self, start: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+        ours = self._session.safely(lambda: self._ours(args, rest, kwargs))
+        start(process, args if ours is None else ours, *rest, **kwargs)
+
+    def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
+        """The command of a new process under `isotype run`; None leaves it as it is."""
+        if kwargs.get("shell"):
+            self._remember("sh")
+            return None
+        if not isinstance(args, (list, tuple)) or not args or kwargs.get("executable") or len(rest) > 1:
+            return None
+        words = [os.fsdecode(word) for word in args]
+        ours = watched_command(words, self._session.options.flags())
+        if ours is None:
+            self._remember(Path(words[0]).name)
+            return None
+        self.watched += 1
+        return ours
+
+    def _system(self, start: Callable[..., int], command: Any) -> int:
+        self._remember("sh")
+        return start(command)
+
+    def _remember(self, program: str) -> None:
+        if _MAY_TRAIN.fullmatch(program) and program not in self.unwatched:
+            self.unwatched.append(program)
+
+    def _start(self, start: Callable[..., None], process: Any) -> None:
+        target = getattr(process, "_target", None)
+        if not str(getattr(target, "__module__", "")).startswith(_NEVER_TRAINS):
+            self.watched += 1
+            process._isotype = _Joins(self._session.options)
+        start(process)
+
+    def _bootstrap(self, bootstrap: Callable[..., int], process: Any, *args: Any, **kwargs: Any) -> int:
+        """In the new process: what `Process._bootstrap` does, which shows an error and returns the status."""
+        run, session = process.run, self._session
+        ends: list[Callable[[], None]] = []
+
+        def watched() -> None:
+            try:
+                run()
+            except SystemExit as leaving:
+                ends.append(partial(session.left, leaving.code, leaving))
+                raise
+            except Exception as error:
+                ends.append(partial(session.crashed, session.failed(error)))
+                raise
+            ends.append(partial(session.left, 0))
+
+        process.run = watched
+        status = bootstrap(process, *args, **kwargs)
+        for end in ends:
+            end()
+        return status
+
+
+class _Joins:
+    """Pickled with a process that is spawned: unpickled there, the process is watched like the one it came from."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _join, (self._options,)
+
+
+def _join(options: Options) -> None:
+    from isotype.preflight.script.session import Session
+
+    Session(options).watch()

@@ -1,0 +1,1 @@
+"""A check as a report: the record, and its text, JSON, SARIF and HTML forms."""

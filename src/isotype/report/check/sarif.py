@@ -1,0 +1,124 @@
+"""A check as SARIF 2.1.0 (OASIS, 2020), the format that code scanning and editors read.
+
+Columns and regions are left out: a finding knows a line. A source outside of the user's project (an installed
+library) is given as it was seen; one without a file has logical locations only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+from urllib.parse import quote
+
+from isotype.core.dtypes import dtype_name
+from isotype.report.check.record import Report
+from isotype.report.check.text import fix_standing, price_clauses, verdict
+from isotype.rules import Rule, all_rules
+from isotype.rules.finding import Finding
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
+
+
+def to_sarif(report: Report) -> str:
+    """A log with one run: all rules that found something, every finding with its place, the trace's end as a notice."""
+    from isotype import __version__
+
+    known = {rule.code: rule for rule in all_rules()}
+    codes = sorted({finding.code for finding in report.findings})
+    index = {code: position for position, code in enumerate(codes)}
+    driver = {
+        "name": "isotype",
+        "semanticVersion": __version__,
+        "rules": [_rule(code, known.get(code)) for code in codes],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [_invocation(report)],
+        "results": [_result(finding, index, report) for finding in report.findings],
+        "properties": {"model": report.trace.model, "verdict": verdict(report), "status": report.status},
+    }
+    return (
+        json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, allow_nan=False) + "\n"
+    )
+
+
+def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
+    """The rule's page; a code that no shipped rule has (another package's) is given by its code alone."""
+    described: dict[str, Any] = {"id": code}
+    if rule is not None:
+        page = rule.page.strip()
+        plain = f"{rule.title}. Run `isotype explain {code}` for the whole page."
+        described |= {
+            "shortDescription": {"text": rule.title},
+            "fullDescription": {"text": page.split("\n\n")[0].replace("\n", " ") or rule.title},
+            "help": {"text": plain, "markdown": page or plain},
+        }
+    return described
+
+
+def _invocation(report: Report) -> dict[str, Any]:
+    failure = report.trace.failure
+    notices = [{"level": "note", "message": {"text": note}} for note in report.trace.notes]
+    if failure is not None:
+        at = f"{failure.phase} {failure.module}".strip()
+        text = f"the step was followed only up to {at}: {failure.error}"
+        notices.append({"level": "error", "message": {"text": text}})
+    invocation: dict[str, Any] = {"executionSuccessful": report.complete}
+    return invocation | ({"toolExecutionNotifications": notices} if notices else {})
+
+
+def _result(finding: Finding, index: Mapping[str, int], report: Report) -> dict[str, Any]:
+    price = (
+        price_clauses(finding.price, report.trace.setup.profile.title) if finding.price is not None else []
+    )
+    properties: dict[str, Any] = {
+        "op": finding.op,
+        "phase": finding.phase,
+        "cause": finding.cause,
+        "evidence": list(finding.evidence),
+        "places": list(finding.places),
+        "operands": [f"{o.role} {dtype_name(o.dtype)} {list(o.shape)}" for o in finding.operands],
+        "fixes": [f"{fix.description} ({fix_standing(fix)})" for fix in finding.fixes],
+    }
+    lines = [
+        finding.message,
+        *([f"Cause: {finding.cause}"] if finding.cause else []),
+        *([f"Price: {'; '.join(price)}"] if price else []),
+        *finding.notes,
+        *(f"Fix: {text}" for text in properties["fixes"]),
+    ]
+    return {
+        "ruleId": finding.code,
+        "ruleIndex": index[finding.code],
+        "level": finding.severity,
+        "message": {"text": "\n".join(lines)},
+        "locations": [_location(finding)],
+        # Lines move and layers are renamed; the cause and the place are what makes it the same finding tomorrow.
+        "partialFingerprints": {"isotype/v1": "|".join(finding.key)},
+        "properties": properties,
+    }
+
+
+def _location(finding: Finding) -> dict[str, Any]:
+    name = finding.module or "model"
+    logical = {"fullyQualifiedName": name, "name": name.rpartition(".")[2], "kind": "module"}
+    location: dict[str, Any] = {"logicalLocations": [logical]}
+    found = _SOURCE.fullmatch(finding.source)
+    if found:
+        location["physicalLocation"] = {
+            "artifactLocation": {"uri": _uri(found["path"])},
+            "region": {"startLine": int(found["line"])},
+        }
+    return location
+
+
+def _uri(path: str) -> str:
+    """A file's path as a URI reference: absolute paths with their scheme, relative ones as they are."""
+    windows = PureWindowsPath(path)
+    if windows.drive:
+        return windows.as_uri()
+    return PurePosixPath(path).as_uri() if path.startswith("/") else quote(path)

@@ -1,0 +1,418 @@
+"""A check in a terminal: findings as a compiler shows them, then what the step needs and what was taken on trust.
+
+A line is a sequence of (text, style) spans; the plain text is the same lines without their styles. Words wrap under
+the column they start in, so that the gutter on the left stays readable at any width.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from isotype.contracts.contract import doubts
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import named, plural
+from isotype.report.charts import format_number
+from isotype.report.check.map import layer_counts, plain_name, split_layer
+from isotype.report.check.record import Report, repair_outlook
+from isotype.report.text import format_bytes
+from isotype.rules.finding import Finding, Fix, Price, Scope, marked
+from isotype.trace.record import Operand, Setup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Line = tuple[tuple[str, str], ...]
+
+WIDTH = 110
+"""Columns of a text that goes to no terminal."""
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "help": "bold green"}
+_VERDICTS = {
+    "fails": "bold red",
+    "does not fit": "bold red",
+    "unknown": "bold yellow",
+    "costs": "bold yellow",
+    "clean": "bold green",
+}
+_PATTERNS_SHOWN = 8
+# A figure and its unit stay on one line.
+_UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
+
+
+# --- words that every renderer uses -----------------------------------------------------------------------
+
+
+def counts(report: Report) -> str:
+    """`"1 error, 2 warnings"`; `""` without findings."""
+    found = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
+    return ", ".join(plural(len(some), noun) for some, noun in found if some)
+
+
+def verdict(report: Report) -> str:
+    """The one line that matters: whether the step runs on the device, and what it says about how it runs."""
+    title, peak = report.trace.setup.profile.title, format_bytes(report.memory.peak)
+    failure, found = report.trace.failure, counts(report)
+    capacity = format_bytes(report.trace.setup.profile.memory_bytes or 0)
+    lacking = f"needs {peak} of {capacity}"
+    unseen = "" if failure is None else f"followed only up to {_where(failure.phase, failure.module)}"
+    rest = [clause for clause in (found, unseen) if clause]
+    match report.status:
+        case "fails":
+            short = [f"also {lacking}"] if report.fits is False else []
+            return f"This step fails on {title}: {'; '.join([*rest, *short])}"
+        case "does not fit":
+            return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])
+        case "unknown":
+            return f"Not known whether this step runs on {title}: {'; '.join([unseen, *([found] if found else [])])}"
+        case "costs":
+            return f"This step runs on {title}, at a price: {found}"
+        case "clean":
+            operators = sum(call.repeats for call in report.trace.calls)
+            seen = f"{plural(operators, 'operator')} checked"
+            return f"This step runs clean on {title}: {'; '.join([seen, *rest])}"
+
+
+def _where(phase: str, module: str) -> str:
+    return f"{phase} of {module}" if module else phase
+
+
+def price_clauses(price: Price, title: str) -> list[str]:
+    """What a finding costs, largest unit first; empty where nothing could be counted."""
+    clauses = []
+    if price.slowdown is not None:
+        clauses.append(f"about {price.slowdown:.{0 if price.slowdown >= 10 else 1}f}x slower on {title}")
+    if price.flops_share:
+        clauses.append(f"{format_share(price.flops_share)} of the FLOPs in a slower dtype")
+    if price.cast_bytes:
+        clauses.append(f"{format_bytes(price.cast_bytes)} of casts a step")
+    if price.memory_bytes:
+        clauses.append(f"{format_bytes(price.memory_bytes)} more memory at the peak")
+    return clauses
+
+
+def format_share(share: float) -> str:
+    """`0.62` -> `"62 %"`, a share that rounds to nothing -> `"under 1 %"`."""
+    return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
+
+
+def format_count(flops: float) -> str:
+    """`1_240_000_000_000` -> `"1.24 TFLOP"`."""
+    unit = 1.0
+    for name, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if flops >= unit:
+            return f"{format_number(flops / unit, 3)} {name}FLOP"
+    return f"{flops:,.0f} FLOP"
+
+
+_SCOPES: Mapping[Scope, str] = {
+    "model": "",
+    "setting": "a setting",
+    "line": "a line of your code",
+    "library": "in a library's code",
+    "advice": "by hand",
+}
+
+
+def fix_scope(fix: Fix) -> str:
+    """What the caller has to change: `"a setting"`; `""` where `repair` does it."""
+    return _SCOPES[fix.scope]
+
+
+def fix_standing(fix: Fix) -> str:
+    """`"safe; verified: the step then runs clean"`; `"a setting; safe; not verified"`."""
+    tried = "verified" if fix.verified else "not verified"
+    words = [word for word in (fix_scope(fix), fix.safety, tried) if word]
+    return "; ".join(words) + (f": {fix.outcome}" if fix.outcome else "")
+
+
+def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
+    """(layers, part, number of places in the real model) of places, those equal but for their layer as one.
+
+    `model.layers.0.mlp` … `model.layers.29.mlp` -> `("model.layers.0-29", "mlp", 30)`; gaps show as `0-2,5`. Outside
+    of a layer the first is empty. What wrappers add to names is left out.
+
+    Args:
+        places: fully qualified names.
+        layers: how many layers of the real model a layer of a folded model stands for, see `layer_counts`.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place in dict.fromkeys(map(plain_name, places)):
+        stack, number, part = split_layer(place) or ("", -1, place)
+        groups.setdefault((stack, part), []).extend([number] if number >= 0 else [])
+    folded = []
+    for (stack, part), numbers in groups.items():
+        counts = [layers.get((stack, number), 1) for number in numbers]
+        # In a folded model the numbers between are those that the last one stands for.
+        shown = ranges(sorted(numbers)) if sum(counts) == len(counts) else f"{min(numbers)}-{max(numbers)}"
+        folded.append((f"{stack}.{shown}".strip("."), named(part), sum(counts) or 1))
+    return folded
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: `[0, 1, 2, 5]` -> `"0-2,5"`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def elide(name: str, width: int) -> str:
+    """A name in at most `width` columns; what is left out of its middle becomes `…`."""
+    if len(name) <= width:
+        return name
+    head = max(0, (width - 1) // 3)
+    return f"{name[:head]}…{name[len(name) - max(0, width - 1 - head) :]}"
+
+
+def short_source(source: str) -> str:
+    """`/lib/transformers/models/llama/modeling_llama.py:64` -> `llama/modeling_llama.py:64`."""
+    return "/".join(source.replace("\\", "/").split("/")[-2:])
+
+
+def setup_words(setup: Setup) -> str:
+    """How the step is run, in one line."""
+    words = [
+        f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "no autocast",
+        "GradScaler" if setup.scaler else "no GradScaler",
+        setup.optimizer + (f" lr {setup.learning_rate:g}" if setup.learning_rate is not None else ""),
+        f"FSDP{setup.fsdp}" if setup.fsdp else "",
+        *setup.details,
+        ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items()),
+    ]
+    return "   ".join(word for word in words if word)
+
+
+def memory_words(report: Report) -> str:
+    """Whether it fits: the peak, its phase and what it is made of."""
+    memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
+    if memory.peak_phase is None:
+        return "not measured"
+    kinds = sorted(memory.phases[memory.peak_phase].items(), key=lambda kind: -kind[1])
+    parts = ", ".join(
+        f"{kind} {format_bytes(amount)}" for kind, amount in kinds if amount >= memory.peak / 100
+    )
+    of = f" of {format_bytes(capacity)}" if capacity else ""
+    fits = {True: "", False: " (does not fit)", None: ""}[report.fits]
+    return f"peak {format_bytes(memory.peak)}{of}{fits} in {memory.peak_phase}: {parts}"
+
+
+def flops_words(report: Report) -> str:
+    """FLOPs of a step and their shares by dtype, the largest first."""
+    total = sum(report.flops.values())
+    if not total:
+        return "no matmul was seen"
+    profile = report.trace.setup.profile
+    shares = []
+    for dtype, count in sorted(report.flops.items(), key=lambda entry: -entry[1]):
+        support = profile.supports(dtype)
+        odd = "" if support == "native" else f" ({support})"
+        shares.append(f"{format_share(count / total)} {dtype_name(dtype)}{odd}")
+    return f"{format_count(total)} a step: {', '.join(shares)}"
+
+
+def trust(report: Report) -> list[tuple[str, str]]:
+    """(label, sentence) for whatever the verdict rests on without having been measured or seen."""
+    rows = []
+    title, failure = report.trace.setup.profile.title, report.trace.failure
+    if report.assumed:
+        names = ", ".join(report.assumed)
+        rows.append(
+            ("assumed", f"{names}: no contract was measured on {title}; the rule of the family was used")
+        )
+    rows += [("assumed", doubt) for doubt in doubts(report.trace.setup.profile)]
+    if failure is not None:
+        mixed = "; operands of different dtypes were involved" if failure.dtype_related else ""
+        at = f" ({short_source(failure.source)})" if failure.source else ""
+        rows.append(
+            (
+                "not seen",
+                f"whatever follows {_where(failure.phase, failure.module)}{at}: {failure.error}{mixed}",
+            )
+        )
+    rows += [("not seen", note) for note in report.trace.notes]
+    return rows
+
+
+def next_steps(report: Report) -> list[tuple[str, str]]:
+    """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for."""
+    found = repair_outlook(report)
+    every = plural(sum(map(len, found.values())), "finding")
+    done = "isotype.repair(model, isotype.check(model, …))"
+    asked = "isotype.repair(model, report, unsafe=True)"
+    rows = [
+        ("repair", f"{done} resolves {len(found['repair']):,} of {every}; isotype check --fix prints the plan", found["repair"]),
+        ("unsafe", f"{asked} resolves {len(found['unsafe']):,} of {every} by a change that is unsafe", found["unsafe"]),
+        ("untried", f"isotype.repair(model, report) tries the fixes of {len(found['untried']):,} of {every}", found["untried"]),
+        ("to do", f"by you, for {len(found['caller']):,} of {every}: {_orders(found['caller'])}", found["caller"]),
+        ("left", f"no fix is known for {len(found['left']):,} of {every}", found["left"]),
+    ]  # fmt: skip
+    steps = [(label, text) for label, text, some in rows if some]
+    if report.findings:
+        steps.append(("explain", f"isotype explain {report.findings[0].code}"))
+    return steps
+
+
+_ORDERS_SHOWN = 3
+
+
+def _orders(findings: Sequence[Finding]) -> str:
+    """What the caller has to do for them, each order once."""
+    orders = list(dict.fromkeys(marked(finding.fixes[0]) for finding in findings))
+    more = len(orders) - _ORDERS_SHOWN
+    return "; ".join(orders[:_ORDERS_SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
+
+
+def script_steps(report: Report) -> list[tuple[str, str]]:
+    """`next_steps` where the step is one of the user's own script, which no command of ours repairs."""
+    rows, setup = [], report.trace.setup
+    ours = [
+        fix for finding in report.findings for fix in finding.fixes if fix.verified and fix.scope == "model"
+    ]
+    autocast = f', autocast="{dtype_name(setup.autocast)}"' if setup.autocast else ""
+    check = f"isotype.check(model, inputs{autocast}{', scaler=True' if setup.scaler else ''})"
+    if any(fix.safety == "safe" for fix in ours):
+        rows.append(("repair", f"in the script, before the first step: isotype.repair(model, {check})"))
+    elif ours:
+        rows.append(("unsafe", f"in the script: isotype.repair(model, {check}, unsafe=True)"))
+    if report.findings:
+        rows.append(("explain", f"isotype explain {report.findings[0].code}"))
+    return rows
+
+
+def repairable(fix: Fix) -> bool:
+    """Whether `isotype.repair` tries the fix: it has actions, and none is mere advice."""
+    return fix.scope != "advice"
+
+
+# --- lines ------------------------------------------------------------------------------------------------
+
+
+def lines(report: Report, width: int = WIDTH, in_script: bool = False) -> list[Line]:
+    """The whole report as styled lines of at most `width` columns, where names and words allow it.
+
+    Args:
+        report: of `check`.
+        width: columns.
+        in_script: whether the step is one of a script that `isotype run` runs.
+    """
+    setup, layers = report.trace.setup, layer_counts(report.trace)
+    found: list[Line] = [
+        (
+            ("isotype run" if in_script else "isotype check", "bold"),
+            (f"   {report.trace.model or 'model'} on {setup.profile.title}", ""),
+        ),
+        *_hang(((" " * 3, ""),), setup_words(setup), width, "dim"),
+        (),
+    ]
+    for finding in report.findings:
+        found += [*_finding(finding, setup.profile.title, layers, width), ()]
+    data = [("data", setup.data)] if setup.data else []
+    rows = [*data, ("memory", memory_words(report)), ("FLOPs", flops_words(report)), *trust(report)]
+    found += _rows(rows, width)
+    found.append(())
+    found += _hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status])
+    found += _rows(script_steps(report) if in_script else next_steps(report), width)
+    return found
+
+
+def to_text(report: Report, width: int = WIDTH) -> str:
+    """The report without colour, ending in a line break."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
+
+
+def render(report: Report, console: Console, *, width: int | None = None, in_script: bool = False) -> None:
+    """Print the report; `width` is the console's unless it is given, `in_script` as `lines` takes it."""
+    from rich.text import Text
+
+    for line in lines(report, width or console.width, in_script):
+        # Wrapped already: rich must neither wrap again nor read markup out of a module's name.
+        console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
+
+
+def _finding(finding: Finding, title: str, layers: Mapping[tuple[str, int], int], width: int) -> list[Line]:
+    style = _STYLES[finding.severity]
+    head = f"{finding.severity}[{finding.code}]"
+    found = _hang(((head, style), (": ", "bold")), finding.message, width, "bold")
+    found += _place(finding, width)
+    found += _operands(finding.operands)
+    found += _field("cause", finding.cause, width)
+    for number, step in enumerate(finding.evidence):
+        found += _field("way" if number == 0 else "", step, width)
+    found += _field("where", _places(finding.places, layers), width)
+    for note in finding.notes:
+        found += _field("note", note, width)
+    if finding.price is not None:
+        found += _field("price", "; ".join(price_clauses(finding.price, title)), width)
+    for fix in finding.fixes:
+        found += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
+    return found
+
+
+def _place(finding: Finding, width: int) -> list[Line]:
+    parts = [part for part in (finding.op, finding.phase, short_source(finding.source)) if part]
+    arrow, module, rest = ("  --> ", "blue"), named(finding.module), "   ".join(parts)
+    if len(arrow[0]) + len(module) + 3 + len(rest) <= width:
+        return [(arrow, (module, ""), (f"   {rest}", "dim"))]
+    return [
+        (arrow, (elide(module, width - len(arrow[0])), "")),
+        *_hang((("      ", ""),), rest, width, "dim"),
+    ]
+
+
+def _operands(operands: Sequence[Operand]) -> list[Line]:
+    if not operands:
+        return []
+    role = max(len(operand.role) for operand in operands)
+    dtype = max(len(dtype_name(operand.dtype)) for operand in operands)
+    return [
+        (
+            ("   |   ", "blue"),
+            (f"{operand.role:<{role}}  ", ""),
+            (f"{dtype_name(operand.dtype):<{dtype}}   ", "bold"),
+            (f"{list(operand.shape)}", "dim"),
+        )
+        for operand in operands
+    ]
+
+
+def _places(places: Sequence[str], layers: Mapping[tuple[str, int], int]) -> str:
+    folded = fold_places(places, layers)
+    total = sum(count for _, _, count in folded)
+    if total < 2:
+        return ""
+    groups: dict[str, list[str]] = {}
+    for within, part, _ in folded[:_PATTERNS_SHOWN]:
+        groups.setdefault(within, []).append(part)
+    shown = "; ".join(
+        f"{within}: {', '.join(parts)}" if within else ", ".join(parts) for within, parts in groups.items()
+    )
+    more = sum(count for _, _, count in folded[_PATTERNS_SHOWN:])
+    head = f"{plural(total, 'place')}{' in ' if folded[0][0] else ': '}"
+    return f"{head}{shown}{f' and {more:,} more' if more else ''}"
+
+
+def _field(label: str, text: str, width: int) -> list[Line]:
+    if not text:
+        return []
+    gutter = ("   = " if label else "     ", "blue")
+    return _hang((gutter, (f"{label:<5}  ", _STYLES.get(label, "bold"))), text, width)
+
+
+def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
+    wide = max((len(label) for label, _ in rows), default=0)
+    return [line for label, text in rows for line in _hang(((f"{label:<{wide}}  ", "bold"),), text, width)]
+
+
+def _hang(head: Line, text: str, width: int, style: str = "") -> list[Line]:
+    """`head` and the words of `text` after it; what does not fit goes on under the first word."""
+    indent = sum(len(part) for part, _ in head)
+    kept = _UNIT.sub("\N{NO-BREAK SPACE}", text)
+    wrapped = textwrap.wrap(kept, max(24, width - indent), break_long_words=False, break_on_hyphens=False)
+    first, *rest = [part.replace("\N{NO-BREAK SPACE}", " ") for part in wrapped] or [""]
+    return [(*head, (first, style)), *(((" " * indent, ""), (part, style)) for part in rest)]

@@ -1,0 +1,1 @@
+"""A training run as a report: the record, and its JSON, HTML, curves and model card."""

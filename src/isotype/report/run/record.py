@@ -1,0 +1,528 @@
+"""What one training run did, as data: records, their JSON form, and the two files of a run report.
+
+Numbers stay numbers here; `run_html` renders them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from isotype.core.errors import IsotypeError, Problem, SaveError
+
+SCHEMA_VERSION = 2
+"""Version of the JSON form; it grows when a reader of the former version would misread the new one."""
+
+HTML_NAME = "run_report.html"
+JSON_NAME = "run_report.json"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: global step, counted from 1.
+        loss: training loss of the step; NaN and infinities are kept as they are.
+        learning_rate: learning rate the step was taken with.
+        grad_norm: norm of the gradients, unscaled and before clipping, None where it was not measured.
+        tokens: tokens, without padding, of the sequences the loss was computed on, in all processes. Completions
+            that GRPO and RLOO reuse count in every step that uses them.
+        seconds: duration of this step, generation of completions included.
+        memory_bytes: the most memory in use during the step, in this process, 0 where it was not measured: on a
+            GPU what torch had allocated there; else the largest resident size of the process among samples 20 ms
+            apart, which misses shorter peaks.
+        loss_scale: the GradScaler's scale, None without loss scaling.
+        skipped: whether the GradScaler skipped the optimizer step.
+        metrics: what the trainer logged after the step beside loss, norm and rate, by its own names
+            (`rewards/margins`).
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    tokens: int
+    seconds: float
+    memory_bytes: int
+    loss_scale: float | None
+    skipped: bool
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """The loss on held-back data after `step` steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question, the model's answers before and after training, and the answer the data set gives."""
+
+    question: str
+    before: str | None
+    after: str | None
+    reference: str | None
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What a run is trained on.
+
+    Attributes:
+        rows: training rows.
+        held_back: rows that the held-back loss is measured on.
+        effective_batch: rows in an optimizer step, over gradient accumulation and all processes.
+        epochs: passes over the rows until the end of the run.
+        lengths: tokens a row at 50, 90 and 99 % of the rows, before any is cut; None where they are not known.
+        cut_rows: rows longer than the length limit.
+        cut_share: of all tokens, those beyond the limit, 0 to 1.
+        padding_share: of the tokens in a batch, those that are padding, 0 to 1; None where it is not known.
+    """
+
+    rows: int
+    held_back: int
+    effective_batch: int
+    epochs: float
+    lengths: tuple[int, int, int] | None = None
+    cut_rows: int = 0
+    cut_share: float = 0.0
+    padding_share: float | None = None
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One line of the precision policy: which role has which dtype, and why."""
+
+    role: str
+    dtype: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything a run report says.
+
+    Attributes:
+        method: the recipe: "sft", "dpo", "grpo", …
+        command: the exact shell command that started the run.
+        started: ISO-8601 time.
+        finished: ISO-8601 time, None where the end was not reached or not seen. Both or neither carry a UTC offset.
+        status: how the run ended, or `"running"`.
+        error: the error that ended a failed run.
+        weight_bytes: bytes of the weights by storage dtype, such as `("nf4", n)`.
+        settings: hyperparameters as name and value.
+        resumed_from: the step of the checkpoint the run went on from, None for a run from the start.
+        data: what it was trained on, None where that is not known.
+
+    Raises:
+        IsotypeError: a time is not ISO-8601, or only one of the two carries a UTC offset.
+    """
+
+    method: str
+    command: str
+    started: str
+    finished: str | None
+    status: Literal["running", "finished", "interrupted", "failed"]
+    error: str | None
+    model: str
+    dataset: str
+    output_dir: str
+    device: str
+    policy: tuple[PolicyRow, ...]
+    warnings: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...]
+    parameters_total: int
+    parameters_trainable: int
+    weight_bytes: tuple[tuple[str, int], ...]
+    settings: tuple[tuple[str, str], ...]
+    steps: tuple[StepRecord, ...]
+    evals: tuple[EvalRecord, ...]
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...]
+    resumed_from: int | None
+    data: DataSummary | None = None
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        times = {"started": self.started, "finished": self.finished}
+        parsed: list[datetime] = []
+        for name, text in times.items():
+            if text is None:
+                continue
+            try:
+                parsed.append(parse_time(text))
+            except ValueError:
+                problems.append(
+                    Problem(
+                        f"{name} = {text!r}",
+                        'an ISO-8601 time such as "2026-01-31T09:30:00+00:00"',
+                        "use datetime.now(timezone.utc).isoformat()",
+                    )
+                )
+        if len({time.utcoffset() is None for time in parsed}) > 1:
+            problems.append(
+                Problem(
+                    f"started = {self.started!r}, finished = {self.finished!r}",
+                    "a UTC offset in both or in neither",
+                    "take both from datetime.now(timezone.utc).isoformat()",
+                )
+            )
+        if problems:
+            raise IsotypeError("this run cannot be recorded", problems)
+
+
+def parse_time(text: str) -> datetime:
+    """An ISO-8601 time; the suffix `Z` counts as `+00:00`. Raises ValueError."""
+    return datetime.fromisoformat(f"{text[:-1]}+00:00" if text.endswith("Z") else text)
+
+
+# --- what a person asks first -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The few numbers a run comes down to; None where nothing was measured.
+
+    Attributes:
+        steps: optimizer steps recorded.
+        skipped: those the GradScaler skipped.
+        tokens: without padding, in all of them.
+        seconds: wall-clock time from start to end; the sum of the steps where the end is not known.
+        first_loss: mean training loss of the first `window` steps.
+        final_loss: mean training loss of the last `window` steps; NaN if one of them is.
+        window: steps in each of these means: a tenth of the run, at least 1 and at most 10.
+        tokens_per_second: median over the steps.
+        peak_memory_bytes: the largest `memory_bytes` of a step; loading, evaluation and saving are not in it.
+    """
+
+    steps: int
+    skipped: int
+    tokens: int
+    seconds: float
+    first_loss: float | None
+    final_loss: float | None
+    window: int
+    tokens_per_second: float | None
+    peak_memory_bytes: int | None
+
+
+def summarize(record: RunRecord) -> RunSummary:
+    """Boil a run down to the numbers its headline shows."""
+    steps = record.steps
+    window = min(10, max(1, len(steps) // 10))
+    rates = [rate for step in steps if (rate := tokens_per_second(step)) is not None]
+    if record.finished is None:
+        seconds = sum(step.seconds for step in steps)
+    else:
+        seconds = (parse_time(record.finished) - parse_time(record.started)).total_seconds()
+    return RunSummary(
+        steps=len(steps),
+        skipped=sum(step.skipped for step in steps),
+        tokens=sum(step.tokens for step in steps),
+        seconds=seconds,
+        first_loss=_mean([step.loss for step in steps[:window]]),
+        final_loss=_mean([step.loss for step in steps[-window:]]),
+        window=window,
+        tokens_per_second=statistics.median(rates) if rates else None,
+        peak_memory_bytes=max((step.memory_bytes for step in steps), default=0) or None,
+    )
+
+
+def tokens_per_second(step: StepRecord) -> float | None:
+    """Throughput of one step; None where its duration is not a positive number."""
+    return step.tokens / step.seconds if 0 < step.seconds < math.inf else None
+
+
+def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Two sentences, on the training loss and on the held-back loss.
+
+    Returns:
+        Each sentence in pieces, `"".join(pieces)` being the text; pieces at odd positions are its numbers.
+    """
+    return _training_sentence(record), _held_back_sentence(record.evals)
+
+
+def _training_sentence(record: RunRecord) -> tuple[str, ...]:
+    steps, summary = record.steps, summarize(record)
+    if summary.first_loss is None or summary.final_loss is None:
+        return ("No training step was recorded.",)
+    last_good = next((i for i in reversed(range(len(steps))) if math.isfinite(steps[i].loss)), None)
+    if last_good is None:
+        return ("The training loss was never a finite number.",)
+    if last_good + 1 < len(steps):
+        lost = steps[last_good + 1]
+        return (
+            "Training loss became ",
+            format_loss(lost.loss),
+            f" at step {lost.step:,} and stayed non-finite.",
+        )
+    if len(steps) == 1:
+        return ("Training loss was ", format_loss(summary.final_loss), " in the only step.")
+    means = "" if summary.window == 1 else f" (means of the first and the last {summary.window} steps)"
+    change = _change(
+        summary.first_loss, summary.final_loss, _noise([step.loss for step in steps], summary.window)
+    )
+    broken = sum(not math.isfinite(step.loss) for step in steps)
+    tail = f". In {broken:,} of {len(steps):,} steps it was not a finite number." if broken else "."
+    return (f"Training loss {change[0]}", *change[1:], f"{means}{tail}")
+
+
+def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
+    if not evals:
+        return ("Held-back loss was not measured.",)
+    first, last = evals[0], evals[-1]
+    if len(evals) == 1:
+        return (
+            "Held-back loss was ",
+            format_loss(first.loss),
+            f" at step {first.step:,}, the only time it was measured.",
+        )
+    # The same rows are measured each time: there is no noise of sampling.
+    change = _change(first.loss, last.loss, _SAME * abs(first.loss))
+    finite = [record for record in evals if math.isfinite(record.loss)]
+    best = min(finite, key=lambda record: record.loss, default=last)
+    if format_loss(best.loss) in (format_loss(first.loss), format_loss(last.loss)):
+        return (f"Held-back loss {change[0]}", *change[1:], ".")
+    return (
+        f"Held-back loss {change[0]}",
+        *change[1:],
+        "; its lowest was ",
+        format_loss(best.loss),
+        f" at step {best.step:,}.",
+    )
+
+
+_SAME = 1e-3
+"""Relative difference of two losses that nobody would call a change."""
+
+
+def _noise(losses: Sequence[float], window: int) -> float:
+    """The difference of the means of the first and the last `window` losses that noise alone may make.
+
+    Twice its standard error. The noise of one loss is read off the differences between neighbours, whose median
+    magnitude is 0.954 standard deviations of it for normal noise: a trend over the run hardly moves them. In fewer
+    than ten steps noise and trend cannot be told apart.
+    """
+    steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
+    spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if len(steps) >= 10 else 0.0
+    return max(spread, _SAME * abs(losses[0]))
+
+
+def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
+    before, after = format_loss(first), format_loss(last)
+    if before == after:
+        return ("stayed at ", after)
+    if not (math.isfinite(first) and math.isfinite(last)):
+        return ("went from ", before, " to ", after)
+    if abs(last - first) <= noise:
+        return ("shows no clear change: ", before, " to ", after)
+    return (f"{'fell' if last < first else 'rose'} from ", before, " to ", after)
+
+
+def format_loss(loss: float) -> str:
+    """A loss as a person reads it: three decimals, an exponent where these would not do, `NaN`, `∞`, `−∞`."""
+    if math.isnan(loss):
+        return "NaN"
+    if math.isinf(loss):
+        return "∞" if loss > 0 else "−∞"
+    plain = loss == 0 or 0.001 <= abs(loss) < 1e6
+    return (f"{loss:,.3f}" if plain else f"{loss:.2e}").replace("-", "−")
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    # Dividing first keeps a mean of huge losses from overflowing.
+    return sum(value / len(values) for value in values) if values else None
+
+
+# --- JSON -------------------------------------------------------------------------------------------------
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def to_json(record: RunRecord) -> str:
+    """A run as strict JSON (RFC 8259).
+
+    The object holds `schema_version` and the fields of `RunRecord`, nested records as objects. JSON has no NaN
+    and no infinities: in a field that holds a float they are the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
+    """
+    content = {"schema_version": SCHEMA_VERSION, **_encode(record)}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _encode(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def from_json(text: str) -> RunRecord:
+    """The run that `to_json` wrote.
+
+    Raises:
+        IsotypeError: the text is not strict JSON, has another schema version, or a field is missing, unknown or of
+            the wrong type; every such field is named.
+    """
+    try:
+        content = json.loads(text, parse_constant=_reject_constant)
+    except ValueError as error:
+        problem = Problem(str(error), "strict JSON", f"give the {JSON_NAME} that a run wrote")
+        raise IsotypeError("this is not a run report", [problem]) from error
+    version = content.pop("schema_version", None) if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        problem = Problem(
+            f"schema_version {version!r}",
+            f"schema_version {SCHEMA_VERSION}",
+            f"give the {JSON_NAME} that a run wrote, and read it with the isotype that wrote it or a later one",
+        )
+        raise IsotypeError("this is not a run report that this version of isotype reads", [problem])
+    problems: list[Problem] = []
+    record = _decode(RunRecord, content, "", problems)
+    if problems:
+        raise IsotypeError("this run report is damaged", problems)
+    assert isinstance(record, RunRecord)
+    return record
+
+
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"the literal {name}")
+
+
+@cache
+def _hints(record_type: type) -> dict[str, Any]:
+    return get_type_hints(record_type)
+
+
+def _decode(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
+    """`value` as the annotated type `kind`; what does not fit is added to `problems`, with its place."""
+    arguments = get_args(kind)
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _decode_record(kind, value, where, problems)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+        if len(kinds) == len(value):
+            places = [f"{where}[{index}]" for index in range(len(value))]
+            return tuple(_decode(*item, problems) for item in zip(kinds, value, places, strict=True))
+    elif NoneType in arguments:
+        return None if value is None else _decode(arguments[0], value, where, problems)
+    elif get_origin(kind) is Literal:
+        if value in arguments:
+            return value
+    elif kind is float and isinstance(value, str) and value in _NON_FINITE:
+        return _NON_FINITE[value]
+    elif kind is float and type(value) is int and abs(value) < 2**1023:
+        return float(value)
+    elif type(value) is kind:
+        return value
+    shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+    problems.append(
+        Problem(
+            f"{where or 'the report'} = {shown}",
+            _expected(kind),
+            "restore the file from the run that wrote it",
+        )
+    )
+    return None
+
+
+def _decode_record(kind: Any, value: dict[str, Any], where: str, problems: list[Problem]) -> Any:
+    hints, before = _hints(kind), len(problems)
+    prefix = f"{where}." if where else ""
+    for name in [name for name in hints if name not in value]:
+        problems.append(
+            Problem(
+                f"{prefix}{name} is missing",
+                _expected(hints[name]),
+                "restore the file from the run that wrote it",
+            )
+        )
+    for name in [name for name in value if name not in hints]:
+        problems.append(
+            Problem(f"{prefix}{name}", "no such field", "remove it, or read the file with a later isotype")
+        )
+    decoded = {
+        name: _decode(hint, value[name], f"{prefix}{name}", problems)
+        for name, hint in hints.items()
+        if name in value
+    }
+    return kind(**decoded) if len(problems) == before else None
+
+
+def _expected(kind: Any) -> str:
+    names = {
+        int: "a whole number",
+        float: 'a number, "NaN", "Infinity" or "-Infinity"',
+        str: "a text",
+        bool: "true or false",
+    }
+    if kind in names:
+        return names[kind]
+    arguments = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if NoneType in arguments:
+        return f"{_expected(arguments[0])} or null"
+    if is_dataclass(kind):
+        return "an object"
+    return "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
+    """Write `run_report.html` and `run_report.json` into a directory, which is made if need be.
+
+    Each file is written under a temporary name and then moved into place, so that a reader sees the former file
+    or the new one and never a part of one.
+
+    Returns:
+        The paths of the HTML and of the JSON file.
+
+    Raises:
+        SaveError: the directory or a file cannot be written; the former files are untouched.
+    """
+    from isotype.report.run.html import to_html
+
+    directory = Path(directory)
+    html, data = to_html(record), to_json(record)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        data_path = write_whole(directory / JSON_NAME, data)
+        html_path = write_whole(directory / HTML_NAME, html)
+    except OSError as error:
+        problem = Problem(
+            f"{directory}: {error.strerror or error}",
+            "a directory that can be written to, with room for the report",
+            "free the path or give another directory",
+        )
+        raise SaveError("the run report could not be written", [problem]) from error
+    return html_path, data_path
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text under a temporary name, then move it into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

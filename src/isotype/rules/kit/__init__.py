@@ -1,0 +1,1 @@
+"""What rules are made of: groups of broken contracts, weights, costs, words."""

@@ -1,0 +1,181 @@
+"""What IST601 and IST602 share: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import named, starred
+from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.kit import prices
+from isotype.trace.record import Call, Trace, Weight
+
+_LEAST_SHARE = 0.01
+_LEAST_SLOWER = 1.5
+
+
+def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
+    """Matmuls in `dtype` that the device runs slowly or not at all; `other` is the 16-bit dtype to try instead."""
+    profile = trace.setup.profile
+    support = profile.supports(dtype)
+    calls = [call for call in trace.calls if prices.run_dtype(call) == dtype]
+    # A step that was not traced to a matmul is judged by what it was meant to run in.
+    meant = not calls and trace.setup.compute == dtype
+    targets = _targets(trace, dtype, other)
+    if (support == "native" and not targets) or not (meant or _time_share(trace, dtype) >= _LEAST_SHARE):
+        return
+    share = sum(call.flops * call.repeats for call in calls) / max(1, prices.all_flops(trace))
+    price = Price(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
+    first = calls[0] if calls else None
+    name = dtype_name(dtype)
+    yield Finding(
+        code=code,
+        severity="error" if support == "refused" else "warning",
+        message=f"{name} matmuls {_how_they_run(trace, dtype, other)} on {profile.title}"
+        + (f": {share:.0%} of the FLOPs" if calls else ""),
+        module=first.module if first else "",
+        op=first.op if first else "",
+        phase=first.phase if first else "forward",
+        source=first.source if first else "",
+        cause=_cause(trace, dtype),
+        notes=(profile.reason(dtype), *_measured(trace, dtype), *_estimate(price, trace)),
+        fixes=fixes(trace, dtype, other),
+        operands=first.operands if first else (),
+        price=price,
+        places=tuple(dict.fromkeys(call.module for call in calls)),
+    )
+
+
+def _how_they_run(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> str:
+    profile = trace.setup.profile
+    support = profile.supports(dtype)
+    if support == "native":
+        return f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
+    return "do not run" if support == "refused" else "do not run in hardware"
+
+
+def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
+    """How much slower matmuls in `dtype` were where somebody has measured such a device."""
+    profile = trace.setup.profile
+    for other in sorted(profile.native, key=dtype_name):
+        slower = profile.slower(dtype, other)
+        if slower is not None and slower >= _LEAST_SLOWER:
+            yield f"measured: its matmuls run {slower:.2g} times slower than {dtype_name(other)}'s"
+
+
+def _time_share(trace: Trace, dtype: torch.dtype) -> float:
+    """Share of the matmuls' time that goes to `dtype`, by measured rates; without them its share of the FLOPs."""
+    speed = trace.setup.profile.speed
+    times = {each: flops / speed.get(each, 1.0) for each, flops in trace.flops.items()}
+    return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
+
+
+def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
+    """Estimated time of the step over its time with the matmuls of `dtype` in `target`."""
+    slower = trace.setup.profile.slower(dtype, target)
+    if slower is not None:
+        share = _time_share(trace, dtype)
+        return 1 / (1 - share + share / slower) if calls else None
+    # Without a rate of its own an emulated dtype runs at float32's at best: that is what it is converted to.
+    return prices.slowdown(trace, calls, target, stand_in=torch.float32)
+
+
+def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
+    """The whole step in `other` or in float32, whichever the device runs natively, and faster."""
+    return tuple(_fix(trace, dtype, target) for target in _targets(trace, dtype, other))
+
+
+def _targets(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> list[torch.dtype]:
+    profile = trace.setup.profile
+    native = [target for target in (other, torch.float32) if profile.supports(target) == "native"]
+    if profile.supports(dtype) != "native":
+        return native
+    return [target for target in native if (profile.slower(dtype, target) or 1.0) >= _LEAST_SLOWER]
+
+
+def _estimate(price: Price, trace: Trace) -> Iterable[str]:
+    if price.slowdown is None or price.slowdown < 1.005:
+        return ()
+    if trace.setup.profile.speed:
+        return (f"about {price.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
+    return (
+        f"at least {price.slowdown:.2g} times the step time: a roofline with float32's rate in its place",
+    )
+
+
+def _cause(trace: Trace, dtype: torch.dtype) -> str:
+    """Who asked for the dtype: autocast, a quantized layer, or the weights."""
+    name, setup = dtype_name(dtype), trace.setup
+    if setup.autocast == dtype:
+        return f"autocast is set to {name}"
+    plain = [w for w in trace.weights if w.dtype == dtype and not w.buffer and w.quantization is None]
+    computing = [w for w in trace.weights if w.quantization is not None and w.quantization.compute == dtype]
+    if computing:
+        return f"the quantized layer {named(computing[0].module)} computes in {name}"
+    if plain:
+        return f"{plain[0].name} is {name}"
+    return f"the step computes in {name}"
+
+
+def _fix(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
+    """The whole step in `target`: settings, weights, quantized layers."""
+    name = dtype_name(target)
+    plain = [w for w in trace.weights if w.dtype == dtype and w.quantization is None and not w.buffer]
+    settings = (
+        Action("setting", "autocast", "None" if target == torch.float32 else name),
+        Action("setting", "scaler", str(target == torch.float16)),
+        Action("setting", "compute", name),
+    )
+    given = (Action("input", "", name),) if _is_given(trace, dtype) else ()
+    actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name), *given)
+    lossless = target == torch.float32 or not any(not weight.trainable for weight in plain)
+    scaler = " with a GradScaler" if target == torch.float16 else ""
+    weights = " and cast the weights" if plain else ""
+    return Fix(
+        f"run the step in {name}{scaler}{weights}",
+        "safe" if lossless else "unsafe",
+        actions=tuple(dict.fromkeys(actions)),
+    )
+
+
+def _is_given(trace: Trace, dtype: torch.dtype) -> bool:
+    """Whether an input of the model is in `dtype`: the casts of the weights leave it as it is."""
+    return any(
+        operand.dtype == dtype and operand.origin.kind == "input"
+        for call in trace.calls
+        for operand in call.operands
+    )
+
+
+def _layers(trace: Trace, dtype: torch.dtype, target: str) -> Iterator[Action]:
+    """Compute dtypes and quantization states of quantized layers that say `dtype`."""
+    for weight in trace.weights:
+        state = weight.quantization
+        if state is not None and state.compute == dtype:
+            yield Action("compute", starred(weight.module), target)
+        if state is not None and state.state == dtype:
+            yield Action("state", starred(weight.module), target)
+
+
+def _cast(weight: Weight, target: torch.dtype) -> Action:
+    # What is trained gets float32 masters: a GradScaler takes no float16 gradients.
+    to = torch.float32 if weight.trainable else target
+    return Action("parameter", starred(weight.name), dtype_name(to))
+
+
+def attention_calls(trace: Trace) -> dict[torch.dtype, list[Call]]:
+    """The fused attention calls of the forward that broke no contract, by the dtype of their queries."""
+    found: dict[torch.dtype, list[Call]] = {}
+    for call in trace.calls:
+        if call.phase == "forward" and call.operands and call.breach is None and _is_attention(call.op):
+            found.setdefault(call.operands[0].dtype, []).append(call)
+    return found
+
+
+def _is_attention(op: str) -> bool:
+    return any(
+        part in op
+        for part in ("scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention")
+    )

@@ -1,0 +1,215 @@
+"""Broken contracts by cause: one cause is one group, whatever it breaks.
+
+A group knows the operand to blame, how its dtype came about, and which rule it belongs to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import starred
+from isotype.rules.kit.per_trace import per_trace
+from isotype.trace.record import FLOATS, SHARED, UNSAFE, Call, Operand, Origin, Trace, Weight
+
+SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
+_ATTENTION = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
+_NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls that break a contract for one cause.
+
+    Attributes:
+        code: which rule it belongs to: that of the first call.
+        calls: in order of execution.
+        odd: the operand to blame in the first call.
+        causes: who made the dtypes of all odd operands, one for each name or source; the first made the first's.
+        expected: the dtype it should have had.
+    """
+
+    code: str
+    calls: tuple[Call, ...]
+    odd: Operand
+    causes: tuple[Origin, ...]
+    expected: torch.dtype
+
+    @property
+    def cause(self) -> Origin:
+        """Who made the dtype of the first odd operand."""
+        return self.causes[0]
+
+
+@per_trace
+def groups(trace: Trace) -> tuple[Group, ...]:
+    """The broken contracts of a trace by cause, in the order in which they surface."""
+    owners = trace.owners
+    found: dict[tuple[str, ...], list[tuple[str, Call, Operand]]] = {}
+    forward: set[tuple[str, str, str]] = set()
+    for call in trace.breaches():
+        if call.breach is None or call.breach.consequence:
+            continue
+        here = (call.op, call.module, call.source)
+        if call.phase == "forward":
+            forward.add(here)
+        elif call.recomputed and here in forward:
+            continue  # what broke in the forward breaks again when checkpointing recomputes it
+        odd = odd_operand(call, trace.setup.compute, owners)
+        shared = odd.origin.cause.kind in SHARED and call.phase != "optimizer"
+        code = "IST406" if shared else code_of(call, owners)
+        if code is None:
+            continue
+        if code == "IST108" and (trace.setup.autocast is None or call.autocast is not None):
+            code = _by_operator(call, owners)
+        found.setdefault(_key(odd.origin.cause, owners), []).append((code, call, odd))
+    return tuple(
+        Group(
+            broken[0][0],
+            tuple(call for _, call, _ in broken),
+            broken[0][2],
+            distinct(odd.origin.cause for _, _, odd in broken),
+            _expected(broken[0][1], trace.setup.compute),
+        )
+        for broken in found.values()
+    )
+
+
+def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
+    """One for each name, numbers of layers aside, and source."""
+    kept: dict[tuple[str, str], Origin] = {}
+    for cause in causes:
+        kept.setdefault((starred(cause.name), cause.source), cause)
+    return tuple(kept.values())
+
+
+def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
+    converted = call.breach.converted if call.breach is not None else None
+    return converted or compute
+
+
+def odd_operand(call: Call, compute: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
+    """The operand to blame: the first float one that is not in the compute dtype.
+
+    In an adapter it is the frozen part that did not become float32 with the trained ones.
+    """
+    expected = _expected(call, compute)
+    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    left = [o for o in floats if o.dtype.itemsize < 4 and _is_frozen_part(o.origin, owners)]
+    if left and any(_is_master(operand, owners) for operand in floats):
+        return left[0]
+    if len({operand.dtype for operand in floats}) < 2:
+        return (floats or list(call.operands))[0]
+    scratch = [operand for operand in floats if operand.origin.cause.kind == "scratch"]
+    if scratch:
+        return scratch[0]  # what another module needed it for says nothing about this one
+    foreign = [operand for operand in floats if operand.dtype != compute]
+    foreign = foreign or [operand for operand in floats if operand.dtype != expected]
+    # One without dimensions gives its dtype to nothing that it meets.
+    foreign = [operand for operand in foreign if operand.shape] or foreign
+    # What the model itself did explains more than a gradient or a conversion that came of it.
+    telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
+    first = (telling or foreign or floats)[0]
+    # Of one layer's own weights the matrix stands for all: `addmm` is given the bias first.
+    weights = [o for o in telling if _layer(o) == _layer(first) != ""]
+    return max(weights, key=lambda operand: len(operand.shape), default=first)
+
+
+def _layer(operand: Operand) -> str:
+    """The module whose weight an operand is, registered or not, "" where it is none."""
+    return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
+
+
+def code_of(call: Call, owners: Mapping[str, Weight]) -> str | None:
+    """The rule that a broken contract belongs to; None where a rule of its own judges it (IST3xx, IST4xx)."""
+    floats = {operand.dtype for operand in call.operands if operand.dtype in FLOATS}
+    if call.phase in ("unscale", "optimizer") or refused_as_unsafe(call):
+        return None
+    if call.breach is not None and "without overflow" in call.breach.message:
+        return "IST802"
+    if any(dtype.itemsize == 1 for dtype in floats):
+        return "IST109"  # float8 is for storage: no operator promotes it
+    if len(floats) < 2 and not _refused_by_autocast(call):
+        packed = any(operand.dtype in (torch.uint8, torch.int8) for operand in call.operands)
+        return None if packed and floats else "IST109"
+    if call.recomputed:
+        return "IST107"
+    if call.phase == "backward":
+        return "IST105"
+    return "IST108" if call.phase == "generate" else _by_operator(call, owners)
+
+
+_OWNED = ("parameter", "buffer")
+
+
+def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
+    """Whether it is a tensor that an adapter has beside the trained ones (VeRA's shared projections)."""
+    owner = owners.get(origin.name)
+    return (
+        origin.kind in _OWNED
+        and owner is not None
+        and not owner.trainable
+        and _is_adapter(origin.name, owners)
+    )
+
+
+def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
+    """Whether it is float32 because an adapter's trained weight is, or because its layer casts to that dtype."""
+    trained = any(
+        step.kind == "parameter" and step.name in owners and owners[step.name].trainable
+        for step in operand.origin.way()
+    )
+    return operand.dtype == torch.float32 and (trained or operand.origin.cause.kind == "cast")
+
+
+def _by_operator(call: Call, owners: Mapping[str, Weight]) -> str:
+    families = (("IST103", SCATTERS), ("IST104", _ATTENTION), ("IST106", ("conv",)), ("IST110", _NORMS))
+    for code, names in families:
+        if any(name in call.op for name in names):
+            return code
+    adapters = any(
+        operand.origin.kind in _OWNED and _is_adapter(operand.origin.name, owners)
+        for operand in call.operands
+    )
+    return "IST102" if adapters else "IST101"
+
+
+def refused_as_unsafe(call: Call) -> bool:
+    """Whether autocast refuses the function itself, in whatever dtype: IST109 says so."""
+    return call.breach is not None and call.breach.message.endswith(UNSAFE)
+
+
+def _refused_by_autocast(call: Call) -> bool:
+    """Whether a 16-bit dtype met an autocast to the other one where it promotes (`at::autocast::prioritize`)."""
+    return call.breach is not None and "autocast" in call.breach.message
+
+
+# Whole words of a name. PEFT's tuner layers are known by their class; these are adapters written by hand or by other
+# libraries (`lora_A`, `attn_lora`, `adapter`), and what PEFT keeps outside of tuner layers: its prompts.
+_ADAPTER_NAMES = re.compile(
+    r"(?<![^._])(?:lora|dora|lokr|loha|ia3|vera|adapters?)(?![^._])"
+    r"|(?<![^.])(?:magnitude|modules_to_save|soft_prompt|adaption_(?:prompt|gate))(?![^.])"
+    r"|^prompt_encoder\.[^.]+\.(?:embedding|mlp_head|lstm_head|transform)\.",
+    re.IGNORECASE,
+)
+
+
+def _is_adapter(name: str, owners: Mapping[str, Weight]) -> bool:
+    weight = owners.get(name)
+    return bool(_ADAPTER_NAMES.search(name)) or (weight is not None and weight.adapter)
+
+
+def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:
+    if cause.kind == "state":
+        return (cause.kind, dtype_name(cause.dtype))
+    if cause.kind in ("parameter", "buffer"):
+        owner = owners.get(cause.name)
+        leaf = cause.name.rpartition(".")[2] if cause.kind == "parameter" else ""
+        return (cause.kind, dtype_name(cause.dtype), owner.module_class if owner else "", leaf)
+    if cause.kind == "input":
+        return (cause.kind, cause.name)
+    return (cause.kind, cause.source, dtype_name(cause.dtype))

@@ -1,0 +1,246 @@
+"""What silent findings cost: FLOPs, casts, bytes and an estimate of time, shared by the rules IST2xx and IST6xx.
+
+Time is the roofline's (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes
+`max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, a step the sum over its operators.
+Rates are the device profile's data-sheet peaks. Operators are counted one by one, as eager PyTorch runs them; the
+cost of launching them is left out, so that for tiny models only ratios of large operators mean anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.rules.finding import Price
+from isotype.rules.kit.per_trace import per_trace
+from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace
+
+HALVES = frozenset({torch.bfloat16, torch.float16})
+_CASTS = ("aten._to_copy.", "prims.convert_element_type.")
+# What a cast is called where Python asks for it; under any other function's name autocast asked.
+_CAST_FUNCTIONS = frozenset(
+    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
+)
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A call that copies a float tensor into another float dtype.
+
+    Attributes:
+        call: the call.
+        operand: what was cast.
+        before, after: the dtypes.
+        elements: number of elements, of all calls that it stands for.
+    """
+
+    call: Call
+    operand: Operand
+    before: torch.dtype
+    after: torch.dtype
+    elements: int
+
+    @property
+    def widens(self) -> bool:
+        """Whether the copy takes more bytes than what was cast."""
+        return self.after.itemsize > self.before.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return self.elements * (self.before.itemsize + self.after.itemsize)
+
+
+def cast_of(call: Call) -> Cast | None:
+    """The cast that a call is, None for any other call."""
+    if not call.op.startswith(_CASTS) or len(call.operands) != 1 or not call.results:
+        return None
+    operand, (after, shape) = call.operands[0], call.results[0]
+    if operand.dtype == after or not {operand.dtype, after} <= FLOATS:
+        return None
+    return Cast(call, operand, operand.dtype, after, elements(shape) * call.repeats)
+
+
+@per_trace
+def casts(trace: Trace) -> tuple[Cast, ...]:
+    """The casts between float dtypes of a step, in order."""
+    return tuple(cast for call in trace.calls if (cast := cast_of(call)) is not None)
+
+
+def by_autocast(origin: Origin) -> bool:
+    """Whether a cast was autocast's: no function of Python's that casts asked for it."""
+    return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in _CAST_FUNCTIONS)
+
+
+def elements(shape: Iterable[int]) -> int:
+    """Number of elements of a tensor of this shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def size_text(amount: float) -> str:
+    """`1.5 GiB`; whole numbers below 1 KiB."""
+    unit = 0
+    while abs(amount) >= 1024 and unit < len(_UNITS) - 1:
+        amount /= 1024
+        unit += 1
+    return f"{amount:.3g} {_UNITS[unit]}" if unit else f"{amount:.0f} bytes"
+
+
+# -------------------------------------------------------------------------------------------------------- blame
+
+
+def root(origin: Origin) -> Origin:
+    """The origin to blame for a wide dtype.
+
+    As `Origin.cause`, but a module that casts its input down and its output back to what it was given (a quantized
+    layer, an adapter) restores a dtype and chose none: the blame goes on to whoever made its input.
+    """
+    blamed = origin.cause
+    while blamed.kind in ("cast", "autocast"):
+        down = next(
+            (
+                step
+                for step in blamed.way()[1:]
+                if step.kind in ("cast", "autocast")
+                and step.dtype.itemsize < blamed.dtype.itemsize
+                and step.module == blamed.module
+            ),
+            None,
+        )
+        if down is None or down.before is None or down.before.dtype != blamed.dtype:
+            return blamed
+        blamed = down.before.cause
+    return blamed
+
+
+@per_trace
+def adapter_modules(trace: Trace) -> frozenset[str]:
+    """Names of the modules that hold adapter weights."""
+    return frozenset(weight.module for weight in trace.weights if weight.adapter)
+
+
+# --------------------------------------------------------------------------------------------------------- time
+
+
+@cache
+def is_view(op: str) -> bool:
+    """Whether an operator returns a view of what it was given and moves no bytes."""
+    if op.startswith("prim."):
+        return True
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.partition(".")
+    packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
+    found: Any = getattr(packet, overload or "default", None)
+    if found is None or not hasattr(found, "_schema"):
+        return False
+    return any(value.alias_info and not value.alias_info.is_write for value in found._schema.returns)
+
+
+def bytes_moved(call: Call) -> int:
+    """Bytes that the calls it stands for read and write; 0 for views."""
+    if is_view(call.op):
+        return 0
+    given = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)
+    made = sum(elements(shape) * dtype.itemsize for dtype, shape in call.results)
+    return (given + made) * call.repeats
+
+
+def run_dtype(call: Call) -> torch.dtype | None:
+    """The dtype that a matmul-like call runs in, None for other calls."""
+    return call.results[0][0] if call.flops and call.results else None
+
+
+Seconds = Callable[[Call], float]
+
+
+def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
+    """What times a call by the roofline; None where the profile has no rates.
+
+    Args:
+        profile: the device.
+        stand_in: the dtype whose rate is taken for a dtype without a published one.
+    """
+    peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
+    if not peaks or bandwidth is None:
+        return None
+    fallback = peaks.get(stand_in, 0.0) if stand_in is not None else 0.0
+
+    def seconds(call: Call) -> float:
+        memory = bytes_moved(call) / bandwidth
+        dtype = run_dtype(call)
+        if dtype is None:
+            return memory
+        rate = peaks.get(dtype) or fallback
+        return max(call.flops * call.repeats / rate, memory) if rate else memory
+
+    return seconds
+
+
+def slowdown(
+    trace: Trace,
+    costly: Iterable[Call],
+    wanted: torch.dtype,
+    gone: Iterable[Call] = (),
+    stand_in: torch.dtype | None = None,
+) -> float | None:
+    """Estimated time of the step over its time with `costly` calls in the dtype `wanted` and without `gone`.
+
+    A call in another dtype moves its float bytes in proportion. None where the profile has no rates for the dtypes;
+    `stand_in` is the dtype whose rate is taken for one without a rate of its own.
+    """
+    profile = trace.setup.profile
+    seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)
+    costly = list(costly)
+    known = {None, *profile.peak_flops} if stand_in is None else {None, *FLOATS}
+    if seconds is None or rate is None or any(run_dtype(call) not in known for call in costly):
+        return None
+    bandwidth = profile.memory_bandwidth
+    assert bandwidth is not None
+    total = step_seconds(trace, seconds)
+    saved = sum(map(seconds, gone))
+    for call in costly:
+        widest = max((dtype.itemsize for dtype in _float_dtypes(call)), default=wanted.itemsize)
+        memory = bytes_moved(call) * min(1.0, wanted.itemsize / widest) / bandwidth
+        saved += seconds(call) - max(call.flops * call.repeats / rate, memory)
+    return total / (total - saved) if 0 < saved < total else 1.0
+
+
+def step_seconds(trace: Trace, seconds: Seconds) -> float:
+    """Estimated seconds of the whole step."""
+    return sum(map(seconds, trace.calls))
+
+
+def _float_dtypes(call: Call) -> Iterator[torch.dtype]:
+    yield from (operand.dtype for operand in call.operands if operand.dtype in FLOATS)
+    yield from (dtype for dtype, _ in call.results if dtype in FLOATS)
+
+
+@per_trace
+def all_bytes(trace: Trace) -> int:
+    """Bytes that all operators of the step read and write."""
+    return sum(map(bytes_moved, trace.calls))
+
+
+@per_trace
+def all_flops(trace: Trace) -> int:
+    """FLOPs of the whole step."""
+    return sum(trace.flops.values())
+
+
+def costs_text(price: Price, trace: Trace) -> tuple[str, ...]:
+    """Notes that say how an estimate was made."""
+    if price.slowdown is None or price.slowdown < 1.005:
+        return ()
+    title = trace.setup.profile.title
+    return (
+        f"about {price.slowdown:.2f} times the step time on {title}: a roofline over its data-sheet rates",
+    )

@@ -1,0 +1,125 @@
+"""What the rules on weights share: sets of weights, what to call them, and how to cast them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import starred
+from isotype.rules.finding import Action, Finding, Fix, Severity
+from isotype.trace.record import Trace, Weight
+
+HALVES = (torch.bfloat16, torch.float16)
+_SMALLEST = {torch.bfloat16: -126, torch.float16: -14}  # exponent of the smallest normal value
+_DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
+
+
+def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
+    """The trainable float parameters; those of `dtypes` where any are given."""
+    return tuple(
+        weight
+        for weight in trace.weights
+        if weight.trainable and weight.dtype.is_floating_point and (not dtypes or weight.dtype in dtypes)
+    )
+
+
+def count(weights: Iterable[Weight]) -> int:
+    """Parameters, folded layers counted."""
+    return sum(weight.repeats for weight in weights)
+
+
+def names(weights: Iterable[Weight]) -> tuple[str, ...]:
+    """Their names with `*` for the numbers of layers, each once."""
+    return tuple(dict.fromkeys(starred(weight.name) for weight in weights))
+
+
+def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
+    """The names of their modules, likewise."""
+    return tuple(dict.fromkeys(starred(weight.module) for weight in weights))
+
+
+def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
+    """One action for each name to bring to `dtype`."""
+    return tuple(
+        Action("parameter", name, dtype_name(dtype))
+        for name in names(weight for weight in weights if weight.dtype != dtype)
+    )
+
+
+def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
+    """Make trainable `weights` float32: alone, and with autocast, which a model needs that casts nothing itself.
+
+    A cast to float32 keeps every digit.
+    """
+    actions = casts(weights, torch.float32)
+    if not actions:
+        return ()
+    adapters = all(weight.adapter for weight in weights)
+    what = "adapters" if adapters else "trainable parameters"
+    alone = Fix(f"keep the {what} in float32, as masters that the optimizer updates", "safe", actions=actions)
+    if trace.setup.autocast is not None:
+        return (alone,)
+    compute = max(
+        (weight.dtype for weight in weights if weight.dtype in HALVES),
+        key=lambda dtype: sum(weight.dtype == dtype for weight in weights),
+        default=torch.bfloat16,
+    )
+    cast = Action("setting", "autocast", dtype_name(compute))
+    mixed = Fix(
+        f"keep the {what} in float32 and run the step under autocast to {dtype_name(compute)}",
+        "safe",
+        actions=(*actions, cast),
+    )
+    # A model trained whole would compute in float32 without autocast.
+    return (alone, mixed) if adapters else (mixed, alone)
+
+
+def advice(target: str, how: str) -> Fix:
+    """Something only the user can change."""
+    return Fix(how, "safe", actions=(Action("advice", target, how),))
+
+
+def spacing(value: float, dtype: torch.dtype) -> float:
+    """The distance from `value` to the next larger number that bfloat16 or float16 holds."""
+    exponent = max(math.floor(math.log2(value)), _SMALLEST[dtype]) if value > 0 else _SMALLEST[dtype]
+    return math.ldexp(1.0, exponent - _DIGITS[dtype])
+
+
+def layer_of(name: str) -> str:
+    """The repeated layer a name lies in (`model.layers.0`), "" outside of any."""
+    parts = name.split(".")
+    numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
+    return "" if numbered is None else ".".join(parts[: numbered + 1])
+
+
+def finding_of(
+    code: str,
+    severity: Severity,
+    message: str,
+    weights: Sequence[Weight],
+    *,
+    cause: str = "",
+    phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
+    **more: Any,
+) -> Finding:
+    """A finding about `weights`; the first of them is the place, and by default the cause."""
+    first = weights[0]
+    others = names(weights)[1:4]
+    return Finding(
+        code,
+        severity,
+        message,
+        module=first.module,
+        phase=phase,
+        cause=cause or f"{first.name} is {dtype_name(first.dtype)}",
+        evidence=(
+            f"{starred(first.name)}: {dtype_name(first.dtype)} {list(first.shape)}",
+            *(f"also {n}" for n in others),
+        ),
+        places=tuple(dict.fromkeys(weight.module for weight in weights)),
+        **more,
+    )

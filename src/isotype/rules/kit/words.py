@@ -1,0 +1,50 @@
+"""How names, places and causes are written in findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short
+from isotype.trace.record import Origin, Weight
+
+
+def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
+    """What introduced the dtype, in one line."""
+    dtype, where = dtype_name(cause.dtype), f" at {short(cause.source)}" if cause.source else ""
+    inside = f" in {cause.module}" if cause.module else ""
+    weight = (owners or {}).get(cause.name)
+    if cause.kind == "parameter":
+        pinned = ", which the model's author keeps in float32" if weight is not None and weight.pinned else ""
+        return f"{cause.name} is {dtype}{pinned}"
+    texts = {
+        "buffer": f"the buffer {cause.name} is {dtype}",
+        "input": f"the input {cause.name} is {dtype}",
+        "outside": f"{cause.name} is {dtype}{where}{inside}",
+        "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
+        "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",
+        "data": f"{f'{cause.name}, which' if cause.name else 'a tensor that'} the loss brings with it{',' * bool(cause.name)} is {dtype}{where}",
+        "state": f"the quantization state of {cause.name} dequantizes to {dtype}",
+        "cast": f"a cast to {dtype}{where}{inside}",
+        "autocast": f"autocast returns {dtype} from {cause.name}{where}{inside}",
+        "gradient": f"the gradient of {cause.name} is {dtype}",
+        "conversion": f"{cause.name}{where}{inside} was given mixed dtypes",
+    }
+    return texts.get(cause.kind, f"{cause.name} makes {dtype}{where}{inside}")
+
+
+def evidence(origin: Origin) -> tuple[str, ...]:
+    """The way of a dtype from where it was made to the operand, first step first."""
+    lines = []
+    for step in reversed(origin.way()):
+        line = cause_text(step)
+        if step.like is not None:
+            line = f"{step.name} takes that dtype at {short(step.source)}"
+            line += f" in {step.module}" if step.module else ""
+        elif step.kind == "promotion":
+            line = (
+                f"{step.name} with another dtype promotes to {dtype_name(step.dtype)} at {short(step.source)}"
+            )
+            line += f" in {step.module}" if step.module else ""
+        lines.append(line)
+    return tuple(lines)

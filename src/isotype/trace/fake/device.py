@@ -1,0 +1,284 @@
+"""Code that names the simulated device, on a machine that may not have it.
+
+The twin's tensors are on the CPU whatever device is simulated. Where the model's code or the loss names the device,
+the CPU stands for it: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with torch.autocast("cuda")`. Without this
+torch would refuse the first two on a machine without a GPU, and switch the third off. Streams, events and counters
+are answered as by a device that has nothing to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+from torch.nn import attention
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+
+from isotype.precision.devices.profile import DeviceProfile
+
+_DEVICE_TYPES = {"rocm": "cuda"}
+_BY_DEVICE: tuple[tuple[Any, str], ...] = (
+    (torch, "is_autocast_enabled"),
+    (torch, "get_autocast_dtype"),
+    (torch, "set_autocast_enabled"),
+    (torch, "set_autocast_dtype"),
+    (torch.autocast, "__init__"),
+    (autocast_mode, "_cast"),  # `custom_fwd(cast_inputs=…)` casts what is on the device that it is told
+)
+# What code asks of its device between operators: nothing is there to wait for or to be counted, and the random
+# numbers are the CPU's.
+_QUIET: Mapping[str, Any] = {
+    "synchronize": None,
+    "empty_cache": None,
+    "ipc_collect": None,
+    "current_device": 0,
+    "set_device": None,
+    "is_current_stream_capturing": False,
+    "manual_seed": None,
+    "manual_seed_all": None,
+    "initial_seed": 0,
+    "set_rng_state": None,
+    "reset_peak_memory_stats": None,
+    "reset_max_memory_allocated": None,
+    "memory_stats": {},
+    "memory_summary": "",
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "current_allocated_memory"), 0),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved", "driver_allocated_memory"), 0),
+}
+_RANGES = ("range_push", "range_pop", "range_start", "range_end", "mark")
+_STREAMS = ("Stream", "Event", "stream", "current_stream", "default_stream", "device", "device_of")
+_LEGACY_TENSORS = tuple(
+    f"{name}Tensor"
+    for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+)
+_MOVES = ("cuda", "xpu", "pin_memory")
+
+
+def device_type(kind: str) -> str:
+    """The type of torch's devices of this kind of profile."""
+    return _DEVICE_TYPES.get(kind, kind)
+
+
+@contextlib.contextmanager
+def cpu_stands_for(kind: str, profile: DeviceProfile | None = None) -> Iterator[None]:
+    """Inside, the CPU's autocast answers for the simulated device's, with that device's default dtype.
+
+    With its profile, what code asks of the device itself is answered from there.
+    """
+    simulated = device_type(kind)
+    if simulated == "cpu":
+        yield
+        return
+    default, before = torch.get_autocast_dtype(simulated), torch.get_autocast_dtype("cpu")
+    with contextlib.ExitStack() as stack:
+        for owner, name, new in (*_changes(simulated), *_facts(simulated, profile)):
+            _replace(stack, owner, name, new)
+        stack.callback(attention._sdpa_kernel, attention._cur_sdpa_kernel_backends())
+        torch.set_autocast_dtype("cpu", default)
+        stack.callback(torch.set_autocast_dtype, "cpu", before)
+        yield
+
+
+@contextlib.contextmanager
+def written_for(profile: DeviceProfile) -> Iterator[None]:
+    """Inside, code that makes models and tensors for the simulated device makes them on the CPU.
+
+    It finds the device available: what it chooses for that device is what is to be followed. What a library would
+    remember of the answer stays remembered, so this is for a process that does nothing else.
+    """
+    simulated = device_type(profile.kind)
+    with contextlib.ExitStack() as stack:
+        if simulated != "cpu":
+            stack.enter_context(cpu_stands_for(profile.kind, profile))
+            backend = getattr(torch, simulated)
+            for name, answer in (("is_available", True), ("device_count", 1)):
+                _replace(stack, backend, name, _quiet(answer))
+            stack.enter_context(_OnCPU(profile.kind))
+        yield
+
+
+class _OnCPU(TorchFunctionMode):
+    """Calls of torch functions that name the device go to the CPU."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._names = names_of(kind)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args, kwargs = on_cpu(func, args, kwargs or {}, self._names)
+        return func(*args, **kwargs)
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
+    """Give `owner` another attribute until `stack` is closed."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)  # it is inherited
+    setattr(owner, name, new)
+
+
+def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
+    """What is replaced by what: owner, name, stand-in."""
+    backend = getattr(torch, simulated)
+    answers = {name: _quiet(result) for name, result in _QUIET.items()}
+    answers |= dict.fromkeys(_STREAMS, _Idle)
+    answers |= {name: getattr(torch, name) for name in _LEGACY_TENSORS}
+    answers["get_rng_state"] = lambda *_, **__: torch.get_rng_state()
+    changes = [(owner, name, _renamed(getattr(owner, name), simulated)) for owner, name in _BY_DEVICE]
+    changes += [(backend, name, new) for name, new in answers.items() if hasattr(backend, name)]
+    # Its arguments are looked at before any mode is asked.
+    changes += [(torch.Tensor, "record_stream", _quiet(None))]
+    changes += [(torch, "Generator", _Generators("Generator", (), {}))]
+    changes += [(attention, "_sdpa_kernel", _with_what_a_cpu_has(attention._sdpa_kernel))]
+    if simulated == "cuda":
+        changes += [(torch.cuda.nvtx, name, _quiet(None)) for name in _RANGES]
+        changes += [(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))]
+        changes += [(torch, "set_autocast_gpu_dtype", partial(torch.set_autocast_dtype, "cpu"))]
+    return changes
+
+
+def _facts(simulated: str, profile: DeviceProfile | None) -> Iterator[tuple[Any, str, Any]]:
+    """Answers about the device that its profile knows."""
+    if profile is None:
+        return
+    backend, memory = getattr(torch, simulated), profile.memory_bytes
+    if hasattr(backend, "is_bf16_supported"):
+        rate = profile.supports(torch.bfloat16)
+
+        def is_bf16_supported(including_emulation: bool = True) -> bool:
+            return rate == "native" or (including_emulation and rate == "emulated")
+
+        yield backend, "is_bf16_supported", is_bf16_supported
+    if hasattr(backend, "get_device_name"):
+        yield backend, "get_device_name", _quiet(profile.title)
+    if profile.capability is not None:
+        major, minor = profile.capability
+        known = SimpleNamespace(name=profile.title, major=major, minor=minor, total_memory=memory)
+        yield backend, "get_device_capability", _quiet(profile.capability)
+        yield backend, "get_device_properties", _quiet(known)
+    if hasattr(backend, "mem_get_info") and memory is not None:
+        yield backend, "mem_get_info", _quiet((memory, memory))
+
+
+def _renamed(function: Callable[..., Any], simulated: str) -> Callable[..., Any]:
+    """`function` with the CPU in place of the simulated device; without a device torch means CUDA."""
+    asks = function is torch.is_autocast_enabled
+
+    def renamed(value: Any) -> Any:
+        return "cpu" if isinstance(value, str) and value == simulated else value
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if asks and not args and not kwargs:
+            args = ("cuda",)
+        named = {name: renamed(value) for name, value in kwargs.items()}
+        return function(*map(renamed, args), **named)
+
+    return call
+
+
+def _quiet(result: Any) -> Callable[..., Any]:
+    return lambda *_, **__: result
+
+
+class _Idle:
+    """A stream or an event, or the choice of one or of a device: all work is done when it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, *_: Any) -> float:
+        return 0.0
+
+    def record_event(self, *_: Any) -> _Idle:
+        return self
+
+    def synchronize(self, *_: Any) -> None: ...
+
+    record = wait = wait_event = wait_stream = synchronize
+
+
+class _Generators(type):
+    """The class of `torch.Generator`'s stand-in: of whatever device, it makes and knows the CPU's generators."""
+
+    _real = torch.Generator
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        return cls._real()
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, cls._real)
+
+
+def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
+    """`sdpa_kernel` for which the CPU's fused kernel, or else its plain one, stands for any fused kernel."""
+
+    def chosen(backends: Iterable[SDPBackend], *args: Any, **kwargs: Any) -> None:
+        asked = set(backends)
+        stand_ins = {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH} if asked - {SDPBackend.MATH} else set()
+        choose(sorted(asked | stand_ins, key=int), *args, **kwargs)
+
+    return chosen
+
+
+def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
+    """The call of a torch function with the CPU in place of the devices whose names match `named`."""
+    if func is torch.device:
+        return (
+            func,
+            args,
+            kwargs,
+        )  # a name only: where something is made or moved there, the CPU stands for it
+    if func in _CALLS_TO_MOVE:
+        return torch.Tensor.cpu, args[:1], {}
+    if func in _ANSWERS:
+        return _quiet(_ANSWERS[func]), args, kwargs
+    if func in _IS_ON:
+        return _quiet(named.fullmatch(_IS_ON[func]) is not None), args, kwargs
+    if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+        args = (args[0], "cpu", *args[2:])
+    if any(type(arg) in (str, torch.device) for arg in args):
+        args = tuple(_cpu_for(arg, named) for arg in args)
+    if "device" in kwargs:
+        number = type(kwargs["device"]) is int
+        kwargs = {**kwargs, "device": "cpu" if number else _cpu_for(kwargs["device"], named)}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    return func, args, kwargs
+
+
+_CALLS_TO_MOVE = frozenset(getattr(torch.Tensor, name) for name in _MOVES)
+_ANSWERS: Mapping[Any, Any] = {torch.Tensor.get_device: 0}
+_IS_ON = {
+    inspect.getattr_static(torch.Tensor, f"is_{name}").__get__: name for name in ("cpu", "cuda", "xpu", "mps")
+}
+_LEGACY_NAME = re.compile(r"torch\.(cuda|xpu|mps)\.(\w+Tensor)")
+
+
+def _cpu_for(value: Any, named: re.Pattern[str]) -> Any:
+    if type(value) in (str, torch.device) and named.fullmatch(str(value)):
+        return torch.device("cpu")
+    if type(value) is str and (legacy := _LEGACY_NAME.fullmatch(value)):
+        return f"torch.{legacy[2]}"
+    return value
+
+
+def names_of(kind: str) -> re.Pattern[str]:
+    """What the simulated device is called in code, with or without its number."""
+    return re.compile(rf"{re.escape(device_type(kind))}(:\d+)?")

@@ -1,0 +1,176 @@
+"""What happens above the dispatcher: another device's autocast, and refusals of composite functions.
+
+Autocast acts where Python calls a torch function, so that autograd sees its casts. On a machine without a GPU
+`torch.autocast("cuda")` switches itself off, and the lists of functions differ between devices. The CPU's own
+autocast does what all devices share (matmuls and convolutions); this mode adds what the simulated device casts
+besides, and takes back what only a CPU casts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.trace.fake.device import cpu_stands_for, names_of, on_cpu
+from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.values import HALVES
+from isotype.trace.taken import DTYPE
+
+# Python's own functions that end in a listed one.
+_ALIASES = {
+    "cross_entropy": "nll_loss",
+    "normalize": "norm",
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "__matmul__": "matmul",
+}
+_FROM_LISTS = (torch.tensor, torch.as_tensor)
+
+
+class Functions(TorchFunctionMode):
+    """Tells the recorder which function runs, applies a device's lists where autocast is on, catches refusals.
+
+    Args:
+        recorder: hears of it.
+        kind: kind of the simulated device (`cpu`, `cuda`, …).
+        profile: of the device, to answer code that asks what it can do.
+    """
+
+    def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._kind, self._foreign, self._profile = kind, kind != "cpu", profile
+        self._names = names_of(kind)
+        self._stand_in = contextlib.ExitStack()
+        if self._foreign:
+            from isotype.contracts.autocast import autocast_lists
+
+            self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
+
+    def __enter__(self) -> Functions:
+        self._stand_in.enter_context(cpu_stands_for(self._kind, self._profile))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stand_in.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs or {})
+        if getattr(func, "__self__", None) is DTYPE:
+            self._recorder.reads.note(self._recorder.origin(args[0]))
+            return func(*args)
+        if func is torch.Tensor.numpy:
+            return self._recorder.array(args[0])
+        if func is torch.Tensor.tolist:
+            return self._recorder.listed(args[0])
+        if func is torch.Tensor.__format__ and args[0].dim() == 0:
+            return format(args[0].item(), *args[1:])  # only a plain tensor would be written as its number
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
+            args = (args[0], self._within(args[0], args[1]))
+        if self._foreign:
+            func, args, kwargs = on_cpu(func, args, kwargs, self._names)
+        if func in _FROM_LISTS and args:
+            args = (self._numbers(args[0]), *args[1:])
+        name, recorder = name_of(func), self._recorder
+        before = recorder.function, recorder.autocast, recorder.like
+        cast = torch.is_autocast_enabled("cpu")
+        recorder.like = recorder.told(name, args, kwargs)
+        recorder.function, recorder.autocast = name, torch.get_autocast_dtype("cpu") if cast else None
+        try:
+            if self._foreign and cast:
+                return self._autocast(func, _ALIASES.get(name, name), args, kwargs)
+            return self._call(func, args, kwargs)
+        finally:
+            recorder.function, recorder.autocast, recorder.like = before
+
+    def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
+        """An index that lies in `tensor`: of the experts taken to be hit the last may stand for tokens without one."""
+        known = self._recorder.values.of(index)
+        if known is None or known.dim() or known.dtype in (torch.bool, torch.uint8) or not tensor.dim():
+            return index
+        number, rows = int(known), tensor.shape[0]
+        return index if -rows <= number < rows else number % rows
+
+    def _numbers(self, value: Any) -> Any:
+        """A list with numbers in place of the tensors in it, which `torch.tensor` would read the memory of."""
+        if isinstance(value, (list, tuple)):
+            return [
+                self._recorder.listed(v) if isinstance(v, torch.Tensor) else self._numbers(v) for v in value
+            ]
+        return value
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if name_of(func) in ("backward", "grad"):
+                raise  # a graph cannot be gone through twice
+            # The recorder has converted and passed what operators refuse; what is left was refused above them.
+            target = self._recorder.composite(func, args, kwargs, error)
+            if target is None:
+                raise
+            return func(*_cast(args, target, True), **_cast(kwargs, target, True))
+
+    def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        lists = self._lists
+        if name in lists.banned:
+            self._recorder.banned(name, args, kwargs)
+            with torch.autocast("cpu", enabled=False):
+                return self._call(func, _widen(args, torch.float32), _widen(kwargs, torch.float32))
+        if name in lists.float32 or (name in lists.float32_opt and kwargs.get("dtype") is None):
+            args, kwargs = _widen(args, torch.float32), _widen(kwargs, torch.float32)
+            with torch.autocast("cpu", enabled=False):
+                return self._call(func, args, kwargs)
+        if name in lists.promote:
+            widest = _widest((args, kwargs))
+            return self._call(func, _widen(args, widest), _widen(kwargs, widest))
+        if name in lists.lower and name not in self._cpu.lower:
+            low = torch.get_autocast_dtype("cpu")
+            return self._call(func, _cast(args, low), _cast(kwargs, low))
+        if name in self._cpu.float32 or name in self._cpu.promote:
+            with torch.autocast("cpu", enabled=False):
+                return self._call(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+
+def name_of(func: Any) -> str:
+    """The name Python calls a function by."""
+    return str(getattr(func, "__name__", ""))
+
+
+def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
+    """Floats in `dtype`; those in float64 only if asked: autocast leaves them as they are."""
+
+    def cast(leaf: Any) -> Any:
+        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        floats = floats and (doubles or leaf.dtype != torch.float64)
+        return leaf.to(dtype) if floats and leaf.dtype != dtype else leaf
+
+    return tree_map(cast, values)
+
+
+def _widen(values: Any, dtype: torch.dtype) -> Any:
+    def widen(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES else leaf
+
+    return tree_map(widen, values)
+
+
+def _widest(values: Any) -> torch.dtype:
+    floats: list[torch.dtype] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            floats.append(leaf.dtype)
+        return leaf
+
+    tree_map(note, values)
+    wide = any(dtype == torch.float32 for dtype in floats) or len(set(floats)) > 1
+    return torch.float32 if wide else (floats[0] if floats else torch.float32)

@@ -1,0 +1,502 @@
+"""The recorder of a step on fake tensors: it judges every operator, and goes on where one breaks a contract.
+
+It sits above `FakeTensorMode`. Values that code branches on get stand-ins; operands that a device would refuse are
+noted, converted as the policy would, and passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from isotype.contracts.contract import Contracts, is_exempt
+from isotype.trace.fake.inputs import named_arguments
+from isotype.trace.fake.kernels import Kernels, refusal
+from isotype.trace.fake.twin import fake_like, forget_fakes
+from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
+from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
+from isotype.trace.recorder import (
+    Place,
+    Recorder,
+    given_tensors,
+    leaves,
+    operator_name,
+    schema_of,
+    tensors_in,
+    width,
+)
+from isotype.trace.source import first_line, raising_frame, shown
+
+aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+
+# Operators that write a number into a tensor, with the arguments that it comes in: the number has to fit the tensor's
+# dtype (`Scalar::to`, c10/core/Scalar.h).
+_FILLS: Mapping[str, tuple[str, ...]] = {
+    "aten.masked_fill.Scalar": ("value",),
+    "aten.masked_fill_.Scalar": ("value",),
+    "aten.fill.Scalar": ("value",),
+    "aten.fill_.Scalar": ("value",),
+    "aten.full.default": ("fill_value",),
+    "aten.full_like.default": ("fill_value",),
+    "aten.new_full.default": ("fill_value",),
+    "aten.constant_pad_nd.default": ("value",),
+    "aten.index_fill.int_Scalar": ("value",),
+    "aten.index_fill_.int_Scalar": ("value",),
+    "aten.scatter.value": ("value",),
+    "aten.scatter_.value": ("value",),
+}
+# CUDA's kernels compare in float32 here, the CPU's in the tensor's own dtype.
+_CPU_FILLS: Mapping[str, tuple[str, ...]] = {
+    "aten.clamp.default": ("min", "max"),
+    "aten.clamp_.default": ("min", "max"),
+    "aten.clamp_min.default": ("min",),
+    "aten.clamp_max.default": ("max",),
+}
+# torch 2.13's fake kernel takes bfloat16 only (`_meta_grouped_mm_common` in torch/_meta_registrations.py); the CPU's and
+# CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
+_FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
+
+
+# Functions that take float16 on a GPU (in sizes of a power of two) and no 16 bits on a CPU (`promote_type_fft` in
+# aten/src/ATen/native/SpectralOps.cpp).
+_CPU_LACKS_HALF = "fft_"
+# Whose argument is an angle: what counts is by how much it is off, however large it is.
+_CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
+# What `Module.to` calls; its results take the parameters' places.
+_MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
+
+_NOT_REAL = (FakeTensor, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class TimeSpentError(RuntimeError):
+    """The step was to be traced until a deadline, and that has come."""
+
+
+class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """Writes down one step on fakes.
+
+    Args:
+        contracts: what the device accepts.
+        compute: dtype that breached operands are converted to where nothing else decides.
+        fake: the mode its tensors are fakes of.
+        lines: `file:line` -> dtype: casts and new tensors that this line asks for get this dtype instead, and what it
+            calls with mixed dtypes is converted to it: a change of the code that is to be tried.
+
+    Attributes:
+        deadline: of the step, in seconds of `time.monotonic`; the operator after it ends the step.
+    """
+
+    def __init__(
+        self,
+        contracts: Contracts,
+        compute: torch.dtype,
+        fake: FakeTensorMode,
+        lines: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        super().__init__()
+        self.contracts = contracts
+        self.compute = compute
+        self.fake = fake
+        self.kernels = Kernels(fake)
+        self.lines = lines or {}
+        self.deadline = math.inf
+        self.values = Values()
+        self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._brings: dict[int, tuple[torch.Tensor, str]] = {}
+
+    # ----------------------------------------------------------------------------------------------- what is given
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """As any recorder does; real tensors that the model is called with become its inputs, too.
+
+        A plain tensor that a module holds is known by its name as well: no `.to()` of the model reaches it.
+        """
+        handles = super().watch(model)
+        if not isinstance(model, torch.jit.ScriptModule):
+            handles.append(model.register_forward_pre_hook(self._given, with_kwargs=True, prepend=True))
+        self._own_plain_tensors(model)
+        return handles
+
+    def knows(self, model: nn.Module, twin: nn.Module, brought: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Before the step: what stands for the real model's weights, where code reads them, and what a loss brings.
+
+        Args:
+            model: the real one.
+            twin: its weights have the same names.
+            brought: tensors that the loss has at hand, by name.
+        """
+        self._brings = {id(tensor): (tensor, name) for name, tensor in brought}
+        fakes = dict(_tensors(twin))
+        for name, tensor in _tensors(model):
+            if name in fakes and _is_real(tensor):
+                self._outside[id(tensor)] = (tensor, fakes[name])
+
+    def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Real tensors that the model is called with (by a loss of the caller's own) are its inputs."""
+        # Asking a tensor for its dtype is a function call too, at which it would be swapped before it has its name.
+        with torch._C.DisableTorchFunction():
+            for name, value in named_arguments(module, args, kwargs):
+                if _is_real(value):
+                    self.stand_for(value, Origin("input", value.dtype, name))
+        return self.swapped(args), self.swapped(kwargs)
+
+    def swapped(self, values: Any) -> Any:
+        """Every real tensor replaced by the fake that stands for it: what the step writes, it writes there."""
+        flat = values.values() if isinstance(values, dict) else values
+        if isinstance(values, (tuple, list, dict)) and all(isinstance(value, _NOT_REAL) for value in flat):
+            return values  # nearly every call, at a tenth of the time
+
+        def swap(leaf: Any) -> Any:
+            return self.stand_for(leaf) if _is_real(leaf) else leaf
+
+        return tree_map(swap, values)
+
+    def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
+        """The fake of a real tensor from outside of the twin, the same one each time."""
+        known = self._outside.get(id(tensor))
+        if known is None:
+            with _disable_current_modes():
+                made = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
+                if tensor.numel() <= LIMIT and not tensor.is_meta:
+                    self.values.give(made, tensor.detach().cpu().clone())
+            self._outside[id(tensor)] = known = (tensor, made)
+            self.mark(made, origin or self._brought(tensor))
+        return known[1]
+
+    def _brought(self, tensor: torch.Tensor) -> Origin:
+        """The origin of a real tensor: the loss brings it, or, met in a module, the code keeps it."""
+        if id(tensor) in self._brings:
+            return Origin("data", tensor.dtype, self._brings[id(tensor)][1])
+        unknown = self._unknown(tensor)
+        return (
+            unknown if self._frames or unknown.kind != "outside" else replace(unknown, kind="data", name="")
+        )
+
+    # ------------------------------------------------------------------------------------------------- dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            # What every `tensor.device` asks; FakeTensor's own answer goes through two more dispatches.
+            if func is _DEVICE and isinstance(args[0], FakeTensor) and not self.fake.in_kernel_invocation:
+                return args[0].fake_device
+            return func(*args, **(kwargs or {}))
+        if time.monotonic() > self.deadline:
+            raise TimeSpentError("the time for the trace was spent")
+        # Function modes see what the model calls, not what this recorder and the fake kernels do.
+        with torch._C.DisableTorchFunction():
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        place = self._place()
+        edited = self._edited(place)
+        # A cast that no function asked for in the backward is autograd's own: it fits a gradient to its value.
+        by_autograd = self.phase == "backward" and not self.function and not self._frames
+        if edited is not None and kwargs.get("dtype") in FLOATS and not by_autograd:
+            kwargs = {**kwargs, "dtype": edited}
+        tensors = tensors_in(func, args, kwargs)
+        breach: Breach | None = None
+        value = self.values.compute(func, args, kwargs, tensors)
+        if value is not None:
+            self.values.follow_rounding(func, args, kwargs, tensors, value, shown(place.source))
+        if value is not None and is_data_dependent(func):
+            result = fakes_of(value, self.values, self.fake)
+        else:
+            result, breach = self._judged(func, args, kwargs, tensors, edited)
+            if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
+                result, value = _made_in(edited, result), _made_in(edited, value)
+            self._keep(func, tensors, result, value)
+        if breach is not None and not tensors:
+            tensors = [("result", result)]  # it makes a tensor from numbers: that is what they do not fit
+        self._write(func, args, kwargs, tensors, result, place, breach)
+        if func in _CIRCULAR and value is not None:
+            off, rounded = self.values.rounding(tensors[0][1])
+            self.calls[-1] = replace(self.calls[-1], off=off, rounded_at=rounded)
+        if func in _MAKE_PARAMETERS:
+            forget_fakes(self.fake)
+        return result
+
+    def _edited(self, place: Place) -> torch.dtype | None:
+        """The dtype that the line which asked gets instead, None where the code stays as it is."""
+        return self.lines.get(shown(place.source)) if self.lines else None
+
+    def _judged(
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
+    ) -> tuple[Any, Breach | None]:
+        name = operator_name(func)
+        numbers = _FILLS.get(name) or (_CPU_FILLS.get(name) if self.contracts.kind == "cpu" else None)
+        overflow = _overflow(func, args, kwargs, numbers) if numbers is not None else None
+        if overflow is not None:
+            args, kwargs = _without_numbers(func, args, kwargs, numbers or ())
+            return self._run(func, args, kwargs, tensors, edited)[0], overflow
+        verdict = self.contracts.judge(name, tuple(tensor.dtype for _, tensor in tensors))
+        if verdict is None or (not verdict.accepted and is_exempt(name, args)):
+            return self._run(func, args, kwargs, tensors, edited)
+        if verdict.accepted:
+            if name in _FAKE_TOO_STRICT:
+                return self._as_bfloat16(func, args, kwargs, tensors), None
+            result, breach = self._run(func, args, kwargs, tensors, edited)
+            # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
+            mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
+            return (_as_measured(result, verdict.results) if mixed and not breach else result), breach
+        target, mended = self._target(func, tensors, edited)
+        said = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
+        breach = None if mended else Breach(said or verdict.message, verdict.assumed, target)
+        return self._run_converted(func, args, kwargs, target), breach
+
+    def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        """Run a fake kernel that knows only bfloat16 of an operator that takes more, and return what was given."""
+        given = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
+        return aten._to_copy.default(self._run_converted(func, args, kwargs, torch.bfloat16), dtype=given)
+
+    def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
+        """Values of the results where they are known; what something unknown was written into is forgotten."""
+        if value is not None:
+            for made, real in zip(leaves(result), leaves(value), strict=True):
+                if isinstance(made, torch.Tensor):
+                    self.values.give(made, real)
+        else:
+            self.values.succeed(func, result)
+            written = schema_of(func).written
+            for role, tensor in tensors:
+                if role.partition("[")[0] in written:
+                    self.values.forget(tensor)
+
+    def _run(
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
+    ) -> tuple[Any, Breach | None]:
+        """Run it as it is; where the fake kernel refuses mixed dtypes, note the breach and convert."""
+        try:
+            other = self.values.stand_in(func, args, kwargs)
+            return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs), None
+        except Exception as error:
+            floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
+            if len(floats) < 2 or not says_dtypes(error):
+                raise
+            target, mended = self._target(func, tensors, edited)
+            breach = None if mended else Breach(first_line(error), False, target)
+            return self._run_converted(func, args, kwargs, target), breach
+
+    def _target(
+        self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
+    ) -> tuple[torch.dtype, bool]:
+        """The dtype to convert to, and whether the edited line does it by itself.
+
+        It is that of what an operator writes into, which no cast at the line changes; else the edit's, else that of
+        what is not shared with others, else the policy's, else the widest.
+        """
+        floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
+        if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
+            return tensors[0][1].dtype, tensors[0][1].dtype == edited
+        if edited is not None:
+            return edited, True
+        alike = tuple(self.compute if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
+        verdict = self.contracts.judge(operator_name(func), alike)
+        if len(set(floats)) == 1 or not (verdict is None or verdict.accepted):
+            return torch.float32, False  # no kernel for this dtype: there is one for float32
+        own = {
+            tensor.dtype
+            for _, tensor in tensors
+            if tensor.dtype in FLOATS and self.origin(tensor).cause.kind not in SHARED
+        }
+        if len(own) == 1:
+            return own.pop(), False  # the model's own dtype, whatever a tensor that it shares has
+        if self.compute in floats:
+            return self.compute, False
+        return max(floats, key=width, default=self.compute), False
+
+    def _run_converted(self, func: Any, args: Any, kwargs: Any, target: torch.dtype) -> Any:
+        def convert(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                wrong = value.dtype in FLOATS and value.dtype != target
+                return aten._to_copy.default(value, dtype=target) if wrong else value
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(convert, value))
+            return value
+
+        if schema_of(func).mutates and isinstance(args[0], torch.Tensor) and args[0].dtype != target:
+            return args[0]
+        if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
+            return None  # a list of tensors written in place: nothing flows on from it but what was there
+        other = self.values.stand_in(func, args, kwargs)
+        return (other or func)(*map(convert, args), **{name: convert(v) for name, v in kwargs.items()})
+
+    # ---------------------------------------------------------------------------------------- above the operators
+
+    def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
+        """A function refused its operands before any operator ran; returns the dtype to go on with, or None."""
+        tensors = given_tensors(args, kwargs)
+        floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
+        # Autocast refuses a 16-bit dtype other than its own where it promotes (at::autocast::prioritize).
+        cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
+        alone = len(floats) + (cast is not None) < 2
+        # Of one 16-bit dtype that a function takes not at all (`torch.fft`, `torch.quantile`) there is float32's way.
+        if not floats or not says_dtypes(error) or (alone and not self._lacks(func, floats)):
+            return None
+        edited = self._edited(self._place())
+        if edited is not None:
+            return edited
+        widest = max(floats, key=width)
+        target = cast or (torch.float32 if alone else self.compute if self.compute in floats else widest)
+        self.note(
+            f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, target)
+        )
+        return target
+
+    def _lacks(self, func: Any, floats: set[torch.dtype]) -> bool:
+        """Whether the simulated device, too, lacks a function that was refused here for its one dtype."""
+        here_alone = self.contracts.kind != "cpu" and getattr(func, "__name__", "").startswith(
+            _CPU_LACKS_HALF
+        )
+        return max(map(width, floats)) < 4 and not (here_alone and torch.float16 in floats)
+
+    def banned(self, name: str, args: Any, kwargs: Any) -> None:
+        """A function that autocast refuses to run, unless the line that calls it is taken to switch it off."""
+        if self._edited(self._place()) is None:
+            breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
+            self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        """What stands for `tensor.numpy()`: zeros; NumPy has no bfloat16, which is a breach."""
+        dtype = tensor.dtype
+        if dtype == torch.bfloat16:
+            dtype = torch.float32
+        if dtype != tensor.dtype and self._edited(self._place()) is None:
+            breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)
+            self.note("torch.Tensor.numpy", [("self", tensor)], breach)
+        known = self.values.of(tensor)
+        with _disable_current_modes():
+            return (torch.zeros(tensor.shape, dtype=dtype) if known is None else known.to(dtype)).numpy()
+
+    def listed(self, tensor: torch.Tensor) -> Any:
+        """What stands for `tensor.tolist()`: its values where they are known, else ones (True)."""
+        known = self.values.of(tensor)
+        with unset_fake_temporarily():
+            return (torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known).tolist()
+
+    def failure(self, error: Exception) -> Failure:
+        """What ended the step, with the place it had got to."""
+        frame = self._raised_in or (self._frames[-1] if self._frames else None)
+        raised = raising_frame(error)
+        source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
+        text = f"{type(error).__name__}: {first_line(error)}"
+        with torch._C.DisableTorchFunction():
+            operands = tuple(self._at_hand(error, raised))
+        mixed = len({operand.dtype for operand in operands}) > 1
+        # A parameter that the forward has cast is another object here, where the real step keeps it.
+        ours = "poisoned by swap_tensors" in text
+        if ours:
+            text = "a backward behind a module that its own forward moves by .to() cannot be followed"
+        ours = ours or isinstance(error, TimeSpentError)
+        again = self.phase == "backward" and frame is not None and not ours
+        return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands, again)
+
+    def _at_hand(self, error: Exception, raised: Any) -> Iterator[Operand]:
+        """The float tensors that whatever raised had before it: its variables, and its own weights where it is a module.
+
+        A check of torch's own modules (`RNNBase.check_input`) raises in torch: what called it is looked at, too.
+        """
+        step = error.__traceback__
+        while step is not None and step.tb_next is not None:
+            step = step.tb_next
+        variables: dict[str, Any] = {}
+        innermost = step.tb_frame if step is not None else None
+        for frame in (innermost, raised):
+            given = frame.f_locals if frame is not None else {}
+            variables |= {name: value for name, value in given.items() if name not in variables}
+            if isinstance(given.get("self"), nn.Module) and frame is innermost:
+                variables |= dict(given["self"].named_parameters(recurse=False))
+        seen: set[int] = set()
+        for name, value in variables.items():
+            if isinstance(value, torch.Tensor) and value.dtype in FLOATS and id(value) not in seen:
+                seen.add(id(value))
+                yield Operand(name, value.dtype, tuple(value.shape), self.origin(value))
+
+
+# ------------------------------------------------------------------------------------------------------- helpers
+
+
+def _overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
+    """The breach of writing a number into a tensor whose dtype does not hold it."""
+    given = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
+    target = given.get("self")
+    dtype = given.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
+    if dtype not in FLOATS:
+        return None
+    values = [float(given[name]) for name in numbers if isinstance(given.get(name), (int, float))]
+    if all(not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max for value in values):
+        return None
+    spelled = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
+    said = f"value cannot be converted to type {spelled.get(dtype, dtype)} without overflow"
+    return Breach(said, False, None)
+
+
+def _without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
+    """The arguments with zero for each number."""
+    roles = schema_of(func).roles
+
+    def zero(role: str, value: Any) -> Any:
+        return 0.0 if role in numbers and value is not None else value
+
+    args = tuple(zero(role, value) for role, value in zip(roles, args, strict=False))
+    return args, {role: zero(role, value) for role, value in kwargs.items()}
+
+
+def _made_in(dtype: torch.dtype, result: Any) -> Any:
+    """What an operator made of no float, in another float dtype."""
+    if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dtype == dtype:
+        return result
+    with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
+        return aten._to_copy.default(result, dtype=dtype)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _is_real(leaf: Any) -> bool:
+    """Whether it is a tensor with values, not a fake nor what vmap makes of one."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+
+
+def _as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
+    made = list(leaves(result))
+    if len(made) != len(dtypes) or all(
+        not isinstance(leaf, torch.Tensor) or leaf.dtype == dtype
+        for leaf, dtype in zip(made, dtypes, strict=True)
+    ):
+        return result
+    cast = [
+        aten._to_copy.default(leaf, dtype=dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf, dtype in zip(made, dtypes, strict=True)
+    ]
+    return tuple(cast) if isinstance(result, (list, tuple)) else cast[0]
+
+
+_DTYPE_WORDS = re.compile(
+    r"d?type|\bHalf\b|\bb?float\b|\bb?float[ -]?\d\d|\b(?:bf|fp)[ -]?\d\d|c10::|not implemented for '",
+    re.IGNORECASE,
+)
+
+
+# How C++ prints a tensor: `CPUBFloat16Type{[2, 16]}`, in whatever message.
+_PRINTED = re.compile(r"\S*(?=\{\[)")
+
+
+def says_dtypes(error: Exception) -> bool:
+    """Whether an error's own words are about dtypes."""
+    return _DTYPE_WORDS.search(_PRINTED.sub("", str(error))) is not None

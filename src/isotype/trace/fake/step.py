@@ -1,0 +1,437 @@
+"""One training step on fake tensors: forward, backward, unscale, optimizer; generation where it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
+
+from isotype.contracts.contract import contracts_of
+from isotype.trace.fake.functions import Functions
+from isotype.trace.fake.inputs import brought_by, named_tensors
+from isotype.trace.fake.optimizers import kept_states, make_optimizer
+from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.twin import fake_inputs, fake_mode, forget_fakes, twin_of
+from isotype.trace.fake.untouched import Untouched, beside_twin
+from isotype.trace.fake.values import LIMIT
+from isotype.trace.fold import fold
+from isotype.trace.loss import loss_of
+from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
+from isotype.trace.source import first_line, line_of
+from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
+
+Change = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """A loss over inputs that are faked with the model.
+
+    Attributes:
+        function: (model, inputs) -> loss.
+        inputs: tensors by name.
+    """
+
+    function: Callable[[nn.Module, Any], torch.Tensor]
+    inputs: Mapping[str, Any]
+
+
+def trace_step(
+    model: nn.Module,
+    inputs: Any,
+    setup: Setup,
+    *,
+    change: Change | None = None,
+    lines: Mapping[str, torch.dtype] | None = None,
+    optimizer: Any = None,
+    generate: Callable[[nn.Module], Any] | None = None,
+    weights: Sequence[Weight] | None = None,
+    deadline: float = math.inf,
+    folded: bool = False,
+) -> Trace:
+    """Follow one step of `model` on a weightless twin.
+
+    Args:
+        model: any module, real or on the meta device; it is not touched.
+        inputs: the keyword arguments the model is called with, a callable model -> loss, or a `LossOf`.
+        setup: how the step runs.
+        change: applied to the twin before the step: a fix to be tried.
+        lines: `file:line` -> the dtype that casts and new tensors asked for there get instead: likewise.
+        optimizer: an optimizer, its class or a callable (parameters -> optimizer); by default `setup.optimizer`.
+        generate: what the phase `generate` runs; by default one forward without labels and without gradients.
+        weights: `weights_of(model)`, where it is known: to look at every value takes a while.
+        deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
+        folded: trace equal layers once, see `isotype.trace.fold`.
+    """
+    untouched = Untouched(
+        [
+            ("the loss", inputs.function if isinstance(inputs, LossOf) else inputs),
+            ("the inputs", inputs.inputs if isinstance(inputs, LossOf) else None),
+            ("generate", generate),
+            ("the optimizer", optimizer),
+            *beside_twin(model),
+        ]
+    )
+    mode = fake_mode()
+    twin = twin_of(model, mode)
+    if folded:
+        fold(twin)
+    forget_fakes(mode)
+    with mode:
+        if "backward" in setup.phases:
+            twin.train()
+        if setup.gradient_checkpointing is not None:
+            twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
+        if change is not None:
+            change(twin)
+    recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)
+    recorder.deadline = deadline
+    states = kept_states(optimizer, model, mode)
+    loss = inputs.function if isinstance(inputs, LossOf) else inputs
+    recorder.knows(model, twin, brought_by(loss))
+    step = _Step(twin, inputs, setup, recorder, mode, optimizer, states, generate)
+    try:
+        with _untouched_globals():
+            failure = step.run()
+    finally:
+        left = untouched.restore()
+    return Trace(
+        setup=setup,
+        calls=tuple(recorder.calls),
+        weights=_with_history(
+            weights_of(twin),
+            weights_of(model) if weights is None else weights,
+            {weight.name: weight.dtype for _, weight in step.owned},
+        ),
+        modules={name: type(module).__name__ for name, module in model.named_modules()},
+        memory=recorder.ledger.record(),
+        failure=failure,
+        notes=tuple(step.notes),
+        left=left,
+        model=type(model).__name__,
+    )
+
+
+def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
+    """The trace of a step that could not even be begun: how it was to be run, and why it was not."""
+    failure = Failure("load", "", line_of(error), f"{type(error).__name__}: {first_line(error)}")
+    return Trace(setup, (), (), {}, Memory({}), failure, model=type(model).__name__)
+
+
+def _with_history(
+    faked: Sequence[Weight], real: Sequence[Weight], before: Mapping[str, torch.dtype]
+) -> tuple[Weight, ...]:
+    """The twin's weights as they are (a fix may have cast them), with the magnitudes of the real values.
+
+    `before` holds their dtypes when the step began.
+    """
+    known = {weight.name: weight for weight in real}
+
+    def told(weight: Weight) -> Weight:
+        was = before.get(weight.name, weight.dtype)
+        weight = weight if was == weight.dtype else replace(weight, was=was)
+        values = known.get(weight.name)
+        if values is None:
+            return weight
+        return replace(weight, largest=values.largest, typical=values.typical, holds=values.holds)
+
+    return tuple(map(told, faked))
+
+
+@contextlib.contextmanager
+def _untouched_globals() -> Iterator[None]:
+    """Random states as they were, nothing compiled, no gradient mode or autocast left over from outside."""
+    import numpy
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    # It prints a traceback of every error that is caught here.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        _no_autocast(),
+        torch.compiler.set_stance("force_eager"),
+        _no_tracing_branch(),
+        _no_repacking(),
+        torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Autocast off and outermost: within another one, what is left does not forget the casts it has kept.
+
+    The real step's autocast ends with the forward, and casts of weights that it kept end with it: in the backward a
+    recomputation makes them anew, in the dtype that it then runs in, and they take no memory there.
+    """
+    before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+
+
+@contextlib.contextmanager
+def _no_tracing_branch() -> Iterator[None]:
+    """transformers takes fake tensors for a model being exported, and then other paths than the real step.
+
+    `is_tracing` in transformers/utils/import_utils.py (5.23): masks are never left out, keys and values are repeated,
+    attention takes another kernel. tests/trace/test_step.py says when this can go.
+    """
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    if utils is None or not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+    before, utils.is_fake_tensor = utils.is_fake_tensor, lambda _: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = before
+
+
+@contextlib.contextmanager
+def _no_repacking() -> Iterator[None]:
+    """bitsandbytes repacks no 4-bit weight, whatever this CPU has: IST407 says what happens on the device."""
+    modules: Any = sys.modules.get("bitsandbytes.nn.modules")
+    convert = "_convert_weight_packed_for_cpu"
+    if modules is None or not hasattr(modules, convert):
+        yield
+        return
+    before = getattr(modules, convert)
+    setattr(modules, convert, lambda weight, state: (weight, state))
+    try:
+        yield
+    finally:
+        setattr(modules, convert, before)
+
+
+class _Step:
+    def __init__(
+        self,
+        twin: nn.Module,
+        inputs: Any,
+        setup: Setup,
+        recorder: FakeRecorder,
+        mode: FakeTensorMode,
+        optimizer: Any,
+        states: Mapping[str, dict[str, Any]],
+        generate: Callable[[nn.Module], Any] | None,
+    ) -> None:
+        self.twin, self.setup, self.recorder, self.mode = twin, setup, recorder, mode
+        self.optimizer, self.states, self.generate = optimizer, states, generate
+        self.loss_of = _loss_function(inputs)
+        given = inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
+        self.inputs = fake_inputs(given, mode)
+        # Copied while no mode is on: inside one the copy would be a fake too.
+        self.known = _values(given)
+        self.notes: list[str] = []
+        self.handles: list[Any] = []
+        self.loss: torch.Tensor | None = None
+        self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
+        self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
+
+    def run(self) -> Failure | None:
+        """Run the phases in order; returns why it ended early, or None."""
+        try:
+            return self._run()
+        finally:
+            # torch keeps them where the garbage collector does not look: the twin would never be freed.
+            for handle in self.handles:
+                handle.remove()
+
+    def _run(self) -> Failure | None:
+        profile = self.setup.profile
+        self.recorder.watch(self.twin)
+        with self.mode, self.recorder, Functions(self.recorder, profile.kind, profile):
+            self._weigh()
+            for phase, run in (
+                ("forward", self._forward),
+                ("backward", self._backward),
+                ("unscale", self._unscale),
+                ("optimizer", self._optimize),
+                ("generate", self._generate),
+            ):
+                if phase not in self.setup.phases:
+                    continue
+                with self.recorder.during(phase):
+                    try:
+                        run()
+                    except Exception as error:  # noqa: BLE001 - any error of the model's own code ends the step
+                        return self.recorder.failure(error)
+        return None
+
+    def _weigh(self) -> None:
+        """Enter what is there before the step: weights, adapters, buffers, quantization states, inputs."""
+        ledger = self.recorder.ledger
+        for tensor, weight in self.owned:
+            ledger.seen(tensor, memory_kind(weight), weight.repeats)
+            for state in state_tensors(tensor):
+                ledger.seen(state, "weights", weight.repeats)
+                self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
+            if weight.trainable and isinstance(tensor, FakeTensor):
+                hook = self._gradient(weight.repeats)
+                self.handles.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        for owner, moments in self.states.items():
+            for key, held in moments.items():
+                if isinstance(held, torch.Tensor):
+                    kept = f"the optimizer's {key} of {owner}"
+                    self.recorder.mark(held, Origin("outside", held.dtype, kept))
+                    ledger.seen(held, "optimizer")
+        for name, value in _named(self.inputs):
+            if not isinstance(value, FakeTensor):  # in an object that is passed as it is
+                self.recorder.stand_for(value, Origin("input", value.dtype, name))
+                continue
+            self.recorder.mark(value, Origin("input", value.dtype, name))
+            ledger.seen(value, "inputs")
+            if name in self.known:
+                self.recorder.values.give(value, self.known[name])
+                self.recorder.values.came_rounded(value, name)
+
+    def _gradient(self, repeats: int) -> Callable[[torch.Tensor], None]:
+        ledger = self.recorder.ledger
+
+        def count(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            ledger.seen(parameter.grad, "gradients")
+            if repeats > 1:
+                ledger.add("gradients", (repeats - 1) * parameter.grad.untyped_storage().nbytes())
+
+        return count
+
+    @contextlib.contextmanager
+    def _autocast(self, enabled: bool = True) -> Iterator[None]:
+        dtype = self.setup.autocast
+        if dtype is None or not enabled:
+            yield
+        else:
+            with torch.autocast("cpu", dtype=dtype):
+                yield
+
+    def _forward(self) -> None:
+        with self._autocast():
+            self.loss = self.loss_of(self.twin, self.inputs)
+
+    def _backward(self) -> None:
+        if self.loss is None or not self.loss.requires_grad:
+            self.notes.append("no backward: nothing that the loss depends on is trainable")
+            return
+        # As in a training loop, the graph's only owner is the loss.
+        loss, self.loss = self.loss, None
+        scaled = loss * 1024.0 if self.setup.scaler else loss
+        # What torch.autograd.backward calls; that one would suspend the function mode, which has to see what
+        # checkpointing computes again.
+        _engine_run_backward(
+            (scaled,),
+            (torch.ones_like(scaled),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+    def _trained(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, parameter)
+            for name, parameter in self.twin.named_parameters()
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+
+    def _unscale(self) -> None:
+        """What `GradScaler.unscale_` does (torch/amp/grad_scaler.py): refuse float16, unscale the rest by dtype."""
+        if not self.setup.scaler:
+            return
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        refused = []
+        for name, parameter in self._trained():
+            gradient = parameter.grad
+            assert gradient is not None
+            origin = self.recorder.origin(parameter)
+            self.recorder.mark(gradient, Origin("gradient", gradient.dtype, name, before=origin))
+            if gradient.dtype == torch.float16:
+                refused.append(
+                    Operand("grad", gradient.dtype, tuple(gradient.shape), self.recorder.origin(gradient))
+                )
+            else:
+                groups.setdefault(gradient.dtype, []).append(gradient)
+        if refused:
+            breach = Breach("Attempting to unscale FP16 gradients.", False, None)
+            self.recorder.calls.append(
+                Call("GradScaler.unscale_", "unscale", "", "", tuple(refused), (), breach=breach)
+            )
+        for gradients in groups.values():
+            found, inverse = torch.zeros(1), torch.ones(1)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+
+    def _optimize(self) -> None:
+        named = self._trained()
+        trained = [parameter for _, parameter in named]
+        if not trained:
+            return
+        made = make_optimizer(self.optimizer or self.setup.optimizer, trained, self.setup.learning_rate)
+        if isinstance(made, str):
+            self.notes.append(made)
+            return
+        made.state.update({parameter: self.states[name] for name, parameter in named if name in self.states})
+        self.recorder.ledger.kind = "optimizer"
+        made.step()
+        ledger = self.recorder.ledger
+        for parameter in trained:
+            surplus = self.repeats[id(parameter)] - 1
+            for value in made.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and surplus:
+                    ledger.add("optimizer", surplus * value.untyped_storage().nbytes())
+        ledger.kind = "activations"
+
+    def _generate(self) -> None:
+        with torch.no_grad(), self._autocast(self.setup.autocast_eval):
+            if self.generate is not None:
+                self.generate(self.twin)
+            else:
+                unlabelled = {name: value for name, value in self.inputs.items() if name != "labels"}
+                self.loss_of(self.twin, unlabelled)
+
+
+def _loss_function(inputs: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
+    if isinstance(inputs, LossOf):
+        return inputs.function
+    if callable(inputs):
+        return lambda model, _: inputs(model)
+    return lambda model, given: loss_of(model(**given))
+
+
+def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in inputs.items():
+        yield from named_tensors(value, name)
+
+
+def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the inputs that are small enough for their values to be followed."""
+    return {
+        name: value.detach().cpu().clone()
+        for name, value in _named(inputs)
+        if not value.is_meta and not isinstance(value, FakeTensor) and value.numel() <= LIMIT
+    }

@@ -1,0 +1,339 @@
+"""Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
+
+Fake tensors have no values, but a model's code branches on some: how many images, which rows an expert gets. Where
+a value follows from the inputs alone it is computed for real, beside the fake; where it depends on weights it gets a
+stand-in, since dtypes, not numbers, are asked for. What a comparison of unknown numbers gives is guessed: all that is
+counted, selected and cut by it then fits together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from isotype.trace.fake.twin import fake_like
+
+aten = torch.ops.aten
+
+LIMIT = 1 << 14
+"""Elements above which a tensor's value is not kept."""
+
+_VALUE = "_isotype_value"
+_GUESSED = "_isotype_guessed"
+_EXACT = "_isotype_exact"
+HALVES = (torch.bfloat16, torch.float16)
+_STAND_IN_ROWS = 4
+_MOST_EXPERTS = 1024
+# Results that depend on the shape of their operand only.
+_SHAPE_ONLY = frozenset(
+    {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
+)
+# What no value is in a step that runs well, whatever the weights are: code asks for it to raise.
+_NEVER = frozenset({aten.isinf, aten.isnan})
+# Factorisations say by a number, `info`, whether they succeeded: code that reads it raises where it is not 0.
+_FACTORISATIONS = frozenset(
+    {
+        aten.linalg_cholesky_ex,
+        aten.linalg_inv_ex,
+        aten.linalg_lu_factor_ex,
+        aten.linalg_ldl_factor_ex,
+        aten._linalg_solve_ex,
+    }
+)
+# Of floats, which depend on weights; code compares integers to find experts, for which `rows` has an answer.
+_COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
+# Code asks whether all is well before it goes on; the arguments of `torch.distributions` are checked so.
+_ALL = frozenset({aten.all, aten._is_all_true})
+_UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
+
+
+class Values:
+    """Keeps the values that are known, on the fakes themselves, and makes stand-ins for those that are not."""
+
+    def __init__(self) -> None:
+        # How many experts a router was last taken to have hit: all of them, each with its share of the tokens.
+        self._experts = 0
+        # Storages that something unknown was written into; kept alive, or another could be given the same address.
+        self._spoiled: dict[int, torch.UntypedStorage] = {}
+
+    def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """From now on the value of the fake `tensor` is known."""
+        if value.numel() <= LIMIT and value.layout == torch.strided and value.device.type == "cpu":
+            setattr(tensor, _VALUE, value)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of `tensor`, None where it is not known."""
+        if isinstance(tensor, FakeTensor):
+            value: torch.Tensor | None = getattr(tensor, _VALUE, None)
+            if value is None or (self._spoiled and value.untyped_storage()._cdata in self._spoiled):
+                return None
+            return value
+        small = tensor.device.type == "cpu" and tensor.numel() <= LIMIT and tensor.layout == torch.strided
+        return tensor if small else None
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Something unknown was written into `tensor`."""
+        value = getattr(tensor, _VALUE, None)
+        if value is not None:
+            storage = value.untyped_storage()
+            self._spoiled[storage._cdata] = storage
+
+    def succeed(self, func: Any, result: Any) -> None:
+        """A factorisation of what nobody knows is taken to have succeeded."""
+        if func._overloadpacket in _FACTORISATIONS:
+            info = result[-1]
+            with unset_fake_temporarily():
+                self.give(info, torch.zeros(info.shape, dtype=info.dtype))
+
+    def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        """The real result of an operator whose operands are all known; None where one is not."""
+        packet = func._overloadpacket
+        if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        shape_only = packet in _SHAPE_ONLY
+        if packet in _NEVER and tensors[0][1].numel() <= LIMIT:
+            with unset_fake_temporarily():
+                return torch.zeros(tensors[0][1].shape, dtype=torch.bool)
+        known = [self.of(tensor) for _, tensor in tensors]
+        if not shape_only and any(value is None for value in known):
+            return _guess(tensors) if packet in _COMPARISONS else None
+        guessed = not shape_only and any(hasattr(value, _GUESSED) for value in known)
+        with unset_fake_temporarily():
+
+            def real(leaf: Any) -> Any:
+                if not isinstance(leaf, torch.Tensor):
+                    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+                value = self.of(leaf)
+                return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
+
+            if shape_only and (not tensors or tensors[0][1].numel() > LIMIT):
+                return None
+            if not tensors and not _small_factory(args, kwargs):
+                return None
+            try:
+                result = func(*tree_map(real, args), **tree_map(real, kwargs))
+            except RuntimeError:
+                return None  # mixed dtypes, or no kernel: the contract has its say next
+            if guessed and packet in _ALL:
+                result = torch.ones_like(result)
+            return tree_map(_as_guessed, result) if guessed else result
+
+    # ------------------------------------------------------------------------------------------------- rounding
+
+    def came_rounded(self, tensor: torch.Tensor, name: str) -> None:
+        """The input `tensor` has a known value in 16 bit: what it stands for may be half a step away."""
+        value = getattr(tensor, _VALUE, None)
+        if value is not None and value.dtype in HALVES:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                exact = value.double()
+                _, exponent = torch.frexp(exact)
+                exact = exact + torch.ldexp(
+                    torch.full_like(exact, torch.finfo(value.dtype).eps / 4), exponent
+                )
+            setattr(value, _EXACT, (exact, name))
+
+    def follow_rounding(
+        self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
+    ) -> None:
+        """Beside the `value` of a result keep what it would be, had nothing been rounded to 16 bit on the way to it."""
+        known = [self.of(tensor) for _, tensor in tensors]
+        rounded = [exact[1] for each in known if (exact := getattr(each, _EXACT, None)) is not None]
+        cast = func is aten._to_copy.default and value.dtype in HALVES
+        if not isinstance(value, torch.Tensor) or not (rounded or cast) or not value.is_floating_point():
+            return
+
+        def exact_of(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return torch.float64 if leaf in HALVES or leaf is torch.float32 else leaf
+            own = self.of(leaf)
+            assert own is not None
+            kept = getattr(own, _EXACT, None)
+            return kept[0] if kept is not None else own.double() if own.is_floating_point() else own
+
+        with _disable_current_modes():
+            try:
+                exact = func(*tree_map(exact_of, args), **tree_map(exact_of, kwargs))
+            except RuntimeError:
+                return  # a view by the size of the dtype, an index that was rounded
+        setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
+
+    def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
+        """By how much the value of `tensor` is off for having been rounded to 16 bit on the way, and where it was."""
+        value = self.of(tensor)
+        exact, source = getattr(value, _EXACT, (None, ""))
+        if value is None or exact is None or not value.numel():
+            return 0.0, ""
+        with _disable_current_modes():
+            off = float((exact - value.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
+        return off, source
+
+    # ------------------------------------------------------------------------------------------------ stand-ins
+
+    def stand_in(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """The function to call in place of `func` for these arguments, or None."""
+        if func is aten.nonzero.default:
+            return self._nonzero
+        if func is aten.masked_select.default:
+            return self._masked_select
+        if func is aten.index.Tensor and any(map(_is_mask, args[1])):
+            return self._index
+        if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
+            return _split
+        return STAND_INS.get(func)
+
+    def rows(self, mask: torch.Tensor) -> int:
+        """How many places of an unknown mask are taken to be set.
+
+        All of a short vector: it asks which experts were hit. Of a longer mask that follows, the share of one expert
+        under balanced routing; a few where no experts are known.
+        """
+        if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
+            self._experts = mask.numel()
+            return mask.numel()
+        if self._experts and mask.numel() > self._experts:
+            return max(1, mask.numel() // self._experts)
+        return min(mask.numel(), _STAND_IN_ROWS)
+
+    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        known = self.of(mask)
+        if known is not None:
+            with unset_fake_temporarily():
+                places = known.nonzero()
+            return torch.zeros(places.shape, dtype=torch.long)
+        rows = self.rows(mask)
+        if mask.dim() == 1 and rows == mask.numel():
+            places = torch.arange(rows).unsqueeze(1)
+            with unset_fake_temporarily():
+                self.give(places, torch.arange(rows).unsqueeze(1))
+            return places
+        return torch.zeros((rows, mask.dim()), dtype=torch.long)
+
+    def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty((self._nonzero(mask).shape[0],))
+
+    def _index(self, tensor: torch.Tensor, indices: Any) -> torch.Tensor:
+        numbers: list[Any] = []
+        for index in indices:
+            numbers += list(self._nonzero(index).unbind(1)) if _is_mask(index) else [index]
+        found: torch.Tensor = aten.index.Tensor(tensor, numbers)
+        return found
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def is_data_dependent(func: Any) -> bool:
+    """Whether the result's shape, or a Python number, depends on values: no fake kernel can make it."""
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def fakes_of(result: Any, values: Values, mode: Any) -> Any:
+    """A real result as fakes whose values are known."""
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made = fake_like(leaf, mode)
+        values.give(made, leaf)
+        return made
+
+    return tree_map(fake, result)
+
+
+def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
+    """Every other place holds, the first of them: whatever is selected by it or by its opposite is not empty.
+
+    A vector is not guessed: it may ask which experts were hit.
+    """
+    if not all(tensor.is_floating_point() for _, tensor in tensors):
+        return None
+    shapes = (tensor.shape for _, tensor in tensors)
+    shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    if shape.numel() > LIMIT or len(shape) < 2:
+        return None
+    with unset_fake_temporarily():
+        guess = (torch.arange(shape.numel()) % 2 == 0).reshape(shape)
+    return cast("torch.Tensor", _as_guessed(guess))
+
+
+def _as_guessed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        setattr(value, _GUESSED, True)
+    return value
+
+
+def _small_factory(args: Any, kwargs: Any) -> bool:
+    numbers = [leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    size = 1
+    for number in numbers:
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            size *= max(1, int(abs(number))) if abs(number) < 1e12 else 1
+    return size <= LIMIT * 64
+
+
+# ---------------------------------------------------------------------------------------------------- stand-ins
+
+
+def _item(tensor: torch.Tensor) -> Any:
+    return True if tensor.dtype == torch.bool else (1.0 if tensor.is_floating_point() else 1)
+
+
+def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+    count = tensor.new_empty((min(tensor.numel(), _STAND_IN_ROWS),))
+    return count, torch.zeros(tensor.shape, dtype=torch.long), torch.ones(count.shape, dtype=torch.long)
+
+
+def _bincount(tensor: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
+    return torch.zeros((max(minlength, 1),), dtype=torch.long)
+
+
+def _repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    return torch.zeros((output_size or repeats.numel(),), dtype=torch.long)
+
+
+def _repeat_interleave_self(
+    tensor: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> torch.Tensor:
+    return tensor.clone()
+
+
+def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """The loss and the forward variables of each sequence: as many as its longest target has states."""
+    steps, batch = (scores.shape[0], scores.shape[1]) if scores.dim() == 3 else (scores.shape[0], 1)
+    return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * targets.shape[-1] + 1))
+
+
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _item,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: lambda _, scores, *__: torch.empty_like(scores),
+    aten._ctc_loss_backward.Tensor: lambda _, scores, *__: torch.empty_like(scores),
+    aten.equal.default: lambda *_: True,
+    aten.allclose.default: lambda *_, **__: True,
+    aten.is_nonzero.default: lambda *_: True,
+    aten._unique2.default: _unique,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.repeat_interleave.self_Tensor: _repeat_interleave_self,
+}
+"""What stands for the result of an operator whose value no fake tensor knows."""
+
+
+def _dim(args: Any, kwargs: Any) -> int:
+    return int(args[2] if len(args) > 2 else kwargs.get("dim", 0))
+
+
+def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
+    """Sizes that were counted from stand-ins, made to fit: the first ones as they are, the last takes the rest."""
+    left, fitting = tensor.shape[dim], []
+    for size in sizes[:-1]:
+        fitting.append(min(size, left))
+        left -= fitting[-1]
+    return aten.split_with_sizes.default(tensor, [*fitting, left], dim)

@@ -1,0 +1,324 @@
+"""The recorder on real tensors: what a running step does, without changing any of it.
+
+Everything the recorder needs for itself is booked beside the step. Should its bookkeeping fail, it stops and says so
+(`LiveRecorder.fault`); the step goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from isotype.contracts.contract import KINDS, contracts_for
+from isotype.trace.live.modes import put_under, take_out
+from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
+from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
+from isotype.trace.source import first_line
+from isotype.trace.taken import DTYPE
+from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
+
+aten = torch.ops.aten
+
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+# Their names would hide the function that made a cast in what they run.
+_BACKWARDS = frozenset({"backward", "grad"})
+
+
+class LiveRecorder(Recorder):
+    """Writes down a real step; operators run as they are.
+
+    Args:
+        device: type of the device the step runs on.
+        limit: calls that are written down; what follows them runs unseen.
+        seconds: that the bookkeeping may take in all; then it stops.
+
+    Attributes:
+        contracts: what the device is known to accept, for the diagnosis.
+        autocast_device: device type whose autocast the step is under.
+        fault: why the bookkeeping has stopped, "" while it works.
+        failed: the last call of this step that raised; the script may have caught it.
+        failure_text: what it raised.
+        weights: parameters and buffers of every model it has weighed.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: str, limit: float = math.inf, seconds: float = math.inf) -> None:
+        super().__init__()
+        self._limit, self._seconds, self._spent = limit, seconds, 0.0
+        kind = "rocm" if device == "cuda" and torch.version.hip else device
+        self.contracts = contracts_for(kind if kind in KINDS else "cpu")
+        self.autocast_device = device
+        self.fault = ""
+        self.failed: Call | None = None
+        self.failure_text = ""
+        self.weights: list[Weight] = []
+        self._marked: list[TensorWeakRef] = []
+        self._process = os.getpid()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # A higher-order operator is booked by what it runs; a process forked off (a data loader's) is another script.
+        blind = self.fault or len(self.calls) >= self._limit
+        if blind or not isinstance(func, OpOverload) or os.getpid() != self._process:
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self._book(self._raised, func, args, kwargs, error)
+            raise
+        self._book(self._done, func, args, kwargs, result)
+        return result
+
+    def _book(self, note: Callable[..., None], *given: Any) -> None:
+        started = time.perf_counter()
+        try:
+            note(*given)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script's step is not
+            self.fault = f"{type(error).__name__}: {first_line(error)}"
+        self._spent += time.perf_counter() - started
+        if self._spent > self._seconds and not self.fault:
+            self.fault = f"after {len(self.calls):,} operators it had taken {self._seconds:g} s"
+
+    def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self._turn(func)
+        self._write(func, args, kwargs, tensors_in(func, args, kwargs), result, self._place(), None)
+
+    def _raised(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        self._turn(func)
+        breach = Breach(first_line(error), False, None)
+        self._write(func, (), {}, tensors_in(func, args, kwargs), None, self._place(), breach)
+        self.failed, self.failure_text = self.calls[-1], str(error)
+
+    def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        """A function refused its operands before any operator ran: keep the call for the diagnosis."""
+        if self.fault or self.failure_text == str(error):
+            return
+        self._book(self._refused, func, args, kwargs, error)
+
+    def _refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        tensors = given_tensors(args, kwargs)
+        if len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) < 2:
+            return
+        self.note(f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, None))
+        self.failed, self.failure_text = self.calls[-1], str(error)
+
+    def begin_step(self) -> None:
+        """Another step follows: what the last one did, and raised, is its own."""
+        self.calls.clear()
+        self.failed, self.failure_text = None, ""
+        self.turn_to("forward")
+
+    def reads_dtype(self, tensor: torch.Tensor) -> None:
+        """The script reads `tensor.dtype`."""
+        if not self.fault:
+            self._book(lambda: self.reads.note(self.origin(tensor)))
+
+    def told(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+        """As any recorder; where the bookkeeping fails it stops."""
+        if self.fault:
+            return None
+        found: list[Origin | None] = []
+        self._book(lambda: found.append(super(LiveRecorder, self).told(name, args, kwargs)))
+        return found[0] if found else None
+
+    # -------------------------------------------------------------------------------------------------- phases
+
+    @property
+    def inside(self) -> bool:
+        """Whether a module's forward is running."""
+        return bool(self._frames)
+
+    def turn_to(self, phase: Phase) -> None:
+        """What follows belongs to `phase`."""
+        self.phase = phase
+        self.ledger.kind = "optimizer" if phase == "optimizer" else "activations"
+        self.ledger.begin(phase)
+
+    def _turn(self, func: Any) -> None:
+        """Autograd says when the backward begins; a module's forward outside of it ends it."""
+        if self.phase in ("optimizer", "generate"):
+            return
+        if torch._C._current_autograd_node() is not None:
+            now: Phase = "backward"
+        elif func is _UNSCALE:
+            now = "unscale"
+        else:
+            now = "forward" if self._frames else self.phase
+        if now != self.phase:
+            self.turn_to(now)
+
+    # ------------------------------------------------------------------------------------------------- tensors
+
+    def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """From now until `forget` the dtype of `tensor` is `origin`'s."""
+        if not hasattr(tensor, ORIGIN):
+            self._marked.append(TensorWeakRef(tensor))  # type: ignore[no-untyped-call]
+        super().mark(tensor, origin)
+
+    def forget(self) -> None:
+        """Take every mark off the script's tensors and let go of them: a saved tensor takes its attributes along."""
+        for reference in self._marked:
+            tensor = reference()
+            if tensor is not None and hasattr(tensor, ORIGIN):
+                delattr(tensor, ORIGIN)
+        self._marked.clear()
+        self.names.clear()
+        self._alive.clear()
+        self._places.clear()
+
+    def weigh(self, model: nn.Module, prefix: str = "") -> list[Any]:
+        """Enter the weights, adapters, buffers and quantization states that are not known yet.
+
+        Returns the handles of the hooks that tell gradients from activations.
+        """
+        handles = []
+        for tensor, weight in zip(tensors_of(model), weights_of(model), strict=True):
+            if id(tensor) in self.names:
+                continue
+            if prefix:
+                weight = replace(
+                    weight, name=f"{prefix}{weight.name}", module=f"{prefix}{weight.module}".rstrip(".")
+                )
+            self.weights.append(weight)
+            self._own(tensor, Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name))
+            self.ledger.seen(tensor, memory_kind(weight))
+            for state in state_tensors(tensor):
+                self.ledger.seen(state, "weights")
+                self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
+            if tensor.requires_grad and tensor.is_leaf:
+                handles.append(_GradientHook(tensor, self._gradient))
+        self._own_plain_tensors(model, prefix)
+        return handles
+
+    def given(self, inputs: Mapping[str, Any]) -> None:
+        """Enter the tensors that a model is called with, by name; what made them in the step, if it did, stays."""
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and not hasattr(value, ORIGIN):
+                self.mark(value, Origin("input", value.dtype, name))
+                self.ledger.seen(value, "inputs")
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._book(self.ledger.seen, parameter.grad, "gradients")
+
+
+class _GradientHook:
+    """A hook on a leaf's gradient; removed, it leaves nothing that autograd would look at in later backwards."""
+
+    def __init__(self, leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        self._leaf = leaf
+        self._handle = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        self._handle.remove()
+        if not self._leaf._post_accumulate_grad_hooks:
+            self._leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+class LiveFunctions(TorchFunctionMode):
+    """Tells the recorder which function runs, and what was refused above the operators."""
+
+    def __init__(self, recorder: LiveRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, recorder = kwargs or {}, self._recorder
+        if getattr(func, "__self__", None) is DTYPE:
+            recorder.reads_dtype(args[0])
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        before = recorder.function, recorder.autocast, recorder.like
+        device = recorder.autocast_device
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        recorder.like = recorder.told(name, args, kwargs)
+        recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, cast
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            recorder.refused(func, args, kwargs, error)
+            raise
+        finally:
+            recorder.function, recorder.autocast, recorder.like = before
+
+
+# --------------------------------------------------------------------------------------------------- measurement
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A real step that is being, or was, measured.
+
+    Attributes:
+        recorder: what wrote it down; its calls stay, its hold on tensors ends with the measurement.
+    """
+
+    recorder: LiveRecorder
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of live tensors at the worst moment of each phase so far, by kind."""
+        return self.recorder.ledger.record()
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The operators so far."""
+        return tuple(self.recorder.calls)
+
+
+@contextmanager
+def measure_step(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Iterator[Measured]:
+    """Record a real step of `model`, run inside the `with`, in the ledger that a preflight uses.
+
+    Args:
+        model: the model that is trained; its weights count from the start.
+        inputs: tensors by name that are there before the step.
+
+    Raises:
+        RuntimeError: the bookkeeping failed, so that the figures would be wrong.
+    """
+    recorder = LiveRecorder(device_of(model))
+    modes = (recorder, LiveFunctions(recorder))
+    handles = [*recorder.watch(model), *_optimizer_hooks(recorder)]
+    recorder.names.clear()
+    handles += recorder.weigh(model)
+    recorder.given(inputs or {})
+    recorder.turn_to("forward")
+    put_under(*modes)
+    try:
+        yield Measured(recorder)
+    finally:
+        take_out(*modes)
+        for handle in handles:
+            handle.remove()
+        recorder.forget()
+    if recorder.fault:
+        raise RuntimeError(f"the step could not be measured to its end: {recorder.fault}")
+
+
+def device_of(model: nn.Module) -> str:
+    """Type of the device of most of a model's parameters; `"cpu"` for a model without any."""
+    counts: dict[str, int] = {}
+    for parameter in model.parameters():
+        counts[parameter.device.type] = counts.get(parameter.device.type, 0) + parameter.numel()
+    return max(counts, key=lambda device: counts[device], default="cpu")
+
+
+def _optimizer_hooks(recorder: LiveRecorder) -> list[Any]:
+    return [
+        optimizers.register_optimizer_step_pre_hook(lambda *_: recorder.turn_to("optimizer")),
+        optimizers.register_optimizer_step_post_hook(lambda *_: recorder.turn_to("forward")),
+    ]

@@ -1,0 +1,492 @@
+"""Watching the first steps of a script that knows nothing of it: hooks that see a step begin and end, then go.
+
+The hooks are torch's own, for all modules and all optimizers. They wait for the first forward that trains something,
+hand it to `before` (which may look ahead), and put the live recorder under the script's modes. What is evaluated or
+generated before is recorded too, for a few forwards. After the asked number
+of optimizer steps hooks, modes and every reference to the script's tensors are gone, and modules are called as fast
+as if nothing had been there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+from isotype.trace.fake.optimizers import learning_rate_of
+from isotype.trace.live.modes import is_simulated, put_under, take_out
+from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
+from isotype.trace.record import Failure, Memory, Phase, Setup, Trace
+
+State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
+
+WATCH_SECONDS = 10.0
+"""Seconds that the bookkeeping of a watch may take in all: enough for 100,000 operators."""
+
+_BLIND_STEPS = 3
+_EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
+"""Forwards of a model, and of all, that are recorded before the first training step: what crashes does so early."""
+
+_EVALUATION_CALLS = 20_000
+"""Operators that are recorded of them, at most; a script may go on for hours before it trains."""
+
+_COMPILED_WARNING = "Using `torch.compile"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first forward of a training step, about to run.
+
+    Attributes:
+        model: the module that is called.
+        inputs: what it is called with, by argument name; None where a name cannot be told.
+        args, kwargs: the same as they were given.
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, Any] | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """A watched step.
+
+    Attributes:
+        operators: how many operators ran.
+        memory: the peaks.
+    """
+
+    operators: int
+    memory: Memory
+
+
+class Watch:
+    """Watches the first `steps` training steps of this process, in the thread that begins one.
+
+    Args:
+        steps: optimizer steps to watch, at least 1.
+        before: called with the first forward before it runs; the script waits.
+        after: called when a step is over, while its calls are still there.
+        evaluates: called with each recorded forward that trains nothing, before it runs.
+
+    Attributes:
+        state: where it is.
+        seen: the watched steps.
+        notes: what was not watched, and why.
+        recorder: of the step that is watched, or that was when it ended.
+        optimizer: name of the optimizer's class, "" before its first step.
+        learning_rate: of its first group of parameters.
+        scaler: whether gradients were unscaled by a GradScaler.
+    """
+
+    def __init__(
+        self,
+        steps: int = 1,
+        before: Callable[[Beginning], None] = lambda beginning: None,
+        after: Callable[[], None] = lambda: None,
+        evaluates: Callable[[Beginning], None] = lambda beginning: None,
+    ) -> None:
+        self.state: State = "waiting"
+        self.seen: list[StepSeen] = []
+        self.notes: list[str] = []
+        self.recorder: LiveRecorder | None = None
+        self.optimizer, self.scaler = "", False
+        self.learning_rate: float | None = None
+        self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
+        self._mine: tuple[int, int] | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._names: dict[int, str] = {}
+        self._roots: list[nn.Module] = []
+        self._modes: tuple[Any, ...] = ()
+        self._handles: list[Any] = []
+        self._weights_handles: list[Any] = []
+        self._module_handles: list[Any] = []
+        self._stance: Any = None
+        self._blind = 0
+        self._evaluations: Counter[int] = Counter()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module that the first recorded forward of the step called, while the script keeps it."""
+        return self._model() if self._model is not None else None
+
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """The modules that the watched steps called from outside of any other."""
+        return tuple(self._roots)
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def attach(self) -> None:
+        """Begin to wait for a step."""
+        # compile warns of any global hook; ours go before it could matter.
+        self._handles += [
+            _filtered(_COMPILED_WARNING),
+            optimizers.register_optimizer_step_pre_hook(self._step_begins),
+            optimizers.register_optimizer_step_post_hook(self._step_ends),
+        ]
+        self._hook_modules()
+
+    def detach(self) -> None:
+        """Take everything away; what was recorded stays until `forget`."""
+        self.state = "over"
+        self._leave_modes()
+        self._unhook_modules()
+        while self._handles:
+            self._handles.pop().remove()
+        self._unhook_weights()
+        self._leave_stance()
+        if self.recorder is not None and self.recorder.fault:
+            self._note(f"watching stopped early: {self.recorder.fault}")
+            self.recorder.fault = ""
+
+    def forget(self) -> None:
+        """Let go of every tensor, module and call of the script."""
+        if self.recorder is not None:
+            self.recorder.forget()
+        self.recorder = None
+        self._roots.clear()
+        self._names.clear()
+
+    def _hook_modules(self) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            # A compiler that follows the call must not follow it into here.
+            if not torch.compiler.is_compiling():
+                self._guard(self._enters, module, args, sys._getframe(1))
+
+        def after(module: nn.Module, args: Any, result: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._guard(self._leaves)
+
+        self._module_handles = [
+            modules.register_module_forward_pre_hook(before),
+            modules.register_module_forward_hook(after, always_call=True),
+        ]
+
+    def _unhook_modules(self) -> None:
+        while self._module_handles:
+            self._module_handles.pop().remove()
+
+    def _leave_stance(self) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def _unhook_weights(self) -> None:
+        while self._weights_handles:
+            self._weights_handles.pop().remove()
+
+    def _enter_modes(self) -> None:
+        assert self.recorder is not None
+        self._modes = (self.recorder, LiveFunctions(self.recorder))
+        put_under(*self._modes)
+
+    def _leave_modes(self) -> None:
+        take_out(*self._modes)
+        self._modes = ()
+
+    def _guard(self, act: Callable[..., None], *given: Any) -> None:
+        try:
+            act(*given)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script is not
+            self._note(f"watching stopped early: {type(error).__name__}: {error}")
+            self.detach()
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    # ----------------------------------------------------------------------------------------------------- modules
+
+    def _enters(self, module: nn.Module, args: Any, frame: Any) -> None:
+        if self.state not in ("waiting", "evaluating", "watching") or not self._is_mine():
+            return
+        inside = self.recorder is not None and self.recorder.inside
+        if self.state != "watching" and not inside:
+            if _trains(module):
+                self._end_evaluation()
+                self._begin(module, args, _kwargs_of(frame))
+            elif self._may_evaluate(module):
+                self._evaluate(module, args, _kwargs_of(frame))
+            else:
+                self._end_evaluation()
+                return
+        recorder = self.recorder
+        assert recorder is not None
+        if not inside:
+            if recorder.phase == "backward" and not _in_backward():
+                self._pause()
+                return
+            self._know(module, args, _kwargs_of(frame))
+        recorder.enter(self._names.get(id(module), type(module).__name__))
+
+    def _leaves(self) -> None:
+        recorder = self.recorder
+        if (
+            self.state in ("watching", "evaluating")
+            and recorder is not None
+            and recorder.inside
+            and self._is_mine()
+        ):
+            recorder.leave()
+
+    def _is_mine(self) -> bool:
+        """Whether this is a real call of the watched thread; autograd's own threads compute again for it.
+
+        What is forked off while a step is watched (a data loader's worker) is another process.
+        """
+        process, thread = self._mine or (os.getpid(), threading.get_ident())
+        mine = process == os.getpid() and (thread == threading.get_ident() or _in_backward())
+        return mine and not is_simulated() and torch._C._get_tracing_state() is None
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        inner = getattr(module, "_orig_mod", module)
+        if inner is not module or any(getattr(m, "_compiled_call_impl", None) for m in module.modules()):
+            self._note("torch.compile is off in the watched steps: compiled code has no operators to watch")
+        self.state, self._mine = "looking", (os.getpid(), threading.get_ident())
+        self._model = weakref.ref(inner)
+        self._before(Beginning(inner, named_inputs(inner, args, kwargs), args, kwargs))
+        self._record(LiveRecorder(device_of(module), seconds=WATCH_SECONDS), "forward")
+        self.state = "watching"
+
+    def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
+        self.recorder = recorder
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+        recorder.turn_to(phase)
+        self._enter_modes()
+
+    def _may_evaluate(self, module: nn.Module) -> bool:
+        """Whether a forward that trains nothing is recorded: one of the first, of a model that runs eagerly."""
+        known = self._evaluations
+        if known[id(module)] == _EVALUATIONS or known.total() == _EVALUATIONS_IN_ALL:
+            return False
+        if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
+            return False
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        return not compiled and _has_parameters(module)
+
+    def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._evaluations[id(module)] += 1
+        self._model, self._mine = weakref.ref(module), (os.getpid(), threading.get_ident())
+        beginning = Beginning(module, named_inputs(module, args, kwargs), args, kwargs)
+        if self.state == "evaluating":
+            self._without_modes(lambda: self._evaluates(beginning))
+        else:
+            self._evaluates(beginning)
+            self._record(LiveRecorder(device_of(module), _EVALUATION_CALLS), "generate")
+            self.state = "evaluating"
+
+    def _end_evaluation(self) -> None:
+        """Nothing of what was evaluated is kept: what trains, or another forward, follows."""
+        if self.state != "evaluating":
+            return
+        self._leave_modes()
+        self._unhook_weights()
+        self._leave_stance()
+        self.forget()
+        self.state, self._mine = "waiting", None
+
+    def _know(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Names and weights of a module that is called from outside of any other."""
+        assert self.recorder is not None
+        inner = getattr(module, "_orig_mod", module)
+        prefix = ""
+        if id(inner) not in self._names:
+            inside = {id(part) for part in inner.modules()}
+            if self._roots and not any(id(root) in inside for root in self._roots):
+                prefix = f"{type(inner).__name__}."
+            self._names |= {id(part): f"{prefix}{name}".rstrip(".") for name, part in inner.named_modules()}
+            self._roots.append(inner)
+            self._without_modes(lambda: self._weights_handles.extend(self._weighed(inner, prefix)))
+        self._names.setdefault(id(module), "")
+        inputs = named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs))
+        self.recorder.given(inputs)
+
+    def _weighed(self, module: nn.Module, prefix: str) -> list[Any]:
+        assert self.recorder is not None
+        return self.recorder.weigh(module, prefix)
+
+    def _without_modes(self, act: Callable[[], None]) -> None:
+        """Our own arithmetic is no operator of the script's."""
+        modes = self._modes
+        take_out(*modes)
+        try:
+            act()
+        finally:
+            put_under(*modes)
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def _pause(self) -> None:
+        """Another forward follows a backward: gradients accumulate. The rest of them would say the same again."""
+        self.state = "paused"
+        self._note("gradients accumulate: of several forwards and backwards a step the first was watched")
+        self._leave_modes()
+        self._unhook_modules()
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._guard(self._optimizer_begins, optimizer)
+
+    def _step_ends(self, *_: Any) -> None:
+        self._guard(self._optimizer_ends)
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if torch.compiler.is_compiling() or not self._is_mine():
+            return
+        self._end_evaluation()
+        if self.state == "waiting":
+            self._blind += 1
+            if self._blind == _BLIND_STEPS:
+                self._note("the optimizer steps, but no module's forward was seen: nothing was watched")
+                self.detach()
+            return
+        if self.state == "paused":
+            self.state = "watching"
+            self._enter_modes()
+        if self.state == "watching" and self.recorder is not None:
+            self.optimizer = type(optimizer).__name__
+            self.learning_rate = learning_rate_of(optimizer)
+            self.recorder.turn_to("optimizer")
+
+    def _optimizer_ends(self) -> None:
+        recorder = self.recorder
+        if (
+            self.state != "watching"
+            or recorder is None
+            or recorder.phase != "optimizer"
+            or not self._is_mine()
+        ):
+            return
+        if recorder.fault:
+            self.detach()  # what was seen of this step is not the step
+            self.forget()
+            return
+        self.scaler = self.scaler or any(call.phase == "unscale" for call in recorder.calls)
+        self.seen.append(StepSeen(len(recorder.calls), recorder.ledger.record()))
+        self._leave_modes()
+        self._after()
+        if len(self.seen) == self._steps:
+            self.detach()
+            self.forget()
+            return
+        recorder.begin_step()
+        self._enter_modes()
+        if not self._module_handles:
+            self._hook_modules()
+
+    # ------------------------------------------------------------------------------------------------------- trace
+
+    def trace(self, setup: Setup, failure: Failure | None = None) -> Trace:
+        """The step that is, or was last, recorded; without a failure nothing in it counts as broken."""
+        assert self.recorder is not None
+        recorder = self.recorder
+        calls = recorder.calls
+        if failure is None:
+            # What raised and was caught by the script did not end the step.
+            calls = [replace(call, breach=None) for call in calls]
+        return Trace(
+            setup=setup,
+            calls=tuple(calls),
+            weights=tuple(recorder.weights),
+            modules={
+                self._names[id(part)]: type(part).__name__
+                for root in self._roots
+                for part in root.modules()
+                if id(part) in self._names
+            },
+            memory=recorder.ledger.record(),
+            failure=failure,
+            notes=tuple(self.notes),
+            model=type(self._roots[0]).__name__ if self._roots else "",
+        )
+
+    def autocast(self) -> torch.dtype | None:
+        """The autocast dtype that most operators of the forward ran under."""
+        assert self.recorder is not None
+        forward = ("forward", "generate")
+        counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
+        return counts.most_common(1)[0][0] if counts else None
+
+
+# --------------------------------------------------------------------------------------------------------- helpers
+
+
+class _Filter:
+    """A warning that is not shown while it is there."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def remove(self) -> None:
+        if self._entry in warnings.filters:
+            warnings.filters.remove(self._entry)  # type: ignore[attr-defined]
+
+
+def _filtered(message: str) -> _Filter:
+    warnings.filterwarnings("ignore", message=message)
+    return _Filter(warnings.filters[0])
+
+
+def _in_backward() -> bool:
+    return torch._C._current_autograd_node() is not None
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether a forward of `module` may be the beginning of a training step."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(p.requires_grad and not p.is_meta for p in module.parameters())
+
+
+def _kwargs_of(frame: Any) -> Mapping[str, Any]:
+    """The keyword arguments of a module's call, which the hooks for all modules are not given."""
+    kwargs: Mapping[str, Any] = frame.f_locals.get("kwargs", {})
+    return kwargs
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether it is a model; transforms and metrics are modules, too."""
+    return any(not p.is_meta for p in module.parameters())
+
+
+def named_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What a forward is called with by argument name, so that `module(**inputs)` is the same call; else None."""
+    if not args:
+        return dict(kwargs)
+    try:
+        signature = inspect.signature(module.forward)
+        bound = signature.bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
+            return None
+        else:
+            named[name] = value
+    return named
+
+
+def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Inputs whose names cannot be told, by their position."""
+    return [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]

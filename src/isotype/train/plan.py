@@ -1,0 +1,367 @@
+"""The arguments of `isotype check`: those of any training command and a few of its own, as one step to check."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isotype.core.arguments import Parser
+from isotype.core.dtypes import QUANTIZATIONS
+from isotype.core.errors import Problem, UsageError
+from isotype.precision.decide import Wishes
+from isotype.train.limits import number_problems
+
+if TYPE_CHECKING:
+    from isotype.checkpoint.adapter import Adapter
+    from isotype.train.settings import Settings
+
+METHODS = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
+DEFAULT_LENGTH = 1024
+"""Tokens a row where nothing says another number; TRL's own default of `--max_length`."""
+
+_DESCRIPTION = """\
+Follow one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
+weights, a GPU or a data set.
+
+  isotype check MODEL [flags]           a directory, config.json, GGUF file, embedded:NAME or hub id
+  isotype check sft --model_name_or_path MODEL [flags]
+                                        any training command, with `check` put before it
+  isotype check package.module:function a function that returns (model, inputs), or a dict of isotype.check's
+                                        arguments
+
+Every flag of `isotype sft` (dpo, …) works; these are the ones of a check alone, and the ones used most:"""
+
+_STATUS = "exit status: 0 nothing found, 1 something at or above --fail-on, 2 bad arguments"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What belongs to the check and not to the training.
+
+    Attributes:
+        model: the positional argument, or None.
+        batch, length: rows and tokens of the step, None where the training's arguments decide.
+        generate: whether generation is followed too.
+        fsdp: 0, 1 or 2; None where the training's arguments decide.
+        json, sarif, html: outputs; of sarif `-` is standard output.
+        fix: whether the repaired command is shown.
+        fail_on: the severity from which the exit status is 1.
+    """
+
+    model: str | None
+    batch: int | None
+    length: int | None
+    generate: bool
+    fsdp: int | None
+    json: bool
+    sarif: str | None
+    html: Path | None
+    fix: bool
+    fail_on: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step to be checked.
+
+    Attributes:
+        source: what names the model.
+        method: the training method.
+        wishes: what was asked of the precision.
+        device: name of a device or of a profile.
+        rows, length: of the batch, for dpo and reward in pairs; length None for the default.
+        completion: tokens of a completion (grpo, rloo).
+        reference: whether every step runs the reference model.
+        lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
+        learning_rate, optimizer: of the optimizer.
+        checkpointing: arguments of gradient checkpointing, None where it is off.
+        fsdp: 0, 1 or 2.
+        revision: of a hub id.
+        attention: attention implementation, None for transformers' choice.
+        notes: what is not followed as asked.
+        data: what the rows' lengths say, "" where no data set was opened.
+    """
+
+    source: str
+    method: str
+    wishes: Wishes
+    device: str
+    rows: int
+    length: int | None
+    lora: Any
+    learning_rate: float
+    optimizer: str
+    checkpointing: Mapping[str, Any] | None
+    fsdp: int = 0
+    completion: int = 0
+    reference: bool = True
+    revision: str | None = None
+    attention: str | None = None
+    notes: tuple[str, ...] = ()
+    data: str = ""
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """The check's own arguments, and the rest, which are a training command's.
+
+    Raises:
+        UsageError: a value that is not one of an argument's.
+    """
+    tokens = list(argv)
+    parser = _own_parser()
+    if "-h" in tokens or "--help" in tokens:
+        help_parser().print_help()
+        raise SystemExit(0)
+    model = None
+    if tokens and not tokens[0].startswith("-") and tokens[0] not in METHODS:
+        model = tokens.pop(0)
+    # `--fsdp full_shard` is TRL's own argument of that name.
+    tokens, fsdp = _take_fsdp(tokens)
+    known, rest = parser.parse_known_args(tokens)
+    problems = list(parser.problems)
+    for name in ("batch", "length"):
+        value = getattr(known, name)
+        if isinstance(value, int) and value < 1:
+            problems.append(Problem(f"--{name} {value}", "at least 1", "give at least 1"))
+    if model is None and not rest:
+        problems.append(
+            Problem(
+                "no model",
+                "a model, a training command with its arguments, or package.module:function",
+                "isotype check MODEL --device t4, or isotype check sft --model_name_or_path MODEL …",
+            )
+        )
+    parser.refuse(problems)
+    return Options(model=model, fsdp=fsdp, **vars(known)), rest
+
+
+def _take_fsdp(tokens: list[str]) -> tuple[list[str], int | None]:
+    rest, version = [], None
+    pending = iter(range(len(tokens)))
+    for at in pending:
+        name, _, value = tokens[at].partition("=")
+        following = tokens[at + 1] if at + 1 < len(tokens) else ""
+        if name == "--fsdp" and (value or following) in ("0", "1", "2"):
+            version = int(value or following)
+            if not value:
+                next(pending)
+        else:
+            rest.append(tokens[at])
+    return rest, version
+
+
+def _own_parser() -> Parser:
+    parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
+    _add_own(parser)
+    return parser
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch", type=int, default=None, help="rows a step; the training's own, or 1 for a bare MODEL")
+    add("--length", type=int, default=None, help=f"tokens a row; --max_length, or {DEFAULT_LENGTH}")
+    add("--generate", action="store_true", help="follow generation too")
+    add("--json", action="store_true", help="print JSON")
+    add("--sarif", metavar="PATH", default=None, help="write SARIF, for code scanning; - prints it")
+    add("--html", type=Path, metavar="PATH", default=None, help="write the report as one HTML file")
+    add("--fix", action="store_true", help="show the repaired command, or what repairs the function's model")
+    add(
+        "--fail-on",
+        choices=("error", "warning"),
+        default="error",
+        help="severity that fails (default: error)",
+    )
+
+
+def light_parser() -> Parser:
+    """The training arguments used most; their defaults are those of `isotype sft`, as the tests hold them to."""
+    parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--dtype", default="auto", help="compute dtype; auto: the checkpoint's, where the device runs it")
+    add("--quantization", choices=QUANTIZATIONS, default=None, help="storage of the frozen weights")
+    add(
+        "--device",
+        default="auto",
+        help="a device here (cpu, cuda) or any profile (t4, a100, h100, mi300x, …)",
+    )
+    add("--lora_r", type=int, default=16, help="rank of the adapters")
+    add("--lora_alpha", type=int, default=32)
+    add("--lora_dropout", type=float, default=0.05)
+    add("--learning_rate", type=float, default=2e-5)
+    add("--optim", default="adamw_torch_fused")
+    return parser
+
+
+def help_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="isotype check",
+        usage="isotype check MODEL [flags]",
+        description=_DESCRIPTION,
+        epilog=_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[light_parser()],
+        allow_abbrev=False,
+    )
+    parser.add_argument("--fsdp", choices=("0", "1", "2"), help="version of FSDP that shards the run")
+    _add_own(parser)
+    return parser
+
+
+def plan_of(options: Options, rest: Sequence[str]) -> tuple[Plan, tuple[str, ...]]:
+    """The step that the arguments describe, and the training command it belongs to.
+
+    Only arguments beyond the few of `light_parser` need the trainers' own parser, whose import takes seconds.
+
+    Raises:
+        UsageError: no model, or an argument that no one knows.
+    """
+    if options.model is not None:
+        parser = light_parser()
+        light, unknown = parser.parse_known_args(list(rest))
+        if not unknown:
+            parser.refuse([*parser.problems, *number_problems(lambda name: getattr(light, name, None))])
+            command = ("isotype", "sft", "--model_name_or_path", options.model, *rest)
+            return _light_plan(options, light), command
+    method, arguments = "sft", list(rest)
+    if arguments and arguments[0] in METHODS:
+        method, arguments = arguments[0], arguments[1:]
+    if options.model is not None:
+        _refuse_second_model(options.model, arguments)
+        arguments = ["--model_name_or_path", options.model, *arguments]
+    from isotype.train.methods import METHODS as TRAINERS
+    from isotype.train.settings import parse_settings
+    from isotype.train.start import start_of
+    from isotype.train.validate import argument_problems
+
+    settings, start = start_of(parse_settings(TRAINERS[method], arguments))
+    problems = argument_problems(settings)
+    if problems:
+        raise UsageError("arguments that cannot work", problems)
+    plan = _full_plan(options, settings, start)
+    return _with_data(plan, settings, options), ("isotype", method, *arguments)
+
+
+def _refuse_second_model(first: str, arguments: Sequence[str]) -> None:
+    named = [each for each in arguments if each.replace("-", "_").startswith("__model_name_or_path")]
+    if not named:
+        return
+    near = difflib.get_close_matches(first.lower(), METHODS, n=1)
+    fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
+    raise UsageError("two models", [Problem(f"{first} and --model_name_or_path", "one model", fix)])
+
+
+def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
+    assert options.model is not None
+    lora = {"r": light.lora_r, "lora_alpha": light.lora_alpha, "lora_dropout": light.lora_dropout}
+    return Plan(
+        source=options.model,
+        method="sft",
+        wishes=Wishes(light.dtype, light.quantization),
+        device=light.device,
+        rows=options.batch or 1,
+        length=options.length,
+        lora=lora,
+        learning_rate=light.learning_rate,
+        optimizer=light.optim,
+        checkpointing={},
+        fsdp=options.fsdp or 0,
+    )
+
+
+def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> Plan:
+    training, model = settings.training, settings.model
+    method = settings.method.name
+    asked = "per_device_train_batch_size" in settings.explicit or options.model is None
+    rows = options.batch or (training.per_device_train_batch_size if asked else 1)
+    length = options.length or getattr(training, "max_length", None)
+    completion = getattr(training, "max_completion_length", 0) or 0
+    attention, notes = model.attn_implementation, []
+    if attention is not None and "flash" in attention:
+        notes.append(f"{attention} is followed as scaled_dot_product_attention, whose dtypes are wider")
+        attention = None
+    if getattr(training, "packing", False) or getattr(training, "padding_free", False):
+        notes.append("packed rows are followed as rows of their full length")
+    if training.deepspeed:
+        notes.append("DeepSpeed's own casts and sharding are not followed")
+    return Plan(
+        source=str(model.model_name_or_path),
+        method=method,
+        wishes=settings.wishes,
+        device=settings.extra.device,
+        rows=rows,
+        length=length,
+        completion=completion,
+        reference=_uses_reference(training),
+        lora=_lora_config(settings, start) if model.use_peft else None,
+        learning_rate=training.learning_rate,
+        optimizer=str(getattr(training.optim, "value", training.optim)),
+        checkpointing=(training.gradient_checkpointing_kwargs or {})
+        if training.gradient_checkpointing
+        else None,
+        fsdp=_fsdp_version(training) if options.fsdp is None else options.fsdp,
+        revision=model.model_revision,
+        attention=attention,
+        notes=tuple(notes),
+    )
+
+
+def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
+    """The plan with the lengths that the rows of a data set on this machine really have.
+
+    Raises:
+        DataError: the data set cannot be trained on, as the training itself would say.
+        UsageError, CheckpointError: the tokenizer does not fit it.
+    """
+    from isotype.data.load import training_data_here
+    from isotype.train.lengths import lengths_of
+    from isotype.train.models import tokenizer_here
+    from isotype.train.validate import check_tokenizer
+
+    training, script = settings.training, settings.script
+    data = training_data_here(settings)
+    if data is None:
+        return plan
+    source, tokenizer = tokenizer_here(plan.source)
+    if tokenizer is None:
+        return replace(plan, notes=(*plan.notes, "the rows' lengths: the checkpoint has no tokenizer"))
+    check_tokenizer(settings, source, tokenizer, data)
+    rows = data[script.dataset_train_split]
+    found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
+    if found is None or getattr(training, "packing", False) or options.length is not None:
+        return plan
+    limit = getattr(training, "max_length", None)
+    longest = found.longest + plan.completion
+    told = f"the longest of {len(found.tokens):,} rows has {longest:,} tokens"
+    told += f", with a completion of {plan.completion:,}" if plan.completion else ""
+    cut = found.cut(limit)
+    return replace(
+        plan,
+        rows=min(plan.rows, found.rows) if options.batch is None else plan.rows,
+        length=longest if limit is None else min(longest, limit),
+        data=cut or told,
+    )
+
+
+def _uses_reference(training: Any) -> bool:
+    return not getattr(training, "precompute_ref_log_probs", False) and getattr(training, "beta", 0) != 0
+
+
+def _fsdp_version(training: Any) -> int:
+    if not training.fsdp:
+        return 0
+    config: dict[str, Any] = training.fsdp_config if isinstance(training.fsdp_config, dict) else {}
+    return int(config.get("version", 2))
+
+
+def _lora_config(settings: Settings, start: Adapter | None) -> Any:
+    from trl import get_peft_config
+
+    if start is not None:
+        return start.config
+    config = get_peft_config(settings.model)
+    config.bias = settings.extra.lora_bias
+    return config

@@ -1,0 +1,333 @@
+"""What can be wrong with a training command, found before a weight is read and said all at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotype.checkpoint.formats.headers import contents, find_weights
+from isotype.checkpoint.locate import resolve_source
+from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
+from isotype.precision.policy import PrecisionPolicy
+from isotype.train.limits import name_problems, number_problems
+from isotype.train.settings import Settings
+
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_REPORTERS = {
+    name: name for name in ("wandb", "tensorboard", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
+}
+_OPTIMIZERS = (
+    ("galore", "galore_torch"),
+    ("bnb", "bitsandbytes"),
+    ("adamw_8bit", "bitsandbytes"),
+    ("lion", "bitsandbytes"),
+    ("ademamix", "bitsandbytes"),
+    ("paged", "bitsandbytes"),
+    ("apollo", "apollo_torch"),
+    ("adamw_torch_4bit", "torchao"),
+    ("adamw_torch_8bit", "torchao"),
+    ("schedule_free", "schedulefree"),
+    ("lomo", "lomo_optim"),
+    ("grokadamw", "grokadamw"),
+)
+
+
+def check_settings(settings: Settings) -> None:
+    """Whether the arguments can work, as far as they tell by themselves.
+
+    Raises:
+        UsageError: with every problem found.
+    """
+    problems = [*argument_problems(settings), *_paths(settings), *_packages(settings)]
+    problems = problems or [*_optimizer(settings), *_hub(settings)]
+    if problems:
+        raise UsageError("arguments that cannot work", problems)
+
+
+def argument_problems(settings: Settings) -> list[Problem]:
+    """What is wrong with the arguments by themselves, on whatever machine they are for."""
+    read = partial(_read, settings)
+    return [
+        *number_problems(read),
+        *name_problems(read),
+        *_stream_without_steps(settings),
+        *_model_arguments(settings),
+    ]
+
+
+def _read(settings: Settings, name: str) -> Any:
+    holders = (settings.training, settings.model, settings.script, settings.extra)
+    return next((getattr(holder, name) for holder in holders if hasattr(holder, name)), None)
+
+
+def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
+    training = settings.training
+    streaming = settings.script.dataset_streaming or getattr(settings.dataset, "streaming", False)
+    if streaming and training.max_steps <= 0:
+        yield Problem(
+            "--dataset_streaming without --max_steps",
+            "the number of steps, since a stream does not say how long it is",
+            "add --max_steps N",
+        )
+
+
+def _paths(settings: Settings) -> Iterator[Problem]:
+    template = getattr(settings.training, "chat_template_path", None)
+    if template is not None and _looks_like_path(template) and not Path(template).exists():
+        yield Problem(
+            f"--chat_template_path {template}: no such file or directory",
+            "a .jinja file, or a directory or hub id with a tokenizer",
+            "check the path",
+        )
+    output, model = settings.training.output_dir, Path(str(settings.model.model_name_or_path))
+    if output and model.is_dir() and Path(output).resolve() == model.resolve():
+        yield Problem(
+            f"--output_dir {output} is the model's own directory",
+            "a directory of its own for what comes out",
+            "give another one",
+        )
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.endswith((".jinja", ".j2")) or text.startswith((".", "/", "~")) or text.count("/") > 1
+
+
+def _packages(settings: Settings) -> Iterator[Problem]:
+    training = settings.training
+    wanted: list[tuple[str, str]] = []
+    if getattr(training, "use_liger_kernel", False):
+        wanted.append(("--use_liger_kernel", "liger_kernel"))
+    if getattr(training, "use_vllm", False):
+        wanted.append(("--use_vllm", "vllm"))
+    if training.deepspeed:
+        wanted.append((f"--deepspeed {training.deepspeed}", "deepspeed"))
+    reporters = training.report_to if isinstance(training.report_to, list) else [training.report_to]
+    wanted += [(f"--report_to {name}", _REPORTERS[name]) for name in reporters if name in _REPORTERS]
+    attention = _attention(settings)
+    if attention in _ATTENTION:
+        wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
+    optimizer = str(getattr(training.optim, "value", training.optim))
+    wanted += [(f"--optim {optimizer}", package) for word, package in _OPTIMIZERS if word in optimizer][:1]
+    for given, package in wanted:
+        if find_spec(package) is None:
+            yield Problem(
+                given,
+                f"the package {package}, which is not installed",
+                f"pip install {package.replace('_', '-')}, or leave {given.split()[0]} out",
+            )
+
+
+def _attention(settings: Settings) -> str | None:
+    given = settings.training.model_init_kwargs or {}
+    return settings.model.attn_implementation or given.get("attn_implementation")
+
+
+def _optimizer(settings: Settings) -> Iterator[Problem]:
+    """Whether optimizer and schedule can be made of their arguments, tried on one parameter."""
+    from transformers import Trainer, get_scheduler
+
+    training = settings.training
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    name = getattr(training.optim, "value", training.optim)
+    given = f"--optim {name}"
+    try:
+        made, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
+        optimizer = made([parameter], **arguments)
+        given = (
+            f"--lr_scheduler_type {getattr(training.lr_scheduler_type, 'value', training.lr_scheduler_type)}"
+        )
+        if training.lr_scheduler_kwargs:
+            given += f" --lr_scheduler_kwargs {json.dumps(training.lr_scheduler_kwargs)}"
+        get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
+    except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        yield Problem(f"{given}: {said}", "arguments that it can be made of", "change what it names")
+
+
+def _hub(settings: Settings) -> Iterator[Problem]:
+    """Whether what is trained can be uploaded: asked now, and not after hours of training."""
+    training = settings.training
+    if not training.push_to_hub or not training.should_save:
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    name = training.hub_model_id or Path(training.output_dir).name
+    later = f"leave --push_to_hub out, and upload afterwards: hf upload {name} {training.output_dir}"
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        said = str(error).partition(":")[0]
+        yield Problem(f"--hub_model_id {name!r}", f"NAME or OWNER/NAME ({said})", "--hub_model_id OWNER/NAME")
+        return
+    try:
+        HfApi(token=training.hub_token).whoami()
+    except LocalTokenNotFoundError:
+        fix = f"hf auth login, or --hub_token; or {later}"
+        yield Problem(f"--push_to_hub to {name} without a token", "a token that may write there", fix)
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client has; it is told as it is
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        given = f"--push_to_hub to {name}: the hub does not answer as it should ({reason})"
+        yield Problem(given, "a hub that can be reached, and a token that it takes", later)
+
+
+def _model_arguments(settings: Settings) -> Iterator[Problem]:
+    training, given = settings.training, settings.training.model_init_kwargs or {}
+    for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):
+        value = getattr(settings.model, flag)
+        if name in given and flag in settings.explicit and given[name] != value:
+            yield Problem(
+                f"--{flag} {value} and --model_init_kwargs {name}={given[name]}",
+                f"one {name}",
+                "leave one of the two out",
+            )
+    if getattr(training, "trust_remote_code", False) or given.get("trust_remote_code"):
+        yield Problem(
+            "--trust_remote_code",
+            "an architecture that transformers has: isotype runs no code from a checkpoint",
+            "leave it out",
+        )
+    if training.use_cpu and not settings.extra.device.startswith("cpu"):
+        yield Problem(
+            f"--use_cpu True and --device {settings.extra.device}", "one device", "leave one of the two out"
+        )
+
+
+def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
+    """Whether `--dtype auto` came out at a dtype that `--bf16 False` or `--fp16 False` rules out.
+
+    Raises:
+        PrecisionError: it did.
+    """
+    name = str(policy.compute).removeprefix("torch.")
+    if name not in settings.refused:
+        return
+    flag = {"bfloat16": "bf16", "float16": "fp16"}[name]
+    other = {"bfloat16": "float16", "float16": "bfloat16"}[name]
+    raise PrecisionError(
+        "the arguments disagree about precision",
+        [
+            Problem(
+                f"--dtype auto, which is {name} here, and --{flag} False",
+                "a compute dtype that is not ruled out",
+                f"--dtype float32, or --dtype {other}",
+            )
+        ],
+    )
+
+
+def check_weights(model: str) -> None:
+    """Whether a local checkpoint has weights.
+
+    Raises:
+        CheckpointError: there is a config and nothing else.
+    """
+    source = resolve_source(model)
+    if isinstance(source, Path) and source.is_dir() and find_weights(source) is None:
+        raise CheckpointError(
+            "a checkpoint without weights",
+            [
+                Problem(
+                    f"the directory {model} holds {contents(source)}",
+                    "model.safetensors, or shards with model.safetensors.index.json",
+                    "copy the weights there, or give the directory that save_pretrained() wrote",
+                )
+            ],
+        )
+
+
+def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data: Any) -> None:
+    """Whether the tokenizer fits the data, the arguments and the model's vocabulary.
+
+    Args:
+        settings: the command.
+        source: where `from_pretrained` finds the checkpoint.
+        tokenizer: its tokenizer or processor.
+        data: the data set's splits.
+
+    Raises:
+        UsageError: conversations without a chat template, a special token that is not in the vocabulary.
+        CheckpointError: the tokenizer makes ids that the model has no embedding for.
+    """
+    from transformers import AutoConfig
+    from trl import is_conversational
+
+    training = settings.training
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    problems = []
+    rows = islice(data[settings.script.dataset_train_split], 1)
+    template = getattr(tokenizer, "chat_template", None) or getattr(training, "chat_template_path", None)
+    if not template and any(is_conversational(row) for row in rows):
+        problems.append(
+            Problem(
+                "conversations, and a tokenizer without a chat template",
+                "a chat template, which writes a conversation as text",
+                "--chat_template_path FILE.jinja, or prompts and completions as plain text"
+                if hasattr(training, "chat_template_path")
+                else "add chat_template.jinja to the model's directory, or give prompts as plain text",
+            )
+        )
+    for flag in ("eos_token", "pad_token"):
+        token = getattr(training, flag, None)
+        if token is not None and token not in words.get_vocab():
+            problems.append(
+                Problem(
+                    f"--{flag} {token}",
+                    f"a token of the vocabulary; the tokenizer's own is {getattr(words, flag)}",
+                    "leave it out, or correct the spelling",
+                )
+            )
+    if problems:
+        raise UsageError("the tokenizer does not fit", problems)
+    size = getattr(AutoConfig.from_pretrained(source).get_text_config(), "vocab_size", None)
+    # Added tokens may lie beyond the embedding unused (Gemma 3 1B has one for images); these are used.
+    special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
+    largest = max([words.vocab_size - 1, *special])
+    if size is not None and largest >= size:
+        raise CheckpointError(
+            "the tokenizer is larger than the model's vocabulary",
+            [
+                Problem(
+                    f"a tokenizer with ids up to {largest} and a model with {size} embeddings",
+                    f"ids below {size}",
+                    "copy the tokenizer from the model that the weights come from",
+                )
+            ],
+        )
+
+
+_DROPPED = {
+    "sft": "the prompt alone fills",
+    "dpo": "the prompt alone fills",
+    "kto": "the prompt alone fills",
+    "reward": "an answer with its prompt is longer than",
+}
+
+
+def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: Any) -> str | None:
+    """What to say of the examples that the trainer left out because of `max_length`; None where it took all.
+
+    Raises:
+        DataError: none is left.
+    """
+    countable = hasattr(given, "__len__") and hasattr(prepared, "__len__")
+    if settings.method.name not in _DROPPED or not countable or getattr(settings.training, "packing", False):
+        return None
+    dropped, limit = len(given) - len(prepared), settings.training.max_length
+    if dropped <= 0:
+        return None
+    why = f"{_DROPPED[settings.method.name]} max_length {limit}"
+    if len(prepared) == 0:
+        raise DataError(
+            "no example is left to train on",
+            [Problem(f"all {len(given)} examples were dropped: {why}", "shorter examples", "--max_length N")],
+        )
+    return f"{dropped} of {len(given)} examples were dropped: {why}"
