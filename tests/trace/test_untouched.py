@@ -16,11 +16,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
+from isotype.trace.fake.step import trace_step, untouched_by
 from isotype.trace.fake.untouched import Untouched, beside_twin
+from isotype.trace.record import Setup
 from tests.reality import real_step
 from tests.rules.traces import traced
-from tests.small import WIDTH
+from tests.small import FP32, WIDTH, ids, wide_norms
 
 X = torch.ones(2, WIDTH)
 MADE: Any = None
@@ -262,12 +265,47 @@ def test_a_memo_without_tensors_of_the_trace_is_kept() -> None:
     assert memoized(WIDTH) is first
 
 
+def test_what_is_saved_once_is_put_back_after_each_of_several_traces() -> None:
+    """A memo that was cleared counts from 0 again: by its counters alone the second trace would look like none."""
+    memoized.cache_clear()
+    memoized(3)
+    kept: list[torch.Tensor] = []
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        kept.append(m(X))
+        return (kept[-1] * memoized(WIDTH)).mean()
+
+    model = nn.Linear(WIDTH, WIDTH)
+    setup = Setup(device_profile("cpu"), None, False, "sgd", FP32)
+    saved = untouched_by(model, loss)
+    for _ in range(3):
+        trace_step(model, loss, setup, untouched=saved)
+        assert kept == []
+        assert memoized.cache_info().currsize == 0
+
+
+def test_fixes_are_tried_with_what_was_saved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Counted(Untouched):
+        def __init__(self, roots: Any) -> None:
+            made.append(self)
+            super().__init__(roots)
+
+    monkeypatch.setattr("isotype.trace.fake.step.Untouched", Counted)
+    report = check(wide_norms(), ids(), device="cpu")
+    assert sum(fix.verified for finding in report.findings for fix in finding.fixes) > 2
+    assert len(made) == 2  # of the step itself, and of all its fixes
+
+
 def test_numbers_that_modules_hold_do_not_count() -> None:
     with torch.device("meta"):
         many = nn.ModuleList(nn.LayerNorm(1) for _ in range(60))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isotype.trace.fake.untouched._LIMIT", 50)
-        assert Untouched(beside_twin(many)).restore() == ()
+        untouched = Untouched(beside_twin(many))
+        untouched.restore()
+        assert untouched.left() == ()
 
 
 def test_restoring_takes_no_data() -> None:

@@ -122,6 +122,17 @@ def test_integers_that_are_not_known_are_not_guessed() -> None:
     assert followed(lambda x: int((x > 0).sum()), {"x": large}, known=False) == 1
 
 
+def test_a_number_that_the_code_makes_is_a_value_and_no_constant_of_the_mode() -> None:
+    """All that is done with a constant the mode runs itself, each time: an optimizer has one for each parameter."""
+
+    def program(x: torch.Tensor) -> tuple[Any, float]:
+        made = torch.tensor(2.0)
+        made += 1
+        return getattr(made, "constant", "none"), (made * 2).item()
+
+    assert followed(program, {"x": X}) == (None, 6.0)
+
+
 def test_large_tensors_are_not_followed() -> None:
     size = LIMIT + 1
     assert followed(lambda x: int(x.sum()), {"x": torch.zeros(size, dtype=torch.long)}) == 1

@@ -25,7 +25,8 @@ from isotype.report.check.record import Report
 from isotype.rules import clears, judge
 from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.trace.fake.optimizers import learning_rate_of, unknown_optimizer
-from isotype.trace.fake.step import LossOf, failed_trace, trace_step
+from isotype.trace.fake.step import LossOf, failed_trace, trace_step, untouched_by
+from isotype.trace.fake.untouched import Untouched
 from isotype.trace.record import PHASES, Call, Phase, Setup, Trace, Weight
 from isotype.trace.source import first_line, line_of
 from isotype.trace.weights import weights_of
@@ -119,7 +120,9 @@ def check(
 def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The findings with their fixes tried; as they were, and one that says so, where trying them failed."""
     try:
-        return step.verified(trace, findings)
+        # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
+        saved = untouched_by(step.model, step.inputs, step.optimizer, step.generate)
+        return replace(step, untouched=saved).verified(trace, findings)
     except Exception as error:  # noqa: BLE001 - what was found stays, whatever trying its fixes met
         said = f"{type(error).__name__}: {first_line(error)}"
         message = f"the fixes could not be tried, because {said}"
@@ -217,6 +220,7 @@ class _Step:
     generate: Callable[[nn.Module], Any] | None
     weights: Sequence[Weight]
     folded: bool = False
+    untouched: Untouched | None = None
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
 
     def trace(self, actions: Sequence[Action] = (), deadline: float = math.inf) -> Trace:
@@ -236,6 +240,7 @@ class _Step:
             weights=self.weights,
             deadline=deadline,
             folded=self.folded,
+            untouched=self.untouched,
         )
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.trace.fake.device import cpu_stands_for, names_of, on_cpu
+from isotype.trace.fake.leaves import map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.values import HALVES
 from isotype.trace.taken import DTYPE
@@ -153,14 +153,14 @@ def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
         floats = floats and (doubles or leaf.dtype != torch.float64)
         return leaf.to(dtype) if floats and leaf.dtype != dtype else leaf
 
-    return tree_map(cast, values)
+    return map_leaves(cast, values)
 
 
 def _widen(values: Any, dtype: torch.dtype) -> Any:
     def widen(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES else leaf
 
-    return tree_map(widen, values)
+    return map_leaves(widen, values)
 
 
 def _widest(values: Any) -> torch.dtype:
@@ -171,6 +171,6 @@ def _widest(values: Any) -> torch.dtype:
             floats.append(leaf.dtype)
         return leaf
 
-    tree_map(note, values)
+    map_leaves(note, values)
     wide = any(dtype == torch.float32 for dtype in floats) or len(set(floats)) > 1
     return torch.float32 if wide else (floats[0] if floats else torch.float32)

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
+from isotype.trace.fake.leaves import map_leaves
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
@@ -74,6 +74,8 @@ _FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
 _CPU_LACKS_HALF = "fft_"
 # Whose argument is an angle: what counts is by how much it is off, however large it is.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
+# What `torch.tensor` ends in: the mode would keep the number as a constant, and run all that is done with it by itself.
+_LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 # What `Module.to` calls; its results take the parameters' places.
 _MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
@@ -161,7 +163,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         def swap(leaf: Any) -> Any:
             return self.stand_for(leaf) if _is_real(leaf) else leaf
 
-        return tree_map(swap, values)
+        return map_leaves(swap, values)
 
     def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
         """The fake of a real tensor from outside of the twin, the same one each time."""
@@ -210,7 +212,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         value = self.values.compute(func, args, kwargs, tensors)
         if value is not None:
             self.values.follow_rounding(func, args, kwargs, tensors, value, shown(place.source))
-        if value is not None and is_data_dependent(func):
+        if value is not None and (is_data_dependent(func) or (func in _LIFTS and _is_real(args[0]))):
             result = fakes_of(value, self.values, self.fake)
         else:
             result, breach = self._judged(func, args, kwargs, tensors, edited)

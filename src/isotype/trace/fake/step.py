@@ -58,6 +58,7 @@ def trace_step(
     weights: Sequence[Weight] | None = None,
     deadline: float = math.inf,
     folded: bool = False,
+    untouched: Untouched | None = None,
 ) -> Trace:
     """Follow one step of `model` on a weightless twin.
 
@@ -72,16 +73,11 @@ def trace_step(
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
         deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
         folded: trace equal layers once, see `isotype.trace.fold`.
+        untouched: what the step's code reaches, where it is known from a trace just before; then `left` is not
+            searched for again.
     """
-    untouched = Untouched(
-        [
-            ("the loss", inputs.function if isinstance(inputs, LossOf) else inputs),
-            ("the inputs", inputs.inputs if isinstance(inputs, LossOf) else None),
-            ("generate", generate),
-            ("the optimizer", optimizer),
-            *beside_twin(model),
-        ]
-    )
+    first = untouched is None
+    untouched = untouched or untouched_by(model, inputs, optimizer, generate)
     mode = fake_mode()
     twin = twin_of(model, mode)
     if folded:
@@ -104,7 +100,7 @@ def trace_step(
         with _untouched_globals():
             failure = step.run()
     finally:
-        left = untouched.restore()
+        untouched.restore()
     return Trace(
         setup=setup,
         calls=tuple(recorder.calls),
@@ -117,8 +113,23 @@ def trace_step(
         memory=recorder.ledger.record(),
         failure=failure,
         notes=tuple(step.notes),
-        left=left,
+        left=untouched.left() if first else (),
         model=type(model).__name__,
+    )
+
+
+def untouched_by(
+    model: nn.Module, inputs: Any, optimizer: Any = None, generate: Callable[[nn.Module], Any] | None = None
+) -> Untouched:
+    """What the code of a step reaches beside the twin, saved; arguments as of `trace_step`."""
+    return Untouched(
+        [
+            ("the loss", inputs.function if isinstance(inputs, LossOf) else inputs),
+            ("the inputs", inputs.inputs if isinstance(inputs, LossOf) else None),
+            ("generate", generate),
+            ("the optimizer", optimizer),
+            *beside_twin(model),
+        ]
     )
 
 

@@ -23,12 +23,16 @@ from torch.utils._pytree import tree_map
 
 _ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype})
 _HOLDERS = frozenset({dict, OrderedDict, set, list})
+_CPU = torch.device("cpu")
 _SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors that a module holds outside of its parameters become fakes when they are met."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # `isotype.trace.fake.kernels` remembers for the step what it would; its own look-ups would come on top.
+    mode.cache_enabled = False
+    return mode
 
 
 def forget_fakes(mode: FakeTensorMode) -> None:
@@ -40,13 +44,13 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """A fake of the same shape, strides and dtype on the CPU, whatever device `tensor` is on."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
-    with mode:
+    # Past the mode's dispatch, which takes ten times as long.
+    with torch._C._DisableTorchDispatch():
         if tensor.layout != torch.strided:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype)
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         else:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    assert isinstance(made, FakeTensor)
-    return made
+            memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, memory, _CPU)
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
@@ -95,7 +99,9 @@ def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
     made: torch.Tensor = fake_like(tensor, mode)
     if not isinstance(tensor, nn.Parameter):
         return made
-    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    # What `nn.Parameter` makes of it; its `detach` would be one more dispatch.
+    made = made.requires_grad_(tensor.requires_grad)
+    made._is_param = True
     if getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
         made.grad_dtype = tensor.grad_dtype
     if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):

@@ -103,7 +103,7 @@ class Untouched:
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._undo: list[Callable[[], Any]] = []
         self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
-        self._caches: list[Any] = []
+        self._caches: dict[Any, Any] = {}
         self._alive: list[Any] = []
         self._seen: set[Any] = set()
         self._queue: deque[tuple[_Name, Any]] = deque()
@@ -118,8 +118,8 @@ class Untouched:
             while self._queue and self._left:
                 self._open(*self._queue.popleft())
 
-    def restore(self) -> tuple[str, ...]:
-        """Put everything back; returns what could not be, a sentence each."""
+    def restore(self) -> None:
+        """Put everything back, after each of several traces."""
         for held, saved in self._dicts:
             if len(held) != len(saved) or any(map(is_not, dict.values(held), saved.values())):
                 _refill(held, saved)
@@ -133,9 +133,14 @@ class Untouched:
                 leaf.grad = gradient
         for undo in self._undo:
             undo()
-        for cached in self._caches:
-            if _reaches_fake(cached, self._seen):
+        for cached, before in self._caches.items():
+            # To search it takes long; what has not been asked anything has remembered nothing.
+            if cached.cache_info() != before and _reaches_fake(cached, self._seen):
                 cached.cache_clear()
+                self._caches[cached] = cached.cache_info()
+
+    def left(self) -> tuple[str, ...]:
+        """What could not be put back, a sentence each."""
         return tuple(self._left_over())
 
     def _left_over(self) -> Iterator[str]:
@@ -290,7 +295,7 @@ class Untouched:
         for part in next(parts for base, parts in _PARTS.items() if isinstance(value, base)):
             self._meet(name, getattr(value, part))
         if isinstance(value, _LRU):
-            self._caches.append(value)
+            self._caches[value] = value.cache_info()
 
     def _function(self, name: _Name, value: Any) -> None:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
+from isotype.trace.fake.leaves import map_leaves
 from isotype.trace.fake.twin import fake_like
 
 aten = torch.ops.aten
@@ -116,12 +116,12 @@ class Values:
             if not tensors and not _small_factory(args, kwargs):
                 return None
             try:
-                result = func(*tree_map(real, args), **tree_map(real, kwargs))
+                result = func(*map_leaves(real, args), **map_leaves(real, kwargs))
             except RuntimeError:
                 return None  # mixed dtypes, or no kernel: the contract has its say next
             if guessed and packet in _ALL:
                 result = torch.ones_like(result)
-            return tree_map(_as_guessed, result) if guessed else result
+            return map_leaves(_as_guessed, result) if guessed else result
 
     # ------------------------------------------------------------------------------------------------- rounding
 
@@ -157,7 +157,7 @@ class Values:
 
         with _disable_current_modes():
             try:
-                exact = func(*tree_map(exact_of, args), **tree_map(exact_of, kwargs))
+                exact = func(*map_leaves(exact_of, args), **map_leaves(exact_of, kwargs))
             except RuntimeError:
                 return  # a view by the size of the dtype, an index that was rounded
         setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
@@ -243,7 +243,7 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
         values.give(made, leaf)
         return made
 
-    return tree_map(fake, result)
+    return map_leaves(fake, result)
 
 
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
