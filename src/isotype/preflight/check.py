@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,6 @@ from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
-from isotype.model.walk import own_float_parameters, places
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight.apply import apply_actions
@@ -28,8 +26,9 @@ from isotype.trace.fake.optimizers import learning_rate_of, unknown_optimizer
 from isotype.trace.fake.step import LossOf, failed_trace, trace_step, untouched_by
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.record import PHASES, Call, Phase, Setup, Trace, Weight
+from isotype.trace.sides import tallies, whole
 from isotype.trace.source import first_line, line_of
-from isotype.trace.weights import weights_of
+from isotype.trace.weights import unread_weights, weights_of
 
 DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
 
@@ -194,19 +193,8 @@ def _checkpoint_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype a model computes in by itself: that of most frozen elements of its linear layers, else of all."""
-    counts: Counter[torch.dtype] = Counter()
-    others: Counter[torch.dtype] = Counter()
-    for place in places(model):
-        module: Any = place.module
-        if place.kind == "linear4bit":
-            counts[module.compute_dtype or torch.float32] += 2 * module.weight.numel()
-            continue
-        for parameter in own_float_parameters(module).values():
-            into = counts if place.kind in ("linear", "embedding") and not place.adapter else others
-            into[parameter.dtype] += parameter.numel()
-    found = counts or others
-    return max(found, key=lambda dtype: found[dtype], default=torch.float32)
+    """The dtype a model computes in by itself: that of most modules that compute, of most elements in a tie."""
+    return whole(tallies(unread_weights(model))) or torch.float32
 
 
 @dataclass(frozen=True)

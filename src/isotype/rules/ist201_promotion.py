@@ -152,6 +152,7 @@ def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str
         first.odd,
         tuple({starred(o.name) + o.source: o for wide in group for o in wide.roots}.values()),
         trace.setup.compute,
+        trace.setup.compute,
     )
     return finding_at(
         "IST201",

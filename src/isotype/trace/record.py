@@ -270,7 +270,8 @@ class Setup:
         learning_rate: of the optimizer, None where unknown.
         phases: what was asked for, in order.
         policy: the policy the model is meant to follow, None where it was read off the model.
-        compute: dtype that breached operands are converted to: the policy's, autocast's, or that of most weights.
+        compute: dtype that breached operands are converted to: the policy's, autocast's, or that of most modules, where no part
+            of the model decides otherwise.
         fsdp: whether the run is sharded by FSDP: 0 no, else the version (1 or 2).
         gradient_checkpointing: arguments for the model's `gradient_checkpointing_enable`; None leaves it as it is.
         autocast_eval: whether autocast is on in evaluation and generation too.
@@ -372,6 +373,7 @@ class Trace:
         notes: what was not followed, and why.
         left: what the trace could not put back as it was, a sentence each.
         model: name of the model or its class.
+        given: float dtypes of the step's inputs.
     """
 
     setup: Setup
@@ -383,6 +385,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     model: str = ""
+    given: frozenset[torch.dtype] = frozenset()
 
     @property
     def flops(self) -> dict[torch.dtype, int]:

@@ -91,6 +91,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Who made the dtype that the function was told, where that is another tensor's.
         self.like: Origin | None = None
         self.names: dict[int, Origin] = {}
+        # Float dtypes of the step's inputs.
+        self.inputs: set[torch.dtype] = set()
         self._frames: list[_Frame] = []
         self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
@@ -198,6 +200,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """From now on the dtype of `tensor` is `origin`'s."""
+        if origin.kind == "input" and origin.dtype in FLOATS:
+            self.inputs.add(origin.dtype)
         setattr(tensor, ORIGIN, origin)
 
     def told(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedParameter
 
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, places
@@ -56,6 +57,31 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
                 holds=_holds(tensor, buffer),
             )
     return tuple(rows.values())
+
+
+def unread_weights(model: nn.Module) -> Iterator[Weight]:
+    """The parameters of `model` as far as their places, dtypes and shapes go: no value is read, no buffer asked for.
+
+    Those of lazy layers have no shape yet and are left out.
+    """
+    pinned = _pinned_patterns(model)
+    seen: set[int] = set()
+    for place in places(model):
+        for own, parameter in place.module.named_parameters(recurse=False):
+            if id(parameter) in seen or isinstance(parameter, UninitializedParameter):
+                continue
+            seen.add(id(parameter))
+            name = f"{place.name}.{own}" if place.name else own
+            yield Weight(
+                name,
+                parameter.dtype,
+                tuple(parameter.shape),
+                adapter=place.adapter,
+                module=place.name,
+                kind=place.kind,
+                pinned=is_pinned(name, pinned),
+                quantization=_quantization(place, own),
+            )
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:

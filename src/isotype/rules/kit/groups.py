@@ -5,7 +5,6 @@ A group knows the operand to blame, how its dtype came about, and which rule it 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Call, Operand, Origin, Trace, Weight
+from isotype.trace.sides import Sides, is_adapter, sides_of
 
 SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
 _ATTENTION = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
@@ -31,6 +31,7 @@ class Group:
         odd: the operand to blame in the first call.
         causes: who made the dtypes of all odd operands, one for each name or source; the first made the first's.
         expected: the dtype it should have had.
+        side: the dtype of the part of the model that it does not fit.
     """
 
     code: str
@@ -38,6 +39,7 @@ class Group:
     odd: Operand
     causes: tuple[Origin, ...]
     expected: torch.dtype
+    side: torch.dtype
 
     @property
     def cause(self) -> Origin:
@@ -48,7 +50,7 @@ class Group:
 @per_trace
 def groups(trace: Trace) -> tuple[Group, ...]:
     """The broken contracts of a trace by cause, in the order in which they surface."""
-    owners = trace.owners
+    owners, sides = trace.owners, sides_in(trace)
     found: dict[tuple[str, ...], list[tuple[str, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
     for call in trace.breaches():
@@ -59,7 +61,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
             forward.add(here)
         elif call.recomputed and here in forward:
             continue  # what broke in the forward breaks again when checkpointing recomputes it
-        odd = odd_operand(call, trace.setup.compute, owners)
+        odd = odd_operand(call, side_at(call, sides), owners)
         shared = odd.origin.cause.kind in SHARED and call.phase != "optimizer"
         code = "IST406" if shared else code_of(call, owners)
         if code is None:
@@ -74,8 +76,24 @@ def groups(trace: Trace) -> tuple[Group, ...]:
             broken[0][2],
             distinct(odd.origin.cause for _, _, odd in broken),
             _expected(broken[0][1], trace.setup.compute),
+            side_at(broken[0][1], sides),
         )
         for broken in found.values()
+    )
+
+
+@per_trace
+def sides_in(trace: Trace) -> Sides:
+    """Who tells, in this trace, which of two dtypes that meet is out of place."""
+    return sides_of(trace.setup, trace.weights, trace.given)
+
+
+def side_at(call: Call, sides: Sides) -> torch.dtype:
+    """The dtype of the part of the model in which a call's float operands meet."""
+    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    # One without dimensions gives its dtype to nothing that it meets.
+    return sides.at(
+        call.module, [o.origin.cause for o in floats if o.shape] or [o.origin.cause for o in floats]
     )
 
 
@@ -92,12 +110,12 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
     return converted or compute
 
 
-def odd_operand(call: Call, compute: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
-    """The operand to blame: the first float one that is not in the compute dtype.
+def odd_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
+    """The operand to blame: the first float one that is not in the dtype of its side.
 
     In an adapter it is the frozen part that did not become float32 with the trained ones.
     """
-    expected = _expected(call, compute)
+    expected = _expected(call, side)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     left = [o for o in floats if o.dtype.itemsize < 4 and _is_frozen_part(o.origin, owners)]
     if left and any(_is_master(operand, owners) for operand in floats):
@@ -107,7 +125,7 @@ def odd_operand(call: Call, compute: torch.dtype, owners: Mapping[str, Weight]) 
     scratch = [operand for operand in floats if operand.origin.cause.kind == "scratch"]
     if scratch:
         return scratch[0]  # what another module needed it for says nothing about this one
-    foreign = [operand for operand in floats if operand.dtype != compute]
+    foreign = [operand for operand in floats if operand.dtype != side]
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # One without dimensions gives its dtype to nothing that it meets.
     foreign = [operand for operand in foreign if operand.shape] or foreign
@@ -188,19 +206,8 @@ def _refused_by_autocast(call: Call) -> bool:
     return call.breach is not None and "autocast" in call.breach.message
 
 
-# Whole words of a name. PEFT's tuner layers are known by their class; these are adapters written by hand or by other
-# libraries (`lora_A`, `attn_lora`, `adapter`), and what PEFT keeps outside of tuner layers: its prompts.
-_ADAPTER_NAMES = re.compile(
-    r"(?<![^._])(?:lora|dora|lokr|loha|ia3|vera|adapters?)(?![^._])"
-    r"|(?<![^.])(?:magnitude|modules_to_save|soft_prompt|adaption_(?:prompt|gate))(?![^.])"
-    r"|^prompt_encoder\.[^.]+\.(?:embedding|mlp_head|lstm_head|transform)\.",
-    re.IGNORECASE,
-)
-
-
 def _is_adapter(name: str, owners: Mapping[str, Weight]) -> bool:
-    weight = owners.get(name)
-    return bool(_ADAPTER_NAMES.search(name)) or (weight is not None and weight.adapter)
+    return is_adapter(name, owners.get(name))
 
 
 def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, short, starred
 from isotype.rules.finding import Action, ActionKind, Finding, Fix
-from isotype.rules.kit.groups import SCATTERS, Group, distinct, groups
+from isotype.rules.kit.groups import SCATTERS, Group, distinct, groups, sides_in
+from isotype.rules.kit.siblings import modules_meant, weights_meant
 from isotype.rules.kit.words import cause_text, evidence
 from isotype.trace.record import FLOATS, Breach, Call, Failure, Operand, Origin, Trace, Weight
 
@@ -27,8 +28,9 @@ def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
 
 def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     """The finding for a check of the model's own code that refused a dtype; None where no tensor at hand is odd."""
-    compute, taken = trace.setup.compute, _named_dtypes(failure.error)
+    taken = _named_dtypes(failure.error)
     at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
+    compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in at_hand])
     refused = _refused_dtypes(failure.error) if not taken else frozenset()
     if refused:
         odd = [o for o in at_hand if o.dtype in refused][-1:]
@@ -57,7 +59,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
         else min(taken, key=lambda dtype: (dtype.itemsize, str(dtype)))
     )
     causes = distinct(origin for o in odd for origin in _alike(o.origin.cause, owners))
-    group = Group("IST199", (call,), odd[0], causes, expected)
+    group = Group("IST199", (call,), odd[0], causes, expected, compute)
     return _finding(trace, group, "the model's own code refuses {odd}", owners)
 
 
@@ -155,12 +157,12 @@ def _notes(group: Group, places: Sequence[str], unlike: str) -> tuple[str, ...]:
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
     """What may fix a group; a second trace decides."""
-    expected = dtype_name(_wanted(trace, group))
-    names = tuple(dict.fromkeys(starred(cause.name) for cause in group.causes))
+    expected = dtype_name(_wanted(group))
+    names = weights_meant(trace, (cause.name for cause in group.causes))
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
     yield from _adapter_fixes(trace, group, owners)
     if group.cause.kind == "parameter" and blamed:
-        yield from _parameter_fixes(blamed, owners, expected)
+        yield from _parameter_fixes(trace, blamed, expected)
     if group.cause.kind in ("buffer", "attribute"):
         what = "the buffer" if group.cause.kind == "buffer" else "the unregistered tensor"
         safety: Literal["safe", "unsafe"] = (
@@ -180,7 +182,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
         yield _fix(
             f"let the quantization states dequantize to {expected}", "safe", "state", stale or names, expected
         )
-    yield from _hook_fixes(group, owners, expected)
+    yield from _hook_fixes(trace, group, expected)
     written = tuple(
         cause.source for cause in group.causes if cause.kind in ("cast", "constant") and cause.source
     )
@@ -232,15 +234,14 @@ def _in_place(op: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _wanted(trace: Trace, group: Group) -> torch.dtype:
-    """The dtype to bring the odd operand to: the compute dtype, or what it meets where it has that already."""
-    compute = trace.setup.compute
+def _wanted(group: Group) -> torch.dtype:
+    """The dtype to bring the odd operand to: that of its side, or what it meets where it has that already."""
     if group.code in ("IST109", "IST199"):
         return group.expected
-    if group.odd.dtype != compute:
-        return compute
-    met = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != compute)
-    return next(met, compute)
+    if group.odd.dtype != group.side:
+        return group.side
+    met = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != group.side)
+    return next(met, group.side)
 
 
 def _fix(
@@ -295,13 +296,13 @@ def _adapted(module: str, modules: Mapping[str, str]) -> str:
     return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
 
 
-def _parameter_fixes(blamed: Sequence[Weight], owners: Mapping[str, Weight], expected: str) -> Iterator[Fix]:
+def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> Iterator[Fix]:
     # A layer's weight and bias go together: with one of them cast it takes no dtype at all.
     beside = {(weight.module, weight.dtype) for weight in blamed if weight.module}
-    others = (w for w in owners.values() if (w.module, w.dtype) in beside and not w.buffer)
+    others = (w for w in trace.weights if (w.module, w.dtype) in beside and not w.buffer)
     weights = list({weight.name: weight for weight in (*blamed, *others)}.values())
-    modules = [starred(weight.module) for weight in weights]
-    names = tuple(dict.fromkeys(starred(weight.name) for weight in weights))
+    names = weights_meant(trace, (weight.name for weight in weights))
+    modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
     first = weights[0]
     lossless = all(_keeps_digits(weight, expected) for weight in weights)
     cast = _fix(
@@ -314,8 +315,8 @@ def _parameter_fixes(blamed: Sequence[Weight], owners: Mapping[str, Weight], exp
             f"return each {first.module_class}'s output in {expected}", "safe", "output", modules, expected
         )
     elif all(modules):
-        what = _listed(dict.fromkeys(modules))
-        if (len(set(modules)) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
+        what = _listed(modules)
+        if (len(modules) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
             what = f"each {first.module_class} of {what}"
         yield _fix(
             f"let {what} cast at its border and compute in {expected}",
@@ -337,14 +338,20 @@ def _keeps_digits(weight: Weight, expected: str) -> bool:
     return weight.holds is not None and dtype_name(weight.holds) == expected
 
 
-def _hook_fixes(group: Group, owners: Mapping[str, Weight], expected: str) -> Iterator[Fix]:
+def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
+    owners = trace.owners
     made_in = [step.module for step in group.odd.origin.way() if step.module and step.kind != "conversion"]
     made_in += [cause.module for cause in group.causes if cause.module]
     # What flows out of a layer has the dtype of its weight; of norms `_parameter_fixes` says so.
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
+    meant = weights_meant(trace, (weight.name for weight in blamed))
+    # Where one layer of many has another dtype, only what it led to is meant.
+    alone = len(meant) == 1 and "*" not in meant[0]
+    made_in = made_in if alone else list(map(starred, made_in))
     if not _is_own(group.odd, group.calls[0]):
-        made_in += [w.module for w in blamed if w.module and not w.buffer and w.kind != "norm"]
-    makers = tuple(dict.fromkeys(map(starred, made_in)))
+        flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
+        made_in += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
+    makers = tuple(dict.fromkeys(made_in))
     for targets in (*([makers] if len(makers) > 1 else []), *((module,) for module in makers)):
         yield _fix(
             f"return the outputs of {_listed(targets)} in {expected}", "safe", "output", targets, expected
@@ -352,10 +359,11 @@ def _hook_fixes(group: Group, owners: Mapping[str, Weight], expected: str) -> It
     if group.cause.kind == "input":
         yield _fix(f"give the model {group.cause.name} in {expected}", "safe", "input", ("",), expected)
     # The whole model's input is named above where it is the cause; what a loss does comes after it.
-    places = [starred(call.module) for call in group.calls if call.module and not _is_own(group.odd, call)]
+    called = [call.module for call in group.calls if call.module and not _is_own(group.odd, call)]
+    places = modules_meant(trace, called)
     if places:
         yield _fix(
-            f"take the inputs of {_listed(dict.fromkeys(places))} in {expected}",
+            f"take the inputs of {_listed(places)} in {expected}",
             "safe",
             "input",
             places,

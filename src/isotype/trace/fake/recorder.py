@@ -36,6 +36,7 @@ from isotype.trace.recorder import (
     tensors_in,
     width,
 )
+from isotype.trace.sides import Sides
 from isotype.trace.source import first_line, raising_frame, shown
 
 aten = torch.ops.aten
@@ -97,6 +98,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             calls with mixed dtypes is converted to it: a change of the code that is to be tried.
 
     Attributes:
+        sides: who tells which of several dtypes that meet is converted to; `compute` until there are weights to count.
         deadline: of the step, in seconds of `time.monotonic`; the operator after it ends the step.
     """
 
@@ -110,6 +112,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().__init__()
         self.contracts = contracts
         self.compute = compute
+        self.sides = Sides(compute, True, {})
         self.fake = fake
         self.kernels = Kernels(fake)
         self.lines = lines or {}
@@ -296,14 +299,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """The dtype to convert to, and whether the edited line does it by itself.
 
         It is that of what an operator writes into, which no cast at the line changes; else the edit's, else that of
-        what is not shared with others, else the policy's, else the widest.
+        what is not shared with others, else that of the part of the model it is in, else the widest.
         """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
             return tensors[0][1].dtype, tensors[0][1].dtype == edited
         if edited is not None:
             return edited, True
-        alike = tuple(self.compute if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
+        side = self._side(tensors)
+        alike = tuple(side if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(operator_name(func), alike)
         if len(set(floats)) == 1 or not (verdict is None or verdict.accepted):
             return torch.float32, False  # no kernel for this dtype: there is one for float32
@@ -314,9 +318,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         }
         if len(own) == 1:
             return own.pop(), False  # the model's own dtype, whatever a tensor that it shares has
-        if self.compute in floats:
-            return self.compute, False
-        return max(floats, key=width, default=self.compute), False
+        return side if side in floats else max(floats, key=width, default=side), False
+
+    def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
+        """The dtype of the part of the model in which the float ones of `tensors` meet."""
+        floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
+        causes = [self.origin(tensor).cause for tensor in floats if tensor.dim()]
+        return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
 
     def _run_converted(self, func: Any, args: Any, kwargs: Any, target: torch.dtype) -> Any:
         def convert(value: Any) -> Any:
@@ -349,8 +357,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         edited = self._edited(self._place())
         if edited is not None:
             return edited
-        widest = max(floats, key=width)
-        target = cast or (torch.float32 if alone else self.compute if self.compute in floats else widest)
+        widest, side = max(floats, key=width), self._side(tensors)
+        target = cast or (torch.float32 if alone else side if side in floats else widest)
         self.note(
             f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, target)
         )

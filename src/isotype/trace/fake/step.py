@@ -27,6 +27,7 @@ from isotype.trace.fake.values import LIMIT
 from isotype.trace.fold import fold
 from isotype.trace.loss import loss_of
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
+from isotype.trace.sides import sides_of
 from isotype.trace.source import first_line, line_of
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
@@ -96,6 +97,7 @@ def trace_step(
     loss = inputs.function if isinstance(inputs, LossOf) else inputs
     recorder.knows(model, twin, brought_by(loss))
     step = _Step(twin, inputs, setup, recorder, mode, optimizer, states, generate)
+    recorder.sides = sides_of(setup, (weight for _, weight in step.owned), recorder.inputs)
     try:
         with _untouched_globals():
             failure = step.run()
@@ -115,6 +117,7 @@ def trace_step(
         notes=tuple(step.notes),
         left=untouched.left() if first else (),
         model=type(model).__name__,
+        given=frozenset(recorder.inputs),
     )
 
 

@@ -413,6 +413,7 @@ class Watch:
             failure=failure,
             notes=tuple(self.notes),
             model=type(self._roots[0]).__name__ if self._roots else "",
+            given=frozenset(recorder.inputs),
         )
 
     def autocast(self) -> torch.dtype | None:

@@ -1,0 +1,176 @@
+"""Which dtype a part of a model computes in: where dtypes meet, the side with fewer modules is out of place."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from isotype.trace.record import FLOATS, Origin, Setup, Weight
+
+_HALVES = (torch.bfloat16, torch.float16)
+_HELD = ("parameter", "buffer", "attribute")
+# What comes from outside of the modules, or was converted to the dtype of another part: where it goes to says which
+# part of the model it concerns.
+_FROM_OUTSIDE = ("input", "data", "outside", "scratch", "conversion")
+
+# Whole words of a name. PEFT's tuner layers are known by their class; these are adapters written by hand or by other
+# libraries (`lora_A`, `attn_lora`, `adapter`), and what PEFT keeps outside of tuner layers: its prompts.
+_ADAPTER_NAMES = re.compile(
+    r"(?<![^._])(?:lora|dora|lokr|loha|ia3|vera|adapters?)(?![^._])"
+    r"|(?<![^.])(?:magnitude|modules_to_save|soft_prompt|adaption_(?:prompt|gate))(?![^.])"
+    r"|^prompt_encoder\.[^.]+\.(?:embedding|mlp_head|lstm_head|transform)\.",
+    re.IGNORECASE,
+)
+
+
+def is_adapter(name: str, weight: Weight | None) -> bool:
+    """Whether a weight, or what has its name, is a part of an adapter: by its class or, written by hand, by its name."""
+    return bool(_ADAPTER_NAMES.search(name)) or (weight is not None and weight.adapter)
+
+
+@dataclass
+class Tally:
+    """Of one part of a model: modules that compute, and their elements, by dtype."""
+
+    modules: Counter[torch.dtype] = field(default_factory=Counter)
+    elements: Counter[torch.dtype] = field(default_factory=Counter)
+
+    def leaders(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that most modules have: several where as many have each, none where nothing computes."""
+        most = max(self.modules.values(), default=0)
+        return tuple(dtype for dtype, count in self.modules.items() if count == most)
+
+
+Tallies = Mapping[str, Tally]
+
+
+def tallies(weights: Iterable[Weight]) -> Tallies:
+    """Of every module with what is in it, by fully qualified name; of the whole model under "".
+
+    A module has one vote, in the dtype of its largest weight. Norms, adapters and pinned weights have another dtype
+    than their neighbours on purpose and none.
+    """
+    held = [weight for weight in weights if not weight.buffer]
+    voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
+    found: dict[str, Tally] = {"": Tally()}
+    for weight in voters:
+        dtype, count = _computed_in(weight), weight.repeats
+        elements = math.prod(weight.shape) * (1 if weight.quantization is None else 2)
+        for part in _around(weight.module):
+            tally = found.setdefault(part, Tally())
+            tally.modules[dtype] += count
+            tally.elements[dtype] += count * elements
+    return found
+
+
+def _largest(weights: Iterable[Weight]) -> list[Weight]:
+    """Of each module that holds weights in a dtype to compute in (float8 is for storage) the largest."""
+    found: dict[str, Weight] = {}
+    for weight in weights:
+        known = found.get(weight.module)
+        larger = known is None or math.prod(weight.shape) > math.prod(known.shape)
+        if larger and _computed_in(weight) in FLOATS and _computed_in(weight).itemsize > 1:
+            found[weight.module] = weight
+    return list(found.values())
+
+
+def _computes(weight: Weight) -> bool:
+    if weight.kind == "norm" or weight.pinned or is_adapter(weight.name, weight):
+        return False
+    matrix = sum(size > 1 for size in weight.shape) > 1
+    return matrix or weight.kind in ("linear", "linear4bit", "embedding")
+
+
+def _computed_in(weight: Weight) -> torch.dtype:
+    if weight.kind == "linear4bit" and weight.quantization is not None:
+        return weight.quantization.compute or torch.float32
+    return weight.dtype
+
+
+def _around(module: str) -> tuple[str, ...]:
+    """A module's name and those of all modules around it, the innermost first; the outermost is ""."""
+    parts = module.split(".") if module else []
+    return tuple(".".join(parts[:end]) for end in range(len(parts), -1, -1))
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Who tells which of several dtypes that meet is out of place.
+
+    Attributes:
+        compute: the dtype of the whole step.
+        decided: whether a policy or autocast has decided on `compute`: then it holds for every part.
+        parts: of every module, what is in it.
+        given: float dtypes of the step's inputs.
+    """
+
+    compute: torch.dtype
+    decided: bool
+    parts: Tallies
+    given: Collection[torch.dtype] = ()
+
+    def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
+        """The dtype of the part in which `causes` meet, in a call of `module`; `compute` where it has no weights.
+
+        That part is the smallest one that holds whatever made the dtypes, with all layers of its list; where something
+        else made one of them, an input say, the smallest that has modules in both. One module alone decides nothing, and
+        where as many have one dtype as another, the part around it does; of the whole model see `whole`.
+        """
+        if self.decided:
+            return self.compute
+        met = {cause.dtype for cause in causes}
+        homes = [_home(cause) for cause in causes]
+        held = [home for home in homes if home is not None]
+        for part in _around(_list_of(_common([module, *held])))[:-1]:
+            tally = self.parts.get(part, Tally())
+            leaders = tally.leaders()
+            both = len(met & tally.modules.keys()) > 1
+            if len(leaders) == 1 and (both or (len(held) == len(homes) and tally.modules.total() > 1)):
+                return leaders[0]
+        return whole(self.parts, self.given) or self.compute
+
+
+def sides_of(setup: Setup, weights: Iterable[Weight], given: Collection[torch.dtype] = ()) -> Sides:
+    """The sides of a step."""
+    decided = setup.policy is not None or setup.autocast is not None
+    return Sides(setup.compute, decided, tallies(weights), given)
+
+
+def whole(parts: Tallies, given: Collection[torch.dtype] = ()) -> torch.dtype | None:
+    """The dtype that most modules of a model have.
+
+    An input in 16 bits is somebody's choice: it counts as one more module in its dtype, and decides where as many have
+    another one; else the elements do.
+    """
+    tally = parts.get("", Tally())
+    chosen = [dtype for dtype in _HALVES if dtype in given and dtype in tally.modules]
+    counts = tally.modules + Counter(chosen)
+    ranks = {dtype: (count, dtype in chosen, tally.elements[dtype]) for dtype, count in counts.items()}
+    return max(ranks, key=lambda dtype: ranks[dtype], default=None)
+
+
+def _home(cause: Origin) -> str | None:
+    """The module that made a dtype; None where it came from outside of the modules."""
+    if cause.kind in _HELD:
+        return cause.name.rpartition(".")[0]
+    if cause.kind == "state":
+        return cause.name
+    return None if cause.kind in _FROM_OUTSIDE else cause.module or None
+
+
+def _list_of(module: str) -> str:
+    """The innermost list of layers that a module is in one of, by the layer's number; itself where it is in none."""
+    parts = module.split(".")
+    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1]]) if numbers else module
+
+
+def _common(modules: Sequence[str]) -> str:
+    """The innermost module that holds all of `modules`."""
+    shared = set(_around(modules[0])).intersection(*(_around(module) for module in modules[1:]))
+    return max(shared, key=len)
