@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types check bench clean
+.PHONY: demo test test-all lint types check bench clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
 	$(BIN)/isotype demo
@@ -14,6 +14,9 @@ test: $(VENV)/.installed  ## lint, types and the whole test suite
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
 lint: $(VENV)/.installed  ## mend what can be mended, show the rest
 	$(BIN)/ruff format .

@@ -22,6 +22,7 @@ from isotype.model.boundary import original_class
 from isotype.model.walk import is_pinned
 from tests.checkpoint.test_gguf import write_gguf
 from tests.models import quiet, tiny_batch, tiny_model
+from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train
 from tests.train.test_matrix import generate
 
@@ -58,9 +59,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", sorted(PINNED))
+@pairwise("name, dtype, quantization", sorted(PINNED), LOW, [None, "nf4", "int8"])
 def test_pinned_weights_keep_every_digit(
     tmp_path: Path, name: str, dtype: str, quantization: str | None
 ) -> None:
@@ -127,12 +126,11 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("storage", "double_quant", "packed"), FORMATS)
-@pytest.mark.parametrize("name", ["llama-tied-bias", "gpt-oss"])
+@pairwise("name, form, dtype", ["llama-tied-bias", "gpt-oss"], FORMATS, ["float32", "float16", "bfloat16"])
 def test_a_quantized_checkpoint_follows_the_policy(
-    saved: Saved, tmp_path: Path, name: str, storage: str, double_quant: bool, packed: str, dtype: str
+    saved: Saved, tmp_path: Path, name: str, form: tuple[str, bool, str], dtype: str
 ) -> None:
+    storage, double_quant, packed = form
     directory = quantized_checkpoint(saved(name), tmp_path, storage, double_quant, packed)
     policy = isotype.resolve_precision(directory, dtype, device="cpu")
     assert (policy.storage, policy.double_quant) == (storage, double_quant)

@@ -17,6 +17,7 @@ from isotype.model.boundary import Boundary
 from isotype.model.enforce import enforce_model
 from isotype.model.quantized import keep_training_layout
 from tests.models import tiny_batch
+from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, autocast, train
 from tests.train.test_matrix import generate
 
@@ -49,9 +50,7 @@ def trained_names(model: torch.nn.Module, part: str) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and part in name]
 
 
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
-@pytest.mark.parametrize("quantization", STORAGES)
-@pytest.mark.parametrize("dtype", LOW)
+@pairwise("dtype, quantization, bias", LOW, STORAGES, ["all", "lora_only"])
 def test_trained_biases_stay_float32(saved: Saved, dtype: str, quantization: str | None, bias: str) -> None:
     model, policy = adapted(saved, "llama-tied-bias", dtype, quantization, bias=bias)
     names = trained_names(model, ".bias")
@@ -81,10 +80,8 @@ def test_frozen_biases_lie_in_the_compute_dtype_and_are_left_alone(
         assert name not in frozen or torch.equal(parameter, frozen[name])
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4"])
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(
-    ("name", "modules"),
+@pairwise(
+    "part, dtype, quantization",
     [
         ("llama", ["lm_head"]),
         ("llama", ["embed_tokens", "lm_head"]),
@@ -93,11 +90,13 @@ def test_frozen_biases_lie_in_the_compute_dtype_and_are_left_alone(
         ("gemma2", ["embed_tokens"]),  # its embedding scales its output
         ("gpt-oss", ["router"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+    LOW,
+    [None, "nf4"],
 )
 def test_modules_trained_whole(
-    saved: Saved, name: str, modules: list[str], dtype: str, quantization: str | None
+    saved: Saved, part: tuple[str, list[str]], dtype: str, quantization: str | None
 ) -> None:
+    name, modules = part
     targets = ["q_proj", "v_proj"]
     model, policy = adapted(saved, name, dtype, quantization, modules_to_save=modules, target_modules=targets)
     assert trained_names(model, "modules_to_save")

@@ -18,6 +18,7 @@ from isotype.model.enforce import Change, enforce_model, policy_of, summarize
 from isotype.model.walk import is_pinned, kind_of, places
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import CONFIGS, tiny_batch, tiny_model
+from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train
 
 Saved = Callable[..., Path]
@@ -44,9 +45,7 @@ def rotary_scalings(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
-@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MODELS)
+@pairwise("name, cast, quantization", MODELS, [torch.bfloat16, torch.float16], [None, "nf4", "int8"])
 def test_a_blanket_cast_is_undone(
     saved: Saved, name: str, cast: torch.dtype, quantization: str | None
 ) -> None:

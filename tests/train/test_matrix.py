@@ -1,4 +1,4 @@
-"""Every architecture x compute dtype x quantization x {LoRA, DoRA} trains under its policy, through the public road."""
+"""Architecture x compute dtype x quantization x {LoRA, DoRA}, by pairs: each trains under its policy, publicly."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import isotype
 from isotype.model.enforce import enforce_model
 from tests.models import tiny_batch
+from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train
 
 MODELS = (
@@ -49,10 +49,14 @@ def generate(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=lambda q: q or "dense")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pairwise(
+    "name, dtype, quantization, dora",
+    MODELS,
+    DTYPES,
+    QUANTIZATIONS,
+    [False, True],
+    ids=lambda value: {None: "dense", False: "lora", True: "dora"}.get(value, value),
+)
 def test_trains_under_its_policy(
     saved: Callable[..., Path], name: str, dtype: str, quantization: str | None, dora: bool
 ) -> None:
