@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Before torch and bitsandbytes are loaded: threads make tiny models ten times slower where tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# readline, which pytest imports, leaves what it takes for a terminal's width to the processes of pytest-xdist.
+os.environ.pop("COLUMNS", None)
 
 import pytest
 import torch

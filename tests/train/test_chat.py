@@ -164,7 +164,17 @@ def test_what_no_longer_fits_is_forgotten_aloud(tmp_path: Path) -> None:
     lines = talk(short, "w1 w2 w3", "w4 w5 w6", " ".join(["w7"] * 40))
     assert lines[2] == "(the oldest turns no longer fit into the context and are forgotten)"
     assert lines[3] == talk(short, "w4 w5 w6")[1]
-    assert lines[4] == "(too long for this model's context; not asked)"
+    assert lines[4] == (
+        "(not asked: the question and --max_new_tokens 8 are more than this model's context of 24 tokens)"
+    )
+
+
+def test_the_system_message_is_never_forgotten(tmp_path: Path) -> None:
+    short = save_model(tmp_path / "short", max_position_embeddings=26)
+    lines = talk(short, "w1 w2 w3", "w4 w5", system="w7")
+    assert lines[2] == "(the oldest turns no longer fit into the context and are forgotten)"
+    assert lines[3] == talk(short, "w4 w5", system="w7")[1]
+    assert lines[3] != talk(short, "w4 w5")[1]
 
 
 def test_a_temperature_samples(base: Path) -> None:

@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import IsotypeError
 from isotype.core.interrupt import exit_status, signal_of, terminate
 from isotype.core.terminal import print_the_nearest
+from isotype.report.narrow import wrapped
 
 TRAINING = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
 CRASHED = 1
@@ -40,9 +42,12 @@ usage: isotype COMMAND [ARGUMENT …]
 
 train a model under one precision policy (each takes the arguments of `trl COMMAND`):
   sft      supervised fine-tuning on text, prompt/completion or chat data
-  dpo      direct preference optimization          reward   a reward model
-  kto      Kahneman-Tversky optimization           grpo     group relative policy optimization
-  rloo     REINFORCE leave-one-out                 demo     sft of SmolLM2-135M-Instruct on an embedded data set
+  dpo      direct preference optimization
+  reward   a reward model
+  kto      Kahneman-Tversky optimization
+  grpo     group relative policy optimization
+  rloo     REINFORCE leave-one-out
+  demo     sft of SmolLM2-135M-Instruct on an embedded data set
 
 use what came out:
   chat     talk to a model or an adapter
@@ -70,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show_warnings_of_libraries()
     console, errors = _console(stderr=False), _console(stderr=True)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        console.print(_USAGE, highlight=False, markup=False, end="")
+        console.print(wrapped(_USAGE, console), highlight=False, markup=False, soft_wrap=True, end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
         from isotype import __version__
@@ -91,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except IsotypeError as error:
         if debug:
             traceback.print_exc()
-        errors.print(f"[bold red]error:[/bold red] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        _print_error(errors, str(error))
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         if debug:
@@ -105,11 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last frame: any crash ends in one message and a status
         if debug:
             traceback.print_exc()
-        errors.print(
-            f"[bold red]error:[/bold red] {_escape(type(error).__name__)}: {_escape(str(error))}\n"
-            "  = this was not expected; --debug shows where it happened",
-            highlight=False,
-            soft_wrap=True,
+        _print_error(
+            errors,
+            f"{type(error).__name__}: {error}\n  = this was not expected; --debug shows where it happened",
         )
         return CRASHED
 
@@ -120,6 +123,11 @@ def _console(stderr: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 110  # a log file has no width of its own, and 80 wraps every table
     return console
+
+
+def _print_error(console: Console, text: str) -> None:
+    lines = wrapped(f"error: {text}", console).removeprefix("error:")
+    console.print(Text.assemble(("error:", "bold red"), lines), highlight=False, soft_wrap=True)
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
@@ -172,7 +180,8 @@ def _train(command: str, rest: list[str], console: Console) -> int:
     if any(each in ("-h", "--help") for each in rest):
         from isotype.train.usage import short_help
 
-        console.print(short_help(command), highlight=False, markup=False, soft_wrap=True, end="")
+        text = wrapped(short_help(command), console)
+        console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
         return 0
     rest = ["--help" if each == "--help-all" else each for each in rest]
     _speak_up() if {"-v", "--verbose"} & set(rest) else _quiet_libraries()
@@ -185,11 +194,7 @@ def _train(command: str, rest: list[str], console: Console) -> int:
     outcome = run(settings, console)
     show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":
-        _console(stderr=True).print(
-            f"[bold red]error:[/bold red] {_escape(outcome.record.error or '')}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        _print_error(_console(stderr=True), outcome.record.error or "")
     if outcome.stopped_by is not None:
         return exit_status(outcome.stopped_by)
     return CRASHED if outcome.record.status == "failed" else 0

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isotype.report.narrow import wrapped
 from isotype.report.run.record import loss_sentences
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
     say()
     for pieces in loss_sentences(record):
         if pieces:
-            say("".join(pieces))
+            say(wrapped("".join(pieces), console))
     for sample in record.samples:
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(style="bold", no_wrap=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
-from isotype.report.narrow import fitting
+from isotype.report.narrow import fitting, wrapped
 from isotype.report.text import format_bytes
 
 _ODD_SHOWN = 4
@@ -32,7 +32,7 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
         if text:
             console.print(Text.assemble((f"{name:<14}", "dim"), text), soft_wrap=True)
     for line in odd_lines(inspection):
-        console.print(Text(line, style="yellow"), soft_wrap=True)
+        console.print(Text(wrapped(line, console), style="yellow"), soft_wrap=True)
 
 
 def odd_lines(inspection: Inspection) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.report.narrow import fitting
 
 if TYPE_CHECKING:
     from isotype.checkpoint.merge import MergeReport
@@ -21,12 +22,12 @@ def show_merge(console: Console, report: MergeReport) -> None:
     table.add_column(overflow="fold")
     for name, text in _rows(report):
         table.add_row(name, text)
-    console.print(table, highlight=False, markup=False)
+    console.print(fitting(table, console), highlight=False, markup=False)
     for note in report.notes:
-        console.print(f"[dim]note:[/dim] {escape(note)}", highlight=False)
+        console.print(Text.assemble(("note: ", "dim"), note), highlight=False)
     for warning in report.warnings:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
-    console.print(f"\ntry it:  isotype chat {report.output}", highlight=False, markup=False)
+        console.print(Text.assemble(("warning: ", "yellow"), warning), highlight=False)
+    console.print(f"\ntry it:  isotype chat {report.output}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _rows(report: MergeReport) -> list[tuple[str, str]]:

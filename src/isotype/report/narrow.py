@@ -1,6 +1,10 @@
-"""Tables on a terminal too narrow for them: one row under another."""
+"""Tables and sentences on a terminal too narrow for them: rows one under another, words that are not cut."""
 
 from __future__ import annotations
+
+import os
+import re
+import textwrap
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -10,6 +14,9 @@ from rich.text import Text
 NARROW = 60
 """Columns below which a table's rows are printed one under another."""
 
+_LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
+"""What stands before a line's first word: its indent, a bullet, a label of one or two words."""
+
 
 def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
     """The table; where the console has less than `NARROW` columns, each row's cells under its first, with the headers."""
@@ -18,8 +25,12 @@ def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
     heads = [Text(str(column.header), style="dim") for column in table.columns]
     lines = Table.grid()
     lines.add_column(overflow="fold")
+    if table.title:
+        lines.add_row(Text(str(table.title), style=table.title_style or ""))
     for first, *others in zip(*(column.cells for column in table.columns), strict=True):
-        lines.add_row(Padding(first, (0, 0, 0, indent)))
+        name = first if isinstance(first, Text) else Text.from_markup(str(first))
+        shown = Text(_at_dots(name.plain, console.width - indent), style=name.style)
+        lines.add_row(Padding(shown, (0, 0, 0, indent)))
         inner = Table.grid(padding=(0, 2))
         inner.add_column(no_wrap=True)
         inner.add_column(overflow="fold")
@@ -27,3 +38,40 @@ def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
             inner.add_row(head, cell)
         lines.add_row(Padding(inner, (0, 0, 0, indent + 2)))
     return lines
+
+
+def wrapped(text: str, console: Console) -> str:
+    """The text with each line that is longer than the console wrapped at words, under the line's first word.
+
+    A log file, which has no width of its own, gets the lines as they are. Nor are words cut: paths stay whole.
+    """
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return text
+    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, console.width))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    found = _LABEL.match(line)
+    label = found.group() if found else ""
+    indent, lines = len(label), []
+    if indent > width // 2:  # the label is a line of its own
+        indent, lines = len(label) - len(label.lstrip()) + 4, [label.rstrip()]
+    words = textwrap.wrap(
+        line[len(label) :], width - indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    first = label if not lines else " " * indent
+    return [*lines, first + words[0], *(" " * indent + part for part in words[1:])]
+
+
+def _at_dots(name: str, width: int) -> str:
+    """A dotted name that is longer than `width` in lines that end at dots."""
+    if len(name) <= width or " " in name:
+        return name
+    lines = [""]
+    for part in name.split("."):
+        if lines[-1] and len(lines[-1]) + len(part) >= width:
+            lines.append("")
+        lines[-1] += f"{part}."
+    return "\n".join(lines)[:-1]

@@ -14,7 +14,9 @@ from isotype.checkpoint.adapter import load_for_inference
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.interrupt import Terminated
+from isotype.core.terminal import as_typed
 from isotype.precision.policy import PrecisionPolicy
+from isotype.report.narrow import wrapped
 from isotype.train.generate import Message, encode, evaluating
 
 __all__ = ["chat", "load_for_inference", "stream_answer"]
@@ -52,7 +54,8 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     )
     for warning in policy.warnings:
         console.print(f"note: {warning}", style="dim", highlight=False, markup=False)
-    opening: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    system = as_typed(options.system or "")
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     for question in _questions(options, interactive, console):
         if question in _EXIT:
@@ -62,7 +65,7 @@ def chat(options: argparse.Namespace, console: Console) -> int:
             console.print("(the conversation starts again)", style="dim")
             continue
         if question == _HELP:
-            console.print(_HELP_TEXT, style="dim", highlight=False)
+            console.print(wrapped(_HELP_TEXT, console), style="dim", highlight=False, soft_wrap=True)
             continue
         if question:
             messages = _turn(model, tokenizer, messages, question, options, interactive, console)
@@ -164,14 +167,14 @@ def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy
 def _questions(options: argparse.Namespace, interactive: bool, console: Console) -> Iterator[str]:
     """The questions of the command line, of a pipe, or of the keyboard until Ctrl-D."""
     if options.ask is not None:
-        yield from (question.strip() for question in options.ask)
+        yield from (as_typed(question).strip() for question in options.ask)
     elif not interactive:
-        yield from (line.strip() for line in sys.stdin)
+        yield from (as_typed(line).strip() for line in sys.stdin)
     else:
         _line_editing()
         while True:
             try:
-                yield console.input("[bold]>[/bold] ").strip()
+                yield as_typed(console.input("[bold]>[/bold] ")).strip()
             except EOFError:
                 console.print()
                 return
@@ -201,7 +204,11 @@ def _turn(
     asked = [*messages, {"role": "user", "content": question}]
     kept = _fitting(model, tokenizer, asked, options.max_new_tokens)
     if not kept:
-        console.print("(too long for this model's context; not asked)", style="yellow")
+        refusal = (
+            f"(not asked: the question and --max_new_tokens {options.max_new_tokens} are more than this model's context "
+            f"of {_context(model)} tokens)"
+        )
+        console.print(wrapped(refusal, console), style="yellow", highlight=False, soft_wrap=True)
         return messages
     if len(kept) < len(asked):
         console.print("(the oldest turns no longer fit into the context and are forgotten)", style="dim")
@@ -219,10 +226,18 @@ def _sampled(temperature: float) -> dict[str, Any]:
 
 
 def _fitting(model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int) -> list[Message]:
-    """The latest turns that leave room for an answer; empty where not even the last question does."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    while limit is not None and messages:
-        if encode(tokenizer, messages)["input_ids"].shape[1] + max_new_tokens <= limit:
+    """The system message and the latest turns that leave room for an answer; empty where not even the last question does."""
+    limit = _context(model)
+    opening = [message for message in messages[:1] if message["role"] == "system"]
+    turns = messages[len(opening) :]
+    while limit is not None and turns:
+        if encode(tokenizer, [*opening, *turns])["input_ids"].shape[1] + max_new_tokens <= limit:
             break
-        messages = messages[2:]
-    return messages
+        turns = turns[2:]
+    return [*opening, *turns] if turns else []
+
+
+def _context(model: Any) -> int | None:
+    """Positions that the model has, where its config says."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.terminal import as_typed
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
+from isotype.report.narrow import NARROW, fitting, wrapped
 from isotype.report.run.record import PolicyRow, RunRecord, Sample
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
@@ -89,9 +92,8 @@ def show_policy(
         third = -(-len(rows) // 3)
         words = [f"{_SHORT_ROLES.get(role, role)} {dtype}" for role, dtype, _ in rows]
         lines = [", ".join(words[at : at + third]) for at in range(0, len(words), third)]
-        console.print(
-            "precision  " + "\n           ".join(lines), highlight=False, markup=False, soft_wrap=True
-        )
+        text = wrapped("precision  " + "\n           ".join(lines), console)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     else:
         full = extra is not None and extra.verbose
         table = Table(
@@ -99,10 +101,14 @@ def show_policy(
         )
         table.add_column("role", style="bold", no_wrap=True)
         table.add_column("dtype", style="cyan", no_wrap=True)
-        table.add_column("reason", no_wrap=not full, overflow="fold" if full else "ellipsis")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
+        table.add_column("reason", overflow="fold")
+        whole = full or console.width < NARROW
+        room = console.width - sum(max(map(len, cells)) + 2 for cells in list(zip(*rows, strict=True))[:2])
+        more = " ..." if console.options.ascii_only else " …"
+        for role, dtype, reason in rows:
+            shown = reason if whole else textwrap.shorten(reason, room, placeholder=more)
+            table.add_row(*map(Text, (role, dtype, shown)))
+        console.print(fitting(table, console))
     for warning in policy.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning))
     console.print()
@@ -172,8 +178,8 @@ def sample_question(settings: Settings, data: Any) -> tuple[Sample, Prompt] | No
         (sample, prompt): the texts to show, and what the model is asked; None where there is nothing to ask.
     """
     if settings.extra.ask:
-        sample = Sample(settings.extra.ask, None, None, None)
-        return sample, [{"role": "user", "content": settings.extra.ask}]
+        asked = as_typed(settings.extra.ask)
+        return Sample(asked, None, None, None), [{"role": "user", "content": asked}]
     split = settings.script.dataset_test_split
     if split not in data:
         return None
@@ -258,4 +264,4 @@ def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
 
 def command_line(argv: Sequence[str]) -> str:
     """`isotype …` as it can be pasted into a shell."""
-    return shlex.join(["isotype", *argv])
+    return as_typed(shlex.join(["isotype", *argv]))

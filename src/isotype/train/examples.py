@@ -15,6 +15,7 @@ from rich.text import Text
 from transformers.trainer_utils import IntervalStrategy
 
 from isotype.core.errors import Problem, UsageError
+from isotype.report.narrow import wrapped
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
 from isotype.train.lengths import Lengths
@@ -116,7 +117,7 @@ def show_data(console: Console, summary: DataSummary | None, example: list[tuple
     """Rows, tokens, padding, and the example; what is cut is a note of its own."""
     if summary is not None:
         console.print(
-            "\n".join(_sentences(summary)), highlight=False, markup=False, soft_wrap=not console.is_terminal
+            wrapped("\n".join(_sentences(summary)), console), highlight=False, markup=False, soft_wrap=True
         )
     if example:
         table = Table(box=None, show_header=False, pad_edge=False, title="first example", title_justify="left", title_style="bold")  # fmt: skip

@@ -20,6 +20,7 @@ from isotype.core.interrupt import signal_of
 from isotype.core.staging import recover
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
 from isotype.report.run.record import JSON_NAME, RunRecord, Sample, write_run_report
 from isotype.train import describe
@@ -245,7 +246,10 @@ def _say_what_is_overwritten(settings: Settings, console: Console) -> None:
     held = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
     if (root / JSON_NAME).is_file() and held:
         console.print(
-            f"note: {root} holds a finished run ({held[0]}, {JSON_NAME}); this run will overwrite it",
+            wrapped(
+                f"note: {root} holds a finished run ({held[0]}, {JSON_NAME}); this run will overwrite it",
+                console,
+            ),
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -305,7 +309,7 @@ def _build(
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     notes = tuple(note for note in (lengths and lengths.cut(training.max_length), dropped) if note)
     for note in notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
     built = _Built(trainer, asked, notes, lengths)
     if resume is None:
         example = None if settings.extra.quiet else example_of(trainer)

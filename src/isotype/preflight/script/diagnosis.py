@@ -33,6 +33,7 @@ from isotype.preflight.script.ahead import (
 from isotype.preflight.script.family import Family
 from isotype.report.check.record import Report
 from isotype.report.check.text import fix_standing, render, short_source
+from isotype.report.narrow import wrapped
 from isotype.report.text import format_bytes
 from isotype.rules import judge
 from isotype.rules.finding import Finding
@@ -319,7 +320,7 @@ class Diagnosis:
     # ------------------------------------------------------------------------------------------------------ speaking
 
     def _say(self, text: str) -> None:
-        self._console.print(f"isotype: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._plain(f"isotype: {text}")
 
     def _working(self, text: str) -> contextlib.AbstractContextManager[Any]:
         """A line on a terminal while the user waits for us."""
@@ -327,7 +328,7 @@ class Diagnosis:
         return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
 
     def _plain(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(wrapped(text, self._console), highlight=False, markup=False, soft_wrap=True)
 
     def _render(self, report: Report) -> None:
         self._plain("")

@@ -14,6 +14,7 @@ from isotype.preflight.script.family import Family, family
 from isotype.preflight.script.imports import when_imported
 from isotype.preflight.script.processes import Processes
 from isotype.preflight.script.traceback import cleaned
+from isotype.report.narrow import wrapped
 
 if TYPE_CHECKING:
     from isotype.preflight.script.diagnosis import Diagnosis
@@ -151,7 +152,8 @@ class Session:
             return None
 
     def _say(self, text: str) -> None:
-        _errors(self._family).print(f"isotype: {text}", highlight=False, markup=False, soft_wrap=True)
+        console = _errors(self._family)
+        console.print(wrapped(f"isotype: {text}", console), highlight=False, markup=False, soft_wrap=True)
 
 
 def _errors(family: Family) -> Console:

@@ -14,6 +14,7 @@ import torch
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, SaveError
+from isotype.core.terminal import as_typed
 from isotype.rules.finding import Action, Finding, Fix, Price, Severity, marked
 from isotype.trace.record import Memory, Operand, Setup, Trace
 
@@ -183,7 +184,7 @@ def write(path: Path, text: str) -> Path:
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, encoding="utf-8", newline="\n")
+            temporary.write_text(as_typed(text), encoding="utf-8", newline="\n")
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -303,9 +303,10 @@ def lines(report: Report, width: int = WIDTH, in_script: bool = False) -> list[L
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     found: list[Line] = [
-        (
-            ("isotype run" if in_script else "isotype check", "bold"),
-            (f"   {report.trace.model or 'model'} on {setup.profile.title}", ""),
+        *_hang(
+            (("isotype run" if in_script else "isotype check", "bold"), ("   ", "")),
+            f"{report.trace.model or 'model'} on {setup.profile.title}",
+            width,
         ),
         *_hang(((" " * 3, ""),), setup_words(setup), width, "dim"),
         (),

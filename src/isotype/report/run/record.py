@@ -19,6 +19,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from isotype.core.errors import IsotypeError, Problem, SaveError
+from isotype.core.terminal import as_typed
 
 SCHEMA_VERSION = 2
 """Version of the JSON form; it grows when a reader of the former version would misread the new one."""
@@ -521,7 +522,7 @@ def write_whole(path: Path, text: str) -> Path:
     """Write a text under a temporary name, then move it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.write_text(as_typed(text), encoding="utf-8", newline="\n")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
