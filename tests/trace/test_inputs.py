@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,34 @@ def test_a_weight_that_the_loss_reads_off_the_real_model() -> None:
     model.other.float()
     trace = traced(model, lambda m: torch.mm(m.proj(X), model.other.weight).mean())
     assert causes(trace) == {("parameter", "other.weight")}
+
+
+class Slots:
+    __slots__ = ("mask", "unset")
+
+    def __init__(self, mask: Any) -> None:
+        self.mask = mask
+
+
+class Unpacking(Masked):
+    def forward(self, x: Any, mask: Any = None) -> torch.Tensor:
+        while not isinstance(mask, torch.Tensor):
+            mask = mask["of"] if isinstance(mask, dict) else mask.mask if hasattr(mask, "mask") else mask[0]
+        return super().forward(x, mask)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (SimpleNamespace(mask=MASK), "mask.mask"),
+        ((MASK,), "mask[0]"),
+        (Slots(MASK), "mask.mask"),
+        (Slots({"of": (SimpleNamespace(mask=MASK),)}), "mask.mask['of'][0].mask"),
+    ],
+    ids=["a namespace", "a tuple", "slots", "all of it"],
+)
+def test_what_an_object_holds_is_an_input(given: Any, name: str) -> None:
+    assert causes(traced(Unpacking(), lambda m: m(X, mask=given).mean())) == {("input", name)}
 
 
 def test_a_dataclass_with_slots_is_looked_into() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import types
@@ -33,15 +32,25 @@ def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[
         parts = [(f"{name}[{key!r}]", held) for key, held in value.items()] if len(value) <= _LONG else []
     elif isinstance(value, (list, tuple)):
         parts = [(f"{name}[{index}]", held) for index, held in enumerate(value[:_LONG])]
-    elif hasattr(value, "__dict__"):
-        parts = [(f"{name}.{key}", held) for key, held in list(vars(value).items())[:_LONG]]
-    elif dataclasses.is_dataclass(value):  # one with slots
-        fields = (field.name for field in dataclasses.fields(value))
-        parts = [(f"{name}.{field}", getattr(value, field, None)) for field in fields]
     else:
-        parts = []
+        parts = [(f"{name}.{key}", held) for key, held in _attributes(value)]
     for part, held in parts:
         yield from named_tensors(held, part, depth - 1)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds by name, in its dict and in slots."""
+    if hasattr(value, "__dict__"):
+        yield from list(vars(value).items())[:_LONG]
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
+            member = vars(kind).get(slot)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield slot, member.__get__(value)
+                except AttributeError:
+                    continue  # nothing has been assigned so far
 
 
 def named_arguments(
