@@ -13,6 +13,7 @@ test: $(VENV)/.installed  ## lint, types and the whole test suite
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
@@ -24,6 +25,7 @@ lint: $(VENV)/.installed  ## mend what can be mended, show the rest
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.installed  ## print the figures that README and docs quote
 	$(BIN)/python benchmarks/parity.py

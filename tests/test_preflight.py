@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.precision.policy import PrecisionPolicy
-from isotype.preflight.check import check, compute_dtype, with_settings
+from isotype.preflight.check import check
+from isotype.preflight.request import compute_dtype
+from isotype.preflight.run import with_settings
 from isotype.rules.finding import Action
 from isotype.trace.fake.optimizers import OPTIMIZERS
 from isotype.trace.fake.recorder import FakeRecorder

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-import isotype.preflight.check
 from isotype.core.errors import UsageError
 from isotype.preflight.check import check
-from isotype.preflight.from_trainer import before_first_step
 from isotype.rules import Rule, all_rules
+from isotype.train.first_step import before_first_step
 from tests.small import BF16, WIDTH, ids, net, wide_norms
 
 X = {"x": torch.ones(2, WIDTH)}
@@ -201,7 +200,7 @@ def test_a_failure_while_fixes_are_tried_leaves_the_findings(monkeypatch: pytest
     def failing(*_: Any) -> Any:
         raise IndexError("in a fix")
 
-    monkeypatch.setattr(isotype.preflight.check, "apply_actions", failing)
+    monkeypatch.setattr("isotype.preflight.run.apply_actions", failing)
     report = check(wide_norms(), ids(), device="cpu")
     assert [finding.code for finding in report.errors] == ["IST101"]
     assert not any(fix.verified for fix in report.errors[0].fixes if fix.actions[0].kind == "parameter")
@@ -218,7 +217,7 @@ def test_a_training_goes_on_where_its_check_fails(
     def failing(*_: Any, **__: Any) -> Any:
         raise LookupError("in the check")
 
-    monkeypatch.setattr(isotype.preflight.check, "check", failing)
+    monkeypatch.setattr("isotype.train.first_step.run", failing)
     arguments = SimpleNamespace(device="cpu", fp16=False, bf16=False, optim="adamw_torch", learning_rate=1e-3)
     model = nn.Linear(WIDTH, 2)
     before_first_step(model, arguments, None, lambda _: pytest.fail("there is no report"))

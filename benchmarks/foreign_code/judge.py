@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import isotype
 from foreign_code.case import Case, Step
-from isotype.preflight.check import setting_value
-from isotype.report.check.record import Report
+from isotype.preflight.run import setting_value
+from isotype.report.check.report import Report
 from isotype.rules.finding import Finding
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"

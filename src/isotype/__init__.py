@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from isotype.core.package import VERSION
+
 if TYPE_CHECKING:
     from isotype.checkpoint.load import load
     from isotype.checkpoint.resolve import resolve_precision
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from isotype.train.callback import PrecisionCallback
     from isotype.train.enforce import enforce
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "resolve_precision": "isotype.checkpoint.resolve",

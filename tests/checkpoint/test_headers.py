@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from isotype.checkpoint.formats.headers import read_headers, read_safetensors_header, read_sharded_headers
+from isotype.checkpoint.formats.headers import read_headers
+from isotype.checkpoint.formats.safetensors import read_safetensors_header, read_sharded_headers
 from isotype.core.errors import CheckpointError
 
 DTYPES = [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from isotype.checkpoint.formats.headers import TensorHeader
+from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.inspect import _natural, folded_name, gather, inspect_checkpoint
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision

@@ -13,7 +13,7 @@ from isotype.cli.check import exit_status, function_arguments, repaired_command
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.precision.devices.profile import device_profile
-from isotype.report.check.record import Report
+from isotype.report.check.report import Report
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.record import Failure, Memory, Setup, Trace
 from tests.models import CONFIGS

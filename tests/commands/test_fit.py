@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from isotype.report.check.record import Report
+from isotype.report.check.report import Report
 from isotype.rules.finding import Finding
 from isotype.rules.ist605_memory import TIGHT
 from isotype.trace.record import Memory

@@ -21,7 +21,7 @@ from isotype.core.errors import UsageError
 from isotype.preflight.script.ahead import autocast_of
 from isotype.preflight.script.diagnosis import Diagnosis
 from isotype.preflight.script.family import Family
-from isotype.preflight.script.session import Options
+from isotype.preflight.script.options import Options
 from isotype.preflight.script.traceback import cleaned
 from tests.train.tiny import save_chat_model
 
@@ -366,10 +366,10 @@ def test_the_autocast_that_accelerate_hides_in_the_forward_is_known(monkeypatch:
 
 
 def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def check(*_: Any, **__: Any) -> None:
+    def run(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such thing\nwith details")
 
-    monkeypatch.setattr("isotype.preflight.script.ahead.check", check)
+    monkeypatch.setattr("isotype.preflight.script.ahead.run", run)
     console = Console(record=True, width=100, file=io.StringIO())
     diagnosis = Diagnosis(1, None, 10.0, console, Family(tmp_path, os.getpid()))
     diagnosis.begin()

@@ -9,8 +9,8 @@ import torch
 
 import isotype
 from isotype.preflight.apply import apply_actions
-from isotype.preflight.check import setting_value
-from isotype.report.check.record import Report
+from isotype.preflight.run import setting_value
+from isotype.report.check.report import Report
 from isotype.rules.finding import Finding
 from tests.corpus.scenario import Broken, Scenario
 from tests.reality import real_step

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from isotype.precision.devices.profile import device_profile
-from isotype.report.check.record import Report
+from isotype.report.check.report import Report
 from isotype.rules.finding import Action, Finding, Fix, Price
 from isotype.trace.record import (
     Breach,

@@ -18,7 +18,8 @@ from rich.console import Console
 from isotype import __version__
 from isotype.core.errors import PrecisionError, SaveError
 from isotype.report.check.html import to_html
-from isotype.report.check.record import SCHEMA_VERSION, Report
+from isotype.report.check.json import SCHEMA_VERSION
+from isotype.report.check.report import Report
 from isotype.report.check.text import (
     elide,
     fold_places,

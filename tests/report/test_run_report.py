@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 from isotype.core.errors import IsotypeError, SaveError
 from isotype.report.run.card import model_card
 from isotype.report.run.charts import charts_of
+from isotype.report.run.files import write_run_report
 from isotype.report.run.html import to_html
+from isotype.report.run.json import from_json, to_json
 from isotype.report.run.record import (
     DataSummary,
     EvalRecord,
@@ -33,11 +35,8 @@ from isotype.report.run.record import (
     RunRecord,
     Sample,
     StepRecord,
-    from_json,
     loss_sentences,
     summarize,
-    to_json,
-    write_run_report,
 )
 from isotype.report.text import format_bytes, format_duration
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.preflight.check import check, compute_dtype
+from isotype.preflight.check import check
+from isotype.preflight.request import compute_dtype
 from isotype.trace.record import Origin
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import weights_of

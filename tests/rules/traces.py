@@ -12,7 +12,7 @@ from torch import nn
 
 import isotype.preflight.check
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.check import compute_dtype
+from isotype.preflight.request import compute_dtype
 from isotype.rules.finding import Finding
 from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Phase, Setup, Trace

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as nnf
 
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.check import compute_dtype
+from isotype.preflight.request import compute_dtype
 from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Origin, Setup, Trace
 from tests.reality import real_step

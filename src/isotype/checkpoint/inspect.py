@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.formats.config import read_json
-from isotype.checkpoint.formats.headers import CheckpointHeaders, TensorHeader, read_headers
+from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import cached_headers, remote_headers
+from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem

@@ -24,7 +24,7 @@ from isotype.train.plan import DEFAULT_LENGTH, Options, Plan, parse_options, pla
 
 if TYPE_CHECKING:
     from isotype.precision.policy import PrecisionPolicy
-    from isotype.report.check.record import Report
+    from isotype.report.check.report import Report
     from isotype.rules.finding import Action, Finding, Fix
 
 
@@ -80,30 +80,30 @@ class Repaired:
 
 def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[Report, Repaired | None]:
     """The report on a plan, and the repaired command where it is asked for."""
-    from isotype.preflight.check import check
+    from isotype.preflight.request import StepRequest
+    from isotype.preflight.run import run as checked
 
     _import_bitsandbytes()
     policy, model, length = build(plan)
 
-    def traced(rows: int, tokens: int, verify: bool) -> Report:
-        return check(
+    def request(rows: int, tokens: int) -> StepRequest:
+        return StepRequest(
             model,
             _inputs(replace(plan, rows=rows), model, tokens),
-            policy=policy,
-            device=plan.device,
+            policy,
+            plan.device,
             autocast=policy.autocast or False,
             scaler=policy.loss_scaling,
             optimizer=plan.optimizer,
             learning_rate=plan.learning_rate,
             phases=_phases(options),
             fsdp=plan.fsdp,
-            verify=verify,
         )
 
-    report = traced(plan.rows, length, True)
-    report = fitting(
-        report, plan, length, command, lambda rows, tokens: traced(rows, tokens, False).memory.peak
-    )
+    def peak(rows: int, tokens: int) -> int:
+        return checked(request(rows, tokens), verify=False).memory.peak
+
+    report = fitting(checked(request(plan.rows, length)), plan, length, command, peak)
     notes = (*plan.notes, *_notes(plan, model, length))
     setup = replace(report.trace.setup, data=plan.data)
     trace = replace(report.trace, setup=setup, model=plan.source, notes=(*report.trace.notes, *notes))
@@ -330,9 +330,9 @@ def _show(report: Report, options: Options, console: Console, repaired: Repaired
     if options.html is not None:
         report.to_html(options.html)
     if options.sarif not in (None, "-"):
-        from isotype.report.check.record import write
+        from isotype.report.check.report import write_report
 
-        write(Path(str(options.sarif)), report.to_sarif())
+        write_report(Path(str(options.sarif)), report.to_sarif())
     if options.json:
         content = json.loads(report.to_json())
         if repaired is not None:

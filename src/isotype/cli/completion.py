@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
@@ -19,8 +19,17 @@ Print a completion script.
   tcsh   isotype completion tcsh > ~/.isotype.tcsh    (and source it)"""
 
 
-def run(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype completion SHELL`; the script goes to standard output."""
+Parsers = Mapping[str, Callable[[], argparse.ArgumentParser]]
+
+
+def run(argv: Sequence[str], console: Console, parsers: Parsers) -> int:
+    """Run `isotype completion SHELL`; the script goes to standard output.
+
+    Args:
+        argv: the shell.
+        console: whose file is written to.
+        parsers: those of the commands that have no module of their own.
+    """
     import shtab
 
     parser = Parser(
@@ -30,32 +39,29 @@ def run(argv: Sequence[str], console: Console) -> int:
     )
     parser.add_argument("shell", choices=SHELLS)
     options = parser.parse_args(argv)
-    console.file.write(shtab.complete(_tree(), shell=options.shell) + "\n")
+    console.file.write(shtab.complete(_tree(parsers), shell=options.shell) + "\n")
     return 0
 
 
-def _tree() -> argparse.ArgumentParser:
+def _tree(parsers: Parsers) -> argparse.ArgumentParser:
     """One parser of all commands, made of theirs."""
     import shtab
 
     from isotype.cli.explain import explain_parser
     from isotype.cli.inspect import inspect_parser
-    from isotype.cli.main import TRAINING, chat_parser, doctor_parser, merge_parser
     from isotype.train.methods import METHODS
     from isotype.train.plan import help_parser
     from isotype.train.settings import training_parser
 
     root = argparse.ArgumentParser(prog="isotype")
     commands = root.add_subparsers(dest="command")
-    training = {name: training_parser(METHODS[name]) for name in TRAINING}
+    training = {name: training_parser(METHODS[name]) for name in METHODS}
     others = {
         "demo": training["sft"],
-        "chat": chat_parser(),
-        "merge": merge_parser(),
         "check": help_parser(),
         "inspect": inspect_parser(),
         "explain": explain_parser(),
-        "doctor": doctor_parser(),
+        **{name: parser() for name, parser in parsers.items()},
     }
     for name, parser in {**training, **others}.items():
         commands.add_parser(

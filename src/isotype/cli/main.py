@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(wrapped(_USAGE, console), highlight=False, markup=False, soft_wrap=True, end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from isotype import __version__
+        from isotype.core.package import VERSION
 
-        console.print(f"isotype {__version__}", highlight=False)
+        console.print(f"isotype {VERSION}", highlight=False)
         return 0
     command, rest = arguments[0], arguments[1:]
     if threading.current_thread() is threading.main_thread():
@@ -236,7 +236,7 @@ def _explain(rest: list[str], console: Console) -> int:
 def _completion(rest: list[str], console: Console) -> int:
     from isotype.cli.completion import run
 
-    return run(rest, console)
+    return run(rest, console, {"chat": chat_parser, "merge": merge_parser, "doctor": doctor_parser})
 
 
 def doctor_parser() -> Parser:

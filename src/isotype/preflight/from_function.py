@@ -14,6 +14,7 @@ from typing import Any
 
 from isotype.core.errors import Problem, UsageError
 from isotype.core.package import PACKAGE
+from isotype.preflight.check import arguments_of_check
 
 _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of isotype.check"
 
@@ -123,9 +124,7 @@ def _words(result: Any) -> str:
 
 
 def _unknown(names: Iterable[str]) -> Iterable[Problem]:
-    from isotype.preflight.check import check
-
-    known = list(inspect.signature(check).parameters)
+    known = arguments_of_check()
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)

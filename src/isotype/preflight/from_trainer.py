@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,28 +14,21 @@ import torch
 from torch import nn
 
 from isotype.core.errors import Problem, UsageError
-from isotype.report.check.record import Report
-from isotype.rules.finding import Finding
+from isotype.preflight.request import StepRequest
 from isotype.trace.fake.step import LossOf
 from isotype.trace.loss import loss_of
-from isotype.trace.record import Trace
-from isotype.trace.source import first_line, line_of
-
-logger = logging.getLogger("isotype")
 
 
-def check_trainer(trainer: Any, verify: bool = True) -> Report:
-    """`isotype.check` of a trainer before `train()`: the loss it computes on its own first batch.
+def request_of_trainer(trainer: Any) -> StepRequest:
+    """The step of a trainer before `train()`: the loss it computes on its own first batch, with its own arguments.
 
     The trainer, its data loader's order and the random states come out untouched. Of trainers whose batches are
-    prompts (GRPO, RLOO) the forward and backward over prompt and completion are followed, not the generation and the
+    prompts (GRPO, RLOO) the forward and backward over prompt and completion are traced, not the generation and the
     rewards.
 
     Raises:
         UsageError: it is no trainer, or it has no training data.
     """
-    from isotype.preflight.check import check
-
     if not hasattr(trainer, "get_train_dataloader") or not hasattr(trainer, "model"):
         raise UsageError(
             "nothing to check",
@@ -47,19 +40,37 @@ def check_trainer(trainer: Any, verify: bool = True) -> Report:
                 )
             ],
         )
-    batch = _first_batch(trainer)
-    arguments = trainer.args
-    return check(
-        trainer.model,
-        _loss_of_trainer(trainer, batch),
+    request = _request(trainer.model, _loss_of_trainer(trainer, _first_batch(trainer)), trainer.args)
+    return replace(request, scaler=_has_scaler(trainer), gradient_checkpointing=checkpointing(trainer.args))
+
+
+def request_of_first_step(
+    model: nn.Module, given: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
+) -> StepRequest:
+    """The step of a trainer that is already running, when its first batch for training reaches the model.
+
+    Args:
+        model: the trainer's.
+        given: positional and keyword arguments of its forward.
+        arguments: the trainer's TrainingArguments.
+        optimizer: accelerate's, with its GradScaler.
+    """
+    args, kwargs = given
+    named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+    scaler = getattr(optimizer, "scaler", None)
+    request = _request(model, LossOf(partial(_call, len(args)), named), arguments)
+    return replace(request, scaler=scaler is not None and scaler.is_enabled(), fold=True)
+
+
+def _request(model: nn.Module, loss: LossOf, arguments: Any) -> StepRequest:
+    return StepRequest(
+        model,
+        loss,
         device=arguments.device,
         autocast=_autocast(arguments),
-        scaler=_has_scaler(trainer),
         optimizer=getattr(arguments.optim, "value", arguments.optim),
         learning_rate=arguments.learning_rate,
-        gradient_checkpointing=checkpointing(arguments),
-        fsdp=_fsdp(arguments),
-        verify=verify,
+        fsdp=fsdp_version(arguments),
     )
 
 
@@ -81,9 +92,15 @@ def _has_scaler(trainer: Any) -> bool:
     return bool(trainer.args.fp16) or (scaler is not None and scaler.is_enabled())
 
 
-def _fsdp(arguments: Any) -> int:
-    plugin = getattr(arguments, "fsdp_config", None) or {}
-    return int(plugin.get("version", 1)) if getattr(arguments, "fsdp", None) else 0
+def fsdp_version(arguments: Any) -> int:
+    """The version of FSDP that TrainingArguments ask for, 0 for none; transformers' own default is 2.
+
+    `_process_fsdp_args` in transformers/training_args.py.
+    """
+    if not getattr(arguments, "fsdp", None):
+        return 0
+    config = arguments.fsdp_config if isinstance(arguments.fsdp_config, Mapping) else {}
+    return int(config.get("version", 2))
 
 
 def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
@@ -142,56 +159,10 @@ def _first_batch(trainer: Any) -> Any:
     return batch
 
 
-def before_first_step(
-    model: nn.Module, arguments: Any, optimizer: Any, tell: Callable[[Report], None]
-) -> None:
-    """Check the step of a trainer that is already running, when its first batch for training reaches the model.
-
-    Args:
-        model: the trainer's.
-        arguments: its TrainingArguments.
-        optimizer: accelerate's, with its GradScaler.
-        tell: hears of the report, before the forward of that batch runs; may raise.
-    """
-    from isotype.preflight.check import check
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        handle.remove()
-        scaler = getattr(optimizer, "scaler", None)
-        try:
-            report = check(
-                module,
-                LossOf(partial(_call, len(args)), {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}),
-                device=arguments.device,
-                autocast=_autocast(arguments),
-                scaler=scaler is not None and scaler.is_enabled(),
-                optimizer=getattr(arguments.optim, "value", arguments.optim),
-                learning_rate=arguments.learning_rate,
-                fsdp=_fsdp(arguments),
-                verify=False,
-                fold=True,
-            )
-        except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
-            said = f"{type(error).__name__}: {first_line(error)}"
-            logger.warning("the step was not checked, because %s (%s)", said, line_of(error))
-            return
-        tell(report)
-
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 def _call(positional: int, model: nn.Module, given: Any) -> torch.Tensor:
     """The model on inputs whose first ones come by position."""
     values = list(given.values())[:positional]
     return loss_of(model(*values, **dict(list(given.items())[positional:])))
-
-
-def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Whether a finding rests on contracts that were not measured on the device."""
-    broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
-    return any(call.breach is not None and call.breach.assumed for call in broken)
 
 
 @contextlib.contextmanager

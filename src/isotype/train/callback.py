@@ -19,8 +19,8 @@ from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.preflight.from_trainer import before_first_step, is_assumed
-from isotype.report.check.record import Report
+from isotype.report.check.report import Report
+from isotype.train.first_step import before_first_step, is_assumed
 
 logger = logging.getLogger("isotype")
 

@@ -12,7 +12,7 @@ from isotype.rules.ist605_memory import TIGHT
 from isotype.rules.kit.prices import size_text
 
 if TYPE_CHECKING:
-    from isotype.report.check.record import Report
+    from isotype.report.check.report import Report
     from isotype.train.plan import Plan
 
 _TRACES = 4

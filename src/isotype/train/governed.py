@@ -18,6 +18,7 @@ import torch
 
 from isotype.checkpoint.finite import all_finite
 from isotype.core.errors import PrecisionError, Problem, SaveError
+from isotype.core.files import write_whole
 from isotype.core.staging import (
     NO_ROOM,
     STAGING,
@@ -30,7 +31,6 @@ from isotype.core.staging import (
 )
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.run.record import write_whole
 from isotype.train.diverged import not_finite
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest

@@ -13,6 +13,7 @@ from isotype.core.arguments import Parser
 from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
 from isotype.precision.decide import Wishes
+from isotype.preflight.from_trainer import fsdp_version
 from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         checkpointing=(training.gradient_checkpointing_kwargs or {})
         if training.gradient_checkpointing
         else None,
-        fsdp=_fsdp_version(training) if options.fsdp is None else options.fsdp,
+        fsdp=fsdp_version(training) if options.fsdp is None else options.fsdp,
         revision=model.model_revision,
         attention=attention,
         notes=tuple(notes),
@@ -348,13 +349,6 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
 
 def _uses_reference(training: Any) -> bool:
     return not getattr(training, "precompute_ref_log_probs", False) and getattr(training, "beta", 0) != 0
-
-
-def _fsdp_version(training: Any) -> int:
-    if not training.fsdp:
-        return 0
-    config: dict[str, Any] = training.fsdp_config if isinstance(training.fsdp_config, dict) else {}
-    return int(config.get("version", 2))
 
 
 def _lora_config(settings: Settings, start: Adapter | None) -> Any:

@@ -22,7 +22,8 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
-from isotype.report.run.record import JSON_NAME, RunRecord, Sample, write_run_report
+from isotype.report.run.files import write_run_report
+from isotype.report.run.record import JSON_NAME, RunRecord, Sample
 from isotype.train import describe
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer

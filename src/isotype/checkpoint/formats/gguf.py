@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.formats.headers import DAMAGED, TensorHeader, by_name, damaged, file_size
+from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, by_name, damaged, file_size
 from isotype.core.dtypes import dtype_name, from_safetensors_name
 from isotype.core.errors import CheckpointError, Problem, SaveError
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.formats.headers import (
-    CheckpointHeaders,
-    TensorHeader,
-    find_weights,
-    missing_shards,
-    read_headers,
-)
+from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, read_headers
+from isotype.checkpoint.formats.safetensors import missing_shards
+from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.core.dtypes import from_safetensors_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.hub import offline_if_unreachable

@@ -1,4 +1,4 @@
-"""The step of a script as `isotype.check` takes it: put together before the step, checked then or after a crash."""
+"""The step of a script as a request: built before the step, checked then or after a crash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.preflight.check import DEFAULT_PHASES, check
-from isotype.report.check.record import Report
+from isotype.preflight.request import DEFAULT_PHASES, StepRequest
+from isotype.preflight.run import run
+from isotype.report.check.report import Report
 from isotype.report.check.text import repairable
 from isotype.trace.fake.optimizers import learning_rate_of
 from isotype.trace.fake.step import LossOf
@@ -36,77 +37,54 @@ TRIED_AFTER = 60.0
 """Seconds that trying the fixes may take after a crash, when there is nothing else to wait for."""
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """The arguments of `check` for the script's step.
+def look_ahead(request: StepRequest, tried: float, seconds: float = math.inf) -> Report:
+    """The report on a script's step; nothing of the script is touched.
 
-    Attributes:
-        inputs: of the first forward, or their shapes.
-        device, autocast, scaler, optimizer, learning_rate: as `check` takes them.
-        phases: of the step; only `"generate"` for a forward without gradients.
+    Args:
+        request: the step.
+        tried: seconds that trying the fixes may take.
+        seconds: that tracing the step may take.
     """
-
-    inputs: LossOf
-    device: str
-    autocast: torch.dtype | None
-    scaler: bool
-    optimizer: Any
-    learning_rate: float | None
-    phases: tuple[str, ...] = DEFAULT_PHASES
-
-    def check(self, model: nn.Module, tried: float, seconds: float = math.inf) -> Report:
-        """The report; nothing of the script is touched.
-
-        Args:
-            model: the script's.
-            tried: seconds that trying the fixes may take.
-            seconds: that tracing the step may take.
-        """
-        step = partial(
-            check,
-            model,
-            self.inputs,
-            device=self.device,
-            autocast=self.autocast or False,
-            scaler=self.scaler,
-            optimizer=self.optimizer or "adamw",
-            learning_rate=self.learning_rate,
-            phases=self.phases,
-            autocast_eval=self.autocast is not None,
-        )
-        with _unnoticed():
-            fake_mode()  # with the first one torch imports for seconds, which are no measure of a trial
-            report = step(verify=False, seconds=seconds)
-            if report.findings and report.seconds < seconds and _trial_seconds(report) <= tried:
-                report = step(verify=True)
-        return report
-
-    def without_values(self) -> Ahead:
-        """The same with the shapes of the inputs only: it keeps none of the script's tensors."""
-        shapes = torch.utils._pytree.tree_map(_shape_only, self.inputs.inputs)
-        return replace(self, inputs=replace(self.inputs, inputs=shapes))
+    with _unnoticed():
+        fake_mode()  # with the first one torch imports for seconds, which are no measure of a trial
+        report = run(request, verify=False, seconds=seconds)
+        if report.findings and report.seconds < seconds and _trial_seconds(report) <= tried:
+            report = run(request)
+    return report
 
 
-def ahead_of(beginning: Beginning, loss: Any, device: str | None, phases: Sequence[str]) -> Ahead:
+def without_tensors(request: StepRequest) -> partial[StepRequest]:
+    """The request, once its model is given again: of the script's own it keeps nothing but the inputs' shapes."""
+    kept = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "model"}
+    shapes = torch.utils._pytree.tree_map(_shape_only, request.inputs.inputs)
+    return partial(StepRequest, **{**kept, "inputs": replace(request.inputs, inputs=shapes)})
+
+
+def request_of_script(
+    beginning: Beginning, loss: Any, device: str | None, phases: Sequence[str] = DEFAULT_PHASES
+) -> StepRequest:
     """The step that begins with this forward.
 
     Args:
         beginning: the forward.
         loss: (model, inputs) -> loss.
         device: a profile to judge for, None for the device the model is on.
-        phases: of the step.
+        phases: of the step; only `"generate"` for a forward without gradients.
     """
     model = unwrapped(beginning.model)
     here = device_of(model)
     optimizer, scaler = _helpers(model)
-    return Ahead(
+    autocast = autocast_of(model, here)
+    return StepRequest(
+        model,
         LossOf(loss, _given(beginning)),
-        device or here,
-        autocast_of(model, here),
-        scaler,
-        _asked(optimizer),
-        None if optimizer is None else learning_rate_of(optimizer),
-        tuple(phases),
+        device=device or here,
+        autocast=autocast or False,
+        scaler=scaler,
+        optimizer=_asked(optimizer) or "adamw",
+        phases=tuple(phases),
+        learning_rate=None if optimizer is None else learning_rate_of(optimizer),
+        autocast_eval=autocast is not None,
     )
 
 

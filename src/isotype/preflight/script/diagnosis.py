@@ -19,19 +19,19 @@ from torch import nn
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.check import DEFAULT_PHASES, compute_dtype
+from isotype.preflight.request import StepRequest, compute_dtype
 from isotype.preflight.script.ahead import (
     TRIED_AFTER,
     TRIED_BEFORE,
-    Ahead,
-    ahead_of,
     call_with,
+    look_ahead,
     rank,
+    request_of_script,
     tried,
-    unwrapped,
+    without_tensors,
 )
 from isotype.preflight.script.family import Family
-from isotype.report.check.record import Report
+from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render, short_source
 from isotype.report.narrow import wrapped
 from isotype.report.text import format_bytes
@@ -78,7 +78,7 @@ class Diagnosis:
         self._device, self._seconds, self._console = device, seconds, console
         self._family = family
         self._speaker: int | None = None
-        self._ahead: Ahead | None = None
+        self._request: partial[StepRequest] | None = None
         self._live: tuple[Finding, ...] = ()
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
@@ -101,22 +101,21 @@ class Diagnosis:
         self._family.claim("seen")
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
-        ahead = ahead_of(beginning, _loss_noting(self._returned), self._device, DEFAULT_PHASES)
+        request = request_of_script(beginning, _loss_noting(self._returned), self._device)
         if self._seconds and self._speaks:
-            self.report = self._looked_ahead(ahead, unwrapped(beginning.model))
-        self._ahead = ahead.without_values()
+            self.report = self._looked_ahead(request)
+        self._request = without_tensors(request)
 
     def _evaluates(self, beginning: Beginning) -> None:
         """A forward before the first training step: nothing is said of it unless it raises."""
-        self._ahead = ahead_of(
-            beginning, _loss_noting(self._returned), self._device, ("generate",)
-        ).without_values()
+        request = request_of_script(beginning, _loss_noting(self._returned), self._device, ("generate",))
+        self._request = without_tensors(request)
 
-    def _looked_ahead(self, ahead: Ahead, model: nn.Module) -> Report | None:
+    def _looked_ahead(self, request: StepRequest) -> Report | None:
         started = time.perf_counter()
         try:
             with self._working(f"tracing the first step ahead, for at most {self._seconds:g} s"):
-                report = ahead.check(model, TRIED_BEFORE, self._seconds)
+                report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs whether or not we can look ahead
             self._say(f"the step could not be traced ahead: {type(error).__name__}: {_first_line(error)}")
             return None
@@ -234,7 +233,7 @@ class Diagnosis:
             if self._family.is_top:
                 self._say("explained above, by the process that raised it")
             return True
-        if self._ahead is None or self.watch.model is None or not self._family.claim("explained"):
+        if self._request is None or self.watch.model is None or not self._family.claim("explained"):
             return False
         explain()
         return True
@@ -260,9 +259,9 @@ class Diagnosis:
         """Something about dtypes was raised by no operator that was watched: after the watch, or above operators."""
         headline, recorder, model = f"{name}: {_head(text)}", self.watch.recorder, self.watch.model
         assert model is not None
-        assert self._ahead is not None
+        assert self._request is not None
         if _UNSCALE_REFUSED in text:
-            self._ahead = replace(self._ahead, scaler=True)
+            self._request = partial(self._request, scaler=True)
             if recorder is not None:
                 call = _unscaled(model, recorder.origin)
                 recorder.calls.append(call)
@@ -304,13 +303,13 @@ class Diagnosis:
 
     def _traced_again(self) -> Report | None:
         """The step on fake tensors once more, with its fixes tried: the script has ended, and nobody waits for it."""
-        model, ahead = self.watch.model, self._ahead
-        if model is None or ahead is None:
+        if self.watch.model is None or self._request is None:
             return None
-        phases = tuple(dict.fromkeys((*ahead.phases, "generate")))
+        request = self._request(self.watch.model)
+        request = replace(request, phases=(*request.phases, "generate"))
         try:
             with self._working("tracing the step again, and trying the fixes"):
-                return replace(ahead, phases=phases).check(model, TRIED_AFTER, AGAIN_SECONDS)
+                return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's own error was shown; this is one line under it
             self._say(
                 f"the last known step could not be traced: {type(error).__name__}: {_first_line(error)}"

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from isotype.preflight.script.command_line import watched_command
+from isotype.preflight.script.options import Options
 
-if TYPE_CHECKING:
-    from isotype.preflight.script.session import Options, Session
+T = TypeVar("T")
 
 _MAY_TRAIN = re.compile(
     r"(ba|da|z|k|fi)?sh|pythonw?[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ray|uv|conda|env"
@@ -28,18 +28,36 @@ _MAY_TRAIN = re.compile(
 _NEVER_TRAINS = "torch.utils.data."
 
 
+class Session(Protocol):
+    """The watch over one process, as much of it as is needed here."""
+
+    options: Options
+
+    def safely(self, act: Callable[[], T]) -> T | None: ...
+
+    def left(self, code: Any, leaving: SystemExit | None = None) -> None: ...
+
+    def failed(self, error: Exception) -> Any: ...
+
+    def crashed(self, error: Any) -> Any: ...
+
+
 class Processes:
     """Follows a script into the processes that it starts, from `watch` until `leave`.
 
     Attributes:
         unwatched: programs that may have trained something and were not watched.
         watched: how many processes take the watch along.
+
+    Args:
+        session: the watch over this process.
+        join: begins the same in a spawned process; a function of a module, since it is pickled.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, join: Callable[[Options], None]) -> None:
         self.unwatched: list[str] = []
         self.watched = 0
-        self._session = session
+        self._session, self._join = session, join
         self._before: list[tuple[Any, str, Any]] = []
 
     def watch(self) -> None:
@@ -94,7 +112,7 @@ class Processes:
         target = getattr(process, "_target", None)
         if not str(getattr(target, "__module__", "")).startswith(_NEVER_TRAINS):
             self.watched += 1
-            process._isotype = _Joins(self._session.options)
+            process._isotype = _Joins(self._join, self._session.options)
         start(process)
 
     def _bootstrap(self, bootstrap: Callable[..., int], process: Any, *args: Any, **kwargs: Any) -> int:
@@ -123,14 +141,8 @@ class Processes:
 class _Joins:
     """Pickled with a process that is spawned: unpickled there, the process is watched like the one it came from."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, join: Callable[[Options], None], options: Options) -> None:
+        self._join, self._options = join, options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _join, (self._options,)
-
-
-def _join(options: Options) -> None:
-    from isotype.preflight.script.session import Session
-
-    Session(options).watch()
+        return self._join, (self._options,)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
 from isotype.preflight.script.family import Family, family
 from isotype.preflight.script.imports import when_imported
+from isotype.preflight.script.options import Options
 from isotype.preflight.script.processes import Processes
 from isotype.preflight.script.traceback import cleaned
 from isotype.report.narrow import wrapped
@@ -21,36 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PREFLIGHT_SECONDS = 10.0
-"""Seconds that the trace before the first step may take: enough for thousands of operators."""
-
 NOTHING_SEEN = "no training step was seen"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `isotype run` was asked.
-
-    Attributes:
-        target: path of the script, or name of the module.
-        module: whether `target` is a module (`-m`).
-        arguments: the script's own.
-        steps: optimizer steps to watch.
-        device: profile to judge for; None for the device the model is on.
-        seconds: that tracing the first step on fake tensors may take before it runs; 0 for no such trace.
-    """
-
-    target: str
-    module: bool
-    arguments: tuple[str, ...]
-    steps: int = 1
-    device: str | None = None
-    seconds: float = PREFLIGHT_SECONDS
-
-    def flags(self) -> Sequence[str]:
-        """The arguments of `isotype run` that ask for the same, without what is run."""
-        device = () if self.device is None else ("--device", self.device)
-        return ("--steps", str(self.steps), *device, "--preflight-seconds", f"{self.seconds:g}")
 
 
 class Session:
@@ -62,7 +33,7 @@ class Session:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._family: Family = family()
-        self._processes = Processes(self)
+        self._processes = Processes(self, join)
         self._diagnosis: Diagnosis | None = None
         self._waits: Callable[[], None] | None = None
         self._failed = False
@@ -170,3 +141,8 @@ def show(error: BaseException) -> None:
         sys.stderr.write(f"{sys.executable}: {error}\n")
         return
     sys.excepthook(type(error), error, error.__traceback__)
+
+
+def join(options: Options) -> None:
+    """Watch this process like the one that it was spawned from."""
+    Session(options).watch()

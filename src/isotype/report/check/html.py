@@ -31,7 +31,7 @@ from isotype.report.charts import (
 )
 from isotype.report.check.map import dtype_map, layer_counts
 from isotype.report.check.map_html import map_html
-from isotype.report.check.record import Report
+from isotype.report.check.record import Record
 from isotype.report.check.text import (
     counts,
     fix_scope,
@@ -134,7 +134,7 @@ _ACTIONS = {
 }
 
 
-def to_html(report: Report) -> str:
+def to_html(report: Record) -> str:
     """The whole report as one HTML document."""
     folder = resources.files("isotype.report")
     sheets = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "check/check.css")]
@@ -182,11 +182,11 @@ def _digest(text: str) -> str:
 # --- head -------------------------------------------------------------------------------------------------
 
 
-def _model_name(report: Report) -> str:
+def _model_name(report: Record) -> str:
     return PurePath(report.trace.model).name or report.trace.model or "model"
 
 
-def _header(report: Report) -> str:
+def _header(report: Record) -> str:
     setup = report.trace.setup
     css, word = _STATUS[report.status]
     batch = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in setup.batch.items())
@@ -201,7 +201,7 @@ def _header(report: Report) -> str:
 </header>"""
 
 
-def _figures(report: Report) -> list[tuple[str, str, str]]:
+def _figures(report: Record) -> list[tuple[str, str, str]]:
     memory, profile = report.memory, report.trace.setup.profile
     total = sum(report.flops.values())
     most = max(report.flops, key=lambda dtype: report.flops[dtype], default=None)
@@ -235,7 +235,7 @@ def _section(title: str, body: str, remark: str = "") -> str:
     return f"<section><h2>{escape(title)}{small}</h2>{body}</section>"
 
 
-def _map(report: Report) -> str:
+def _map(report: Record) -> str:
     blocks = dtype_map(report.trace, report.findings)
     if not blocks:
         return _section(
@@ -247,7 +247,7 @@ def _map(report: Report) -> str:
 # --- memory and work --------------------------------------------------------------------------------------
 
 
-def _memory(report: Report) -> str:
+def _memory(report: Record) -> str:
     memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
     if not memory.peak:
         return ""
@@ -338,7 +338,7 @@ def _memory_row(
     )
 
 
-def _flops(report: Report) -> str:
+def _flops(report: Record) -> str:
     total, profile = sum(report.flops.values()), report.trace.setup.profile
     if not total:
         return ""
@@ -375,14 +375,14 @@ def _chip(dtype: str) -> str:
 # --- findings ---------------------------------------------------------------------------------------------
 
 
-def _findings(report: Report) -> str:
+def _findings(report: Record) -> str:
     if not report.findings:
         return ""
     articles = "".join(_finding(number, finding, report) for number, finding in enumerate(report.findings, 1))
     return _section("Findings", f"{articles}{pair_list(next_steps(report), 'pairs next')}")
 
 
-def _finding(number: int, finding: Finding, report: Report) -> str:
+def _finding(number: int, finding: Finding, report: Record) -> str:
     title = report.trace.setup.profile.title
     place = [finding.op, finding.phase, short_source(finding.source)]
     about = "".join(f"<span>{escape(part)}</span>" for part in place if part)
@@ -427,7 +427,7 @@ def _list(texts: Iterable[str], css: str) -> str:
     return f'<ul class="{css}">{items}</ul>' if items else ""
 
 
-def _places(finding: Finding, report: Report) -> str:
+def _places(finding: Finding, report: Record) -> str:
     folded = fold_places(finding.places, layer_counts(report.trace))
     total = sum(count for _, _, count in folded)
     if total < 2:
@@ -471,7 +471,7 @@ def _action(action: Action) -> str:
 # --- tables -----------------------------------------------------------------------------------------------
 
 
-def _setup(report: Report) -> str:
+def _setup(report: Record) -> str:
     setup, profile = report.trace.setup, report.trace.setup.profile
     rate = "" if setup.learning_rate is None else f", learning rate {setup.learning_rate:g}"
     here = "" if profile.present else "; not in this machine"
@@ -490,7 +490,7 @@ def _setup(report: Report) -> str:
     return _section("Set-up", pair_list((name, value) for name, value in pairs if value))
 
 
-def _policy(report: Report) -> str:
+def _policy(report: Record) -> str:
     policy = report.trace.setup.policy
     if policy is None:
         return ""
@@ -503,6 +503,6 @@ def _policy(report: Report) -> str:
     return _section("Precision policy", table + _list(policy.warnings, "warnings"))
 
 
-def _trust(report: Report) -> str:
+def _trust(report: Record) -> str:
     rows = pair_list(trust(report))
     return _section("Taken on trust, or not seen", rows) if rows else ""

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from isotype.core.dtypes import dtype_name
-from isotype.report.check.record import Report
+from isotype.report.check.record import Record
 from isotype.report.check.text import fix_standing, price_clauses, verdict
 from isotype.rules import Rule, all_rules
 from isotype.rules.finding import Finding
@@ -23,16 +23,16 @@ SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 
-def to_sarif(report: Report) -> str:
+def to_sarif(report: Record) -> str:
     """A log with one run: all rules that found something, every finding with its place, the trace's end as a notice."""
-    from isotype import __version__
+    from isotype.core.package import VERSION
 
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
     index = {code: position for position, code in enumerate(codes)}
     driver = {
         "name": "isotype",
-        "semanticVersion": __version__,
+        "semanticVersion": VERSION,
         "rules": [_rule(code, known.get(code)) for code in codes],
     }
     run = {
@@ -60,7 +60,7 @@ def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
     return described
 
 
-def _invocation(report: Report) -> dict[str, Any]:
+def _invocation(report: Record) -> dict[str, Any]:
     failure = report.trace.failure
     notices = [{"level": "note", "message": {"text": note}} for note in report.trace.notes]
     if failure is not None:
@@ -71,7 +71,7 @@ def _invocation(report: Report) -> dict[str, Any]:
     return invocation | ({"toolExecutionNotifications": notices} if notices else {})
 
 
-def _result(finding: Finding, index: Mapping[str, int], report: Report) -> dict[str, Any]:
+def _result(finding: Finding, index: Mapping[str, int], report: Record) -> dict[str, Any]:
     price = (
         price_clauses(finding.price, report.trace.setup.profile.title) if finding.price is not None else []
     )

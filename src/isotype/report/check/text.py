@@ -16,7 +16,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plural
 from isotype.report.charts import format_number
 from isotype.report.check.map import layer_counts, plain_name, split_layer
-from isotype.report.check.record import Report, repair_outlook
+from isotype.report.check.record import Record, repair_outlook
 from isotype.report.text import format_bytes
 from isotype.rules.finding import Finding, Fix, Price, Scope, marked
 from isotype.trace.record import Operand, Setup
@@ -45,13 +45,13 @@ _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 # --- words that every renderer uses -----------------------------------------------------------------------
 
 
-def counts(report: Report) -> str:
+def counts(report: Record) -> str:
     """`"1 error, 2 warnings"`; `""` without findings."""
     found = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
     return ", ".join(plural(len(some), noun) for some, noun in found if some)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: Record) -> str:
     """The one line that matters: whether the step runs on the device, and what it says about how it runs."""
     title, peak = report.trace.setup.profile.title, format_bytes(report.memory.peak)
     failure, found = report.trace.failure, counts(report)
@@ -188,7 +188,7 @@ def setup_words(setup: Setup) -> str:
     return "   ".join(word for word in words if word)
 
 
-def memory_words(report: Report) -> str:
+def memory_words(report: Record) -> str:
     """Whether it fits: the peak, its phase and what it is made of."""
     memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
     if memory.peak_phase is None:
@@ -202,7 +202,7 @@ def memory_words(report: Report) -> str:
     return f"peak {format_bytes(memory.peak)}{of}{fits} in {memory.peak_phase}: {parts}"
 
 
-def flops_words(report: Report) -> str:
+def flops_words(report: Record) -> str:
     """FLOPs of a step and their shares by dtype, the largest first."""
     total = sum(report.flops.values())
     if not total:
@@ -216,7 +216,7 @@ def flops_words(report: Report) -> str:
     return f"{format_count(total)} a step: {', '.join(shares)}"
 
 
-def trust(report: Report) -> list[tuple[str, str]]:
+def trust(report: Record) -> list[tuple[str, str]]:
     """(label, sentence) for whatever the verdict rests on without having been measured or seen."""
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
@@ -239,7 +239,7 @@ def trust(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def next_steps(report: Report) -> list[tuple[str, str]]:
+def next_steps(report: Record) -> list[tuple[str, str]]:
     """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for."""
     found = repair_outlook(report)
     every = plural(sum(map(len, found.values())), "finding")
@@ -268,7 +268,7 @@ def _orders(findings: Sequence[Finding]) -> str:
     return "; ".join(orders[:_ORDERS_SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
 
 
-def script_steps(report: Report) -> list[tuple[str, str]]:
+def script_steps(report: Record) -> list[tuple[str, str]]:
     """`next_steps` where the step is one of the user's own script, which no command of ours repairs."""
     rows, setup = [], report.trace.setup
     ours = [
@@ -293,7 +293,7 @@ def repairable(fix: Fix) -> bool:
 # --- lines ------------------------------------------------------------------------------------------------
 
 
-def lines(report: Report, width: int = WIDTH, in_script: bool = False) -> list[Line]:
+def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[Line]:
     """The whole report as styled lines of at most `width` columns, where names and words allow it.
 
     Args:
@@ -322,12 +322,12 @@ def lines(report: Report, width: int = WIDTH, in_script: bool = False) -> list[L
     return found
 
 
-def to_text(report: Report, width: int = WIDTH) -> str:
+def to_text(report: Record, width: int = WIDTH) -> str:
     """The report without colour, ending in a line break."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
 
 
-def render(report: Report, console: Console, *, width: int | None = None, in_script: bool = False) -> None:
+def render(report: Record, console: Console, *, width: int | None = None, in_script: bool = False) -> None:
     """Print the report; `width` is the console's unless it is given, `in_script` as `lines` takes it."""
     from rich.text import Text
 

@@ -1,0 +1,66 @@
+"""One tensor of a checkpoint as its file describes it, and what is said of a damaged file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from isotype.core.errors import CheckpointError, Problem
+
+_MAX_PROBLEMS = 12  # a damaged header can hold thousands; these are enough to see the pattern
+DAMAGED = "the file is damaged: download, copy or save it again"
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor as its file describes it.
+
+    Attributes:
+        name: full name in the checkpoint.
+        dtype_name: the file's own word for the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).
+        dtype: the torch dtype; None for a block-quantized GGUF type or one that torch does not have.
+        shape: sizes in torch's order, slowest dimension first.
+        bytes: size in the file.
+        file: where it lies.
+    """
+
+    name: str
+    dtype_name: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    bytes: int
+    file: Path
+
+    @property
+    def elements(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return math.prod(self.shape)
+
+
+def by_name(tensors: Iterable[TensorHeader]) -> tuple[TensorHeader, ...]:
+    """Tensors sorted by name."""
+    return tuple(sorted(tensors, key=lambda tensor: tensor.name))
+
+
+def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
+    """The error for a file that cannot be read, with as many of its problems as show the pattern."""
+    left_out = len(problems) - _MAX_PROBLEMS
+    hint = f"and {left_out} more like these" if left_out > 0 else None
+    return CheckpointError(f"cannot read {path}", problems[:_MAX_PROBLEMS], hint)
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file.
+
+    Raises:
+        CheckpointError: there is no such file.
+    """
+    if not path.is_file():
+        raise CheckpointError(
+            "no such file", [Problem(str(path), "an existing file", "check the path, or download the file")]
+        )
+    return path.stat().st_size

@@ -1,0 +1,254 @@
+"""Run a request: trace the step, judge it, try the fixes. The one place where trace, rules and fixes meet."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.core.dtypes import parse_dtype
+from isotype.core.errors import IsotypeError, UsageError
+from isotype.preflight.apply import apply_actions
+from isotype.preflight.repair import needs_the_caller
+from isotype.preflight.request import StepRequest
+from isotype.report.check.report import Report
+from isotype.rules import clears, judge
+from isotype.rules.finding import Action, Finding, Fix, Severity
+from isotype.trace.fake.step import failed_trace, trace_step, untouched_by
+from isotype.trace.fake.untouched import Untouched
+from isotype.trace.record import Call, Setup, Trace, Weight
+from isotype.trace.source import first_line, line_of
+from isotype.trace.weights import weights_of
+
+
+def run(request: StepRequest, *, verify: bool = True, seconds: float = math.inf) -> Report:
+    """Trace the step that is asked for on fake tensors, judge it, and try the fixes.
+
+    The model, the inputs and the random states come out untouched; no weights are read or copied. What cannot be
+    traced is a finding (IST199), with all that was seen until then.
+
+    Args:
+        request: the step.
+        verify: whether fixes are tried by a second trace each.
+        seconds: that the step may be traced for; what was seen until then is judged. Trials of fixes are not counted.
+
+    Raises:
+        UsageError: arguments that do not fit.
+        PrecisionError: an unknown device or dtype.
+    """
+    started = time.perf_counter()
+    setup = request.setup()
+    try:
+        step = _Step(request, setup, weights_of(request.model))
+        trace = step.trace(deadline=time.monotonic() + seconds)
+    except IsotypeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a check never ends a script: IST199 says what it failed on
+        trace = failed_trace(request.model, setup, error)
+        return Report(trace, judge(trace), time.perf_counter() - started)
+    findings = judge(trace)
+    if verify:
+        findings = _verified(step, trace, findings)
+    return Report(trace, findings, time.perf_counter() - started, step.judged)
+
+
+def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The findings with their fixes tried; as they were, and one that says so, where trying them failed."""
+    try:
+        # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
+        request = step.request
+        saved = untouched_by(request.model, request.inputs, _given(request), request.generate)
+        return replace(step, untouched=saved).verified(trace, findings)
+    except Exception as error:  # noqa: BLE001 - what was found stays, whatever trying its fixes met
+        said = f"{type(error).__name__}: {first_line(error)}"
+        message = f"the fixes could not be tried, because {said}"
+        return (*findings, Finding("IST199", "warning", message, source=line_of(error), cause=said))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that can be traced again with a fix in it."""
+
+    request: StepRequest
+    setup: Setup
+    weights: Sequence[Weight]
+    untouched: Untouched | None = None
+    known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
+
+    def trace(self, actions: Sequence[Action] = (), deadline: float = math.inf) -> Trace:
+        request, setup = self.request, with_settings(self.setup, actions)
+
+        def change(twin: nn.Module) -> None:
+            apply_actions(twin, actions)
+
+        return trace_step(
+            request.model,
+            request.inputs,
+            setup,
+            change=change if actions else None,
+            lines={each.target: parse_dtype(each.value) for each in actions if each.kind == "line"},
+            optimizer=_given(request),
+            generate=request.generate,
+            weights=self.weights,
+            deadline=deadline,
+            folded=request.fold,
+            untouched=self.untouched,
+        )
+
+    def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
+        """What is found with `actions` applied to the model as it was checked; traced once."""
+        key = tuple(actions)
+        if key not in self.known:
+            self.known[key] = judge(self.trace(actions))
+        return self.known[key]
+
+    def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        """The findings with fixes that were tried and work, and with what only the user can do."""
+        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
+        mended = [replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings]
+        return _roots(mended, tried, _order(trace))
+
+    def _working(
+        self,
+        finding: Finding,
+        findings: Sequence[Finding],
+        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
+    ) -> tuple[Fix, ...]:
+        good: list[Fix] = []
+        dear: list[Fix] = []
+        advice = [fix for fix in finding.fixes if _only_advice(fix)]
+        for fix in finding.fixes:
+            if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
+                continue
+            if fix.actions not in tried:
+                tried[fix.actions] = self._with(fix.actions)
+            after = tried[fix.actions]
+            if after is not None and clears(finding, findings, after):
+                good.append(replace(fix, verified=True, outcome=_outcome(after)))
+            elif after is not None and finding.severity == "error" and clears(finding, findings, after, True):
+                dear.append(replace(fix, verified=True, outcome=_priced(findings, after)))
+        return (*(good or dear[:1]), *advice)
+
+    def _with(self, actions: Sequence[Action]) -> tuple[Finding, ...] | None:
+        try:
+            return self.judged(actions)
+        except UsageError:
+            return None  # it names what this model has not
+
+
+def _given(request: StepRequest) -> Any:
+    """The optimizer where it is more than a name."""
+    return None if isinstance(request.optimizer, str) else request.optimizer
+
+
+def _roots(
+    findings: Sequence[Finding],
+    tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
+    order: Mapping[tuple[str, str, str], int],
+) -> tuple[Finding, ...]:
+    """The findings without the errors that come of another one.
+
+    An error comes of another where that one's fix clears both, and none of its own fixes clears the other; what the
+    step meets first comes of nothing that it meets later. A change of the step's arguments or of a line says nothing
+    here: it may mend several causes at once.
+    """
+    errors = [finding for finding in findings if finding.severity == "error"]
+    met = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
+    gone = {finding.key: _cleared(finding, errors, tried) for finding in errors}
+    come: dict[tuple[str, str, str], list[Finding]] = {}
+    left = list(errors)
+    for root in sorted(errors, key=lambda finding: -len(gone[finding.key])):
+        clear = [each for each in left if each.key in gone[root.key] and root.key not in gone[each.key]]
+        for other in clear:
+            if root in left and other is not root and met[other.key] >= met[root.key]:
+                left.remove(other)
+                come.setdefault(root.key, []).append(other)
+    return tuple(
+        replace(finding, notes=(*finding.notes, _come_of_it(come[finding.key])))
+        if finding.key in come
+        else finding
+        for finding in findings
+        if finding.severity != "error" or finding in left
+    )
+
+
+def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
+    """Where the step breaks a contract first, second, …"""
+    return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
+
+
+def _place(where: Finding | Call) -> tuple[str, str, str]:
+    return where.phase, where.module, where.source
+
+
+def _cleared(
+    finding: Finding,
+    errors: Sequence[Finding],
+    tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
+) -> set[tuple[str, str, str]]:
+    found: set[tuple[str, str, str]] = set()
+    for fix in finding.fixes:
+        after = tried.get(fix.actions) if fix.verified else None
+        if after is not None and not needs_the_caller(fix):
+            present = {(each.code, each.cause) for each in after}
+            found |= {each.key for each in errors if (each.code, each.cause) not in present}
+    return found
+
+
+def _come_of_it(errors: Sequence[Finding]) -> str:
+    places = [f"{each.code} at {each.source.rpartition('/')[2] or each.module}" for each in errors]
+    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    plural = "s come" if len(places) > 1 else " comes"
+    return f"{len(places)} more error{plural} of it: {', '.join(places[:3])}{more}"
+
+
+# Tried in order of preference: more ways than these to mend the same thing help nobody, and each costs a trace.
+_FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
+
+
+def _outcome(after: Sequence[Finding]) -> str:
+    left = sum(1 for each in after if each.severity != "note")
+    if not left:
+        return "the step then runs clean"
+    return f"it is gone; {left} other finding{'s' if left > 1 else ''} left"
+
+
+def _priced(before: Sequence[Finding], after: Sequence[Finding]) -> str:
+    known = {each.code for each in before}
+    new = sorted({each.code for each in after if each.severity == "warning" and each.code not in known})
+    return f"it is gone, at the price of {', '.join(new)}"
+
+
+def _only_advice(fix: Fix) -> bool:
+    return all(action.kind == "advice" for action in fix.actions)
+
+
+def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
+    """The set-up after the `setting` actions among `actions`.
+
+    Values are written as in Python: a dtype's name, `True`, `None`, a number.
+    """
+    changes: dict[str, Any] = {}
+    for action in actions:
+        if action.kind == "setting":
+            changes[action.target] = setting_value(action.value)
+    if "autocast" in changes and "scaler" not in changes:
+        changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
+    return replace(setup, **changes)
+
+
+def setting_value(value: str) -> Any:
+    """What the value of a `setting` action stands for."""
+    words = {"True": True, "False": False, "None": None}
+    if value in words:
+        return words[value]
+    try:
+        return float(value) if not value.isdigit() else int(value)
+    except ValueError:
+        named = getattr(torch, value, None)
+        return named if isinstance(named, torch.dtype) else value

@@ -1,0 +1,134 @@
+"""A check as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from isotype.contracts.contract import doubts
+from isotype.core.dtypes import dtype_name
+from isotype.core.package import VERSION
+from isotype.report.check.record import Record, repair_outlook
+from isotype.report.check.text import verdict
+from isotype.rules.finding import Finding, Fix, Price
+from isotype.trace.record import Operand, Setup
+
+SCHEMA_VERSION = 1
+"""Version of the JSON form; it grows when a reader of the former version would misread the new one."""
+
+
+def to_json(report: Record) -> str:
+    """Strict JSON; `schema_version` says which schema. Bytes, FLOPs, shares and seconds stay unrounded numbers."""
+    return json.dumps(_encode(report), indent=1, allow_nan=False) + "\n"
+
+
+def _encode(report: Record) -> dict[str, Any]:
+    trace, memory, failure = report.trace, report.memory, report.trace.failure
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "isotype": VERSION,
+        "model": trace.model,
+        "ok": report.ok,
+        "complete": report.complete,
+        "fits": report.fits,
+        "status": report.status,
+        "verdict": verdict(report),
+        "seconds": report.seconds,
+        "setup": _setup(trace.setup),
+        "findings": [_finding(finding) for finding in report.findings],
+        "resolved_by": {kind: len(some) for kind, some in repair_outlook(report).items()},
+        "memory": {
+            "peak_bytes": memory.peak,
+            "peak_phase": memory.peak_phase,
+            "capacity_bytes": trace.setup.profile.memory_bytes,
+            "phases": {phase: dict(kinds) for phase, kinds in memory.phases.items()},
+        },
+        "flops": {dtype_name(dtype): count for dtype, count in report.flops.items()},
+        "operators": sum(call.repeats for call in trace.calls),
+        "assumed": list(report.assumed),
+        "doubts": doubts(trace.setup.profile),
+        "not_followed": list(trace.notes),
+        "failure": None
+        if failure is None
+        else {
+            "phase": failure.phase,
+            "module": failure.module,
+            "source": failure.source,
+            "error": failure.error,
+            "dtype_related": failure.dtype_related,
+        },
+    }
+
+
+def _setup(setup: Setup) -> dict[str, Any]:
+    profile = setup.profile
+    return {
+        "device": {"name": profile.name, "title": profile.title, "memory_bytes": profile.memory_bytes},
+        "autocast": None if setup.autocast is None else dtype_name(setup.autocast),
+        "autocast_eval": setup.autocast_eval,
+        "scaler": setup.scaler,
+        "optimizer": setup.optimizer,
+        "learning_rate": setup.learning_rate,
+        "compute": dtype_name(setup.compute),
+        "phases": list(setup.phases),
+        "fsdp": setup.fsdp,
+        "batch": {name: list(shape) for name, shape in setup.batch.items()},
+        "details": list(setup.details),
+        "data": setup.data,
+        "policy": None if setup.policy is None else setup.policy.to_dict(),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "severity": finding.severity,
+        "message": finding.message,
+        "module": finding.module,
+        "op": finding.op,
+        "phase": finding.phase,
+        "source": finding.source,
+        "cause": finding.cause,
+        "evidence": list(finding.evidence),
+        "notes": list(finding.notes),
+        "operands": [_operand(operand) for operand in finding.operands],
+        "places": list(finding.places),
+        "price": None if finding.price is None else _price(finding.price),
+        "fixes": [_fix(fix) for fix in finding.fixes],
+    }
+
+
+def _operand(operand: Operand) -> dict[str, Any]:
+    origin = operand.origin
+    return {
+        "role": operand.role,
+        "dtype": dtype_name(operand.dtype),
+        "shape": list(operand.shape),
+        "origin": {
+            "kind": origin.kind,
+            "name": origin.name,
+            "module": origin.module,
+            "source": origin.source,
+        },
+    }
+
+
+def _price(price: Price) -> dict[str, Any]:
+    return {
+        "flops_share": price.flops_share,
+        "cast_bytes": price.cast_bytes,
+        "memory_bytes": price.memory_bytes,
+        "slowdown": price.slowdown,
+    }
+
+
+def _fix(fix: Fix) -> dict[str, Any]:
+    actions = [{"kind": a.kind, "target": a.target, "value": a.value} for a in fix.actions]
+    return {
+        "description": fix.description,
+        "scope": fix.scope,
+        "safety": fix.safety,
+        "verified": fix.verified,
+        "outcome": fix.outcome,
+        "actions": actions,
+    }

@@ -1,0 +1,52 @@
+"""The preflight inside of a running training: its first batch, checked before the model sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.preflight.from_trainer import request_of_first_step
+from isotype.preflight.run import run
+from isotype.report.check.report import Report
+from isotype.rules.finding import Finding
+from isotype.trace.record import Trace
+from isotype.trace.source import first_line, line_of
+
+logger = logging.getLogger("isotype")
+
+
+def before_first_step(
+    model: nn.Module, arguments: Any, optimizer: Any, tell: Callable[[Report], None]
+) -> None:
+    """Check the step of a trainer that is already running, when its first batch for training reaches the model.
+
+    Args:
+        model: the trainer's.
+        arguments: its TrainingArguments.
+        optimizer: accelerate's, with its GradScaler.
+        tell: hears of the report, before the forward of that batch runs; may raise.
+    """
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        try:
+            report = run(request_of_first_step(module, (args, kwargs), arguments, optimizer), verify=False)
+        except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
+            said = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("the step was not checked, because %s (%s)", said, line_of(error))
+            return
+        tell(report)
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def is_assumed(finding: Finding, trace: Trace) -> bool:
+    """Whether a finding rests on contracts that were not measured on the device."""
+    broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
+    return any(call.breach is not None and call.breach.assumed for call in broken)
