@@ -16,11 +16,11 @@ from rich.text import Text
 
 import isotype
 from isotype.cli.main import main
+from isotype.core.files import write_whole
 from isotype.core.terminal import _NEAREST, as_typed, print_the_nearest
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.check.record import write
+from isotype.report.check.report import write_report
 from isotype.report.narrow import fitting, wrapped
-from isotype.report.run.record import write_whole
 from isotype.train.describe import command_line, show_policy
 
 PICTURES = ("charts.py", "html.py", "palette.py")
@@ -194,4 +194,4 @@ def test_reports_are_utf_8_whatever_the_locale_could_not_decode(tmp_path: Path) 
         patch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
         assert command_line(["sft", "--ask", asked]) == "isotype sft --ask 'é'"
         assert write_whole(tmp_path / "run.html", f"<p>{asked}").read_text(encoding="utf-8") == "<p>é"
-        assert write(tmp_path / "check.html", f"<p>{asked}").read_text(encoding="utf-8") == "<p>é"
+        assert write_report(tmp_path / "check.html", f"<p>{asked}").read_text(encoding="utf-8") == "<p>é"
