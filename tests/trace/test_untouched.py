@@ -308,6 +308,35 @@ def test_numbers_that_modules_hold_do_not_count() -> None:
         assert untouched.left() == ()
 
 
+def test_the_few_of_many_modules_that_changed_are_put_back() -> None:
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(500))
+    states = [vars(module).copy() for module in model]
+    weights = [module.weight for module in model]
+    changed, hooked, moved, emptied = (model[at] for at in (3, 199, 200, 499))
+    untouched = Untouched([("model", model)])
+    changed.extra, changed.bias.grad, changed._backward_hooks = 1, torch.ones(1), OrderedDict()
+    hooked.register_forward_hook(print)
+    hooked.weight = moved._parameters.pop("weight")
+    emptied._parameters.clear()
+    untouched.restore()
+    for module, state, weight in zip(model, states, weights, strict=True):
+        assert list(vars(module)) == list(state)
+        assert all(vars(module)[key] is held for key, held in state.items())
+        assert list(module._parameters) == ["weight", "bias"]
+        assert module.weight is weight
+        assert not module._forward_hooks
+    assert changed.bias.grad is None
+
+
+def test_a_value_that_moves_to_the_next_dict_comes_back() -> None:
+    value = object()
+    first, second = {"a": value}, dict[str, Any]()
+    untouched = Untouched([("first", first), ("second", second)])
+    second["b"] = first.pop("a")
+    untouched.restore()
+    assert (first, second) == ({"a": value}, {})
+
+
 def test_restoring_takes_no_data() -> None:
     large = torch.zeros(1 << 20)
     trace = traced(nn.Linear(WIDTH, 2), lambda m: m(X).mean() + large.add_(1).mean())

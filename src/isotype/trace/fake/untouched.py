@@ -15,8 +15,8 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from operator import is_not
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy
@@ -33,55 +33,44 @@ _LOOKED_INTO = 200
 _LONG = 1_000
 """Elements above which a container's elements are not looked into, only whether they are still the same ones."""
 _ARRAY_BYTES = 1 << 20
+_STRETCH = 200
+"""Dicts that are compared at once."""
 
 _Name = Any
 """How an object was reached: a name, or (the holder's, "." or "[]", the attribute or key); `_written` writes it out."""
+_HOLDERS = (dict, OrderedDict, set)
+"""Most modules hold a dozen of these, empty: what hooks would lie in."""
 _MISSING: Any = object()
+_END = (_MISSING,)
+_Pair = tuple[dict[Any, Any], dict[Any, Any]]
+_CONTENTS: Any = vars(types.CellType)["cell_contents"]
 _LRU: Any = type(functools.lru_cache(lambda: None))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-_ATOMS = frozenset(
-    {
-        *(int, float, bool, str, bytes, complex, type(None), type(...), range, slice, torch.Size),
-        *(
-            torch.dtype,
-            torch.device,
-            torch.layout,
-            torch.memory_format,
-            types.BuiltinFunctionType,
-            types.CodeType,
-        ),
-        *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
-        *(types.MethodDescriptorType, types.MethodWrapperType, types.ModuleType),
-    }
-)
+_ATOMS = frozenset({  # nothing to look into
+    int, float, bool, str, bytes, complex, type(None), type(...), range, slice, torch.Size, torch.dtype, torch.device,
+    torch.layout, torch.memory_format, types.BuiltinFunctionType, types.CodeType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
+    types.ModuleType,
+})  # fmt: skip
 _TENSORS = ("_modules", "_parameters", "_buffers")
 # What Python calls by itself.
 _CALLED = (
-    "forward",
-    "__call__",
-    "__getitem__",
-    "__setitem__",
-    "__iter__",
-    "__next__",
-    "__enter__",
-    "__exit__",
-    "__getattr__",
-)
+    "forward", "__call__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__", "__getattr__",
+)  # fmt: skip
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
 # What is imported on first use is found again by other roads (`sys.modules`) and is not undone.
 _IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 # Instances of a library's classes are looked into; of these packages' only where code keeps state in them.
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "isotype"}
 _OPENED = (
-    *("torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions."),
-    *("collections", "types", "argparse", "weakref", "_thread"),
-)
+    "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",
+    "_thread",
+)  # fmt: skip
 # The objects that these are made of.
 _PARTS: Mapping[Any, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
     types.MethodType: ("__self__", "__func__"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
+    **dict.fromkeys((staticmethod, classmethod), ("__func__",)),
     property: ("fget", "fset"),
     functools.cached_property: ("func",),
     _LRU: ("__wrapped__",),
@@ -97,10 +86,8 @@ class Untouched:
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._empty: list[Any] = []
-        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._dicts: list[_Pair] = []
+        self._leaves, self._gradients = list[torch.Tensor](), list[torch.Tensor | None]()
         self._undo: list[Callable[[], Any]] = []
         self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
         self._caches: dict[Any, Any] = {}
@@ -117,20 +104,22 @@ class Untouched:
                 self._meet(name, root)
             while self._queue and self._left:
                 self._open(*self._queue.popleft())
+        self._stretches = [*_stretches(self._dicts)]
 
     def restore(self) -> None:
         """Put everything back, after each of several traces."""
-        for held, saved in self._dicts:
-            if len(held) != len(saved) or any(map(is_not, dict.values(held), saved.values())):
-                _refill(held, saved)
-        for emptied in filter(None, self._empty):
-            emptied.clear()
-        for elements, before in self._lists:
-            if len(elements) != len(before) or any(map(is_not, list.__iter__(elements), before)):
-                list.__setitem__(elements, slice(None), before)
-        for leaf, gradient in self._gradients:
-            if leaf.grad is not gradient:
-                leaf.grad = gradient
+        for pairs, apart, referents, empty in self._stretches:
+            # Loops that Python itself does not run: there may be millions of references, and hardly one has changed.
+            if _differ(gc.get_referents(*apart), referents):
+                for held, saved in pairs:
+                    if _differ([*dict.values(held)], [*saved.values()]):
+                        _refill(held, saved)
+            for filled in filter(None, empty):
+                filled.clear()
+        if _differ([*map(attrgetter("grad"), self._leaves)], self._gradients):
+            for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
+                if leaf.grad is not gradient:
+                    leaf.grad = gradient
         for undo in self._undo:
             undo()
         for cached, before in self._caches.items():
@@ -141,34 +130,25 @@ class Untouched:
 
     def left(self) -> tuple[str, ...]:
         """What could not be put back, a sentence each."""
-        return tuple(self._left_over())
-
-    def _left_over(self) -> Iterator[str]:
-        for name, generator, at in self._generators:
-            if generator.gi_frame is None or generator.gi_frame.f_lasti != at:
-                yield f"the generator {_written(name)} has moved on: what the trace took from it is gone"
-        for name, value in self._opaque:
-            if _reaches_fake(value, self._seen):
-                yield f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: make it again"
-        if self._queue:
-            yield (
-                f"{len(self._queue):,} objects that the step's code reaches were not looked at; what the trace assigned "
-                "to them stays"
-            )
-
-    # ----------------------------------------------------------------------------------------------------- walking
+        moved = [
+            f"the generator {_written(name)} has moved on: what the trace took from it is gone"
+            for name, generator, at in self._generators
+            if generator.gi_frame is None or generator.gi_frame.f_lasti != at
+        ]
+        holding = [
+            f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: make it again"
+            for name, value in self._opaque
+            if _reaches_fake(value, self._seen)
+        ]
+        more = f"{len(self._queue):,} objects that the step's code reaches were not looked at; what the trace assigned to them stays"
+        return (*moved, *holding, *([more] if self._queue else ()))
 
     def _meet(self, name: _Name, value: Any) -> None:
-        kind = type(value)
-        if (
-            kind in _ATOMS
-            or id(value) in self._seen
-            or (kind is tuple and _ATOMS.issuperset(map(type, value)))
-        ):
-            return
-        self._seen.add(id(value))
-        self._alive.append(value)  # or another object could be given the same id
-        self._queue.append((name, value))
+        atoms = value is _MISSING or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))
+        if type(value) not in _ATOMS and id(value) not in self._seen and not atoms:
+            self._seen.add(id(value))
+            self._alive.append(value)  # or another object could be given the same id
+            self._queue.append((name, value))
 
     def _open(self, name: _Name, value: Any) -> None:
         cls = type(value)
@@ -191,105 +171,87 @@ class Untouched:
 
     def _module(self, name: _Name, module: nn.Module) -> None:
         held = vars(module)
-        self._dicts.append((held, held.copy()))
+        self._save(held)
         for key, value in held.items():
-            if key in _TENSORS:
-                self._dicts.append((value, value.copy()))
+            if key in _TENSORS and value:
+                self._save(value)
                 for own, each in value.items():
                     if key == "_modules":
                         self._meet((name, ".", own), each)
                     elif each is not None and id(each) not in self._seen:
                         self._tensor((name, ".", own), each)
-            elif type(value) not in (dict, OrderedDict, set) or value:
+            elif type(value) not in _HOLDERS or value:
                 self._meet((name, ".", key), value)
-            else:
-                self._empty.append(value)  # most modules have no hooks
         self._meet(type(module).__qualname__, type(module))
 
+    def _save(self, held: dict[Any, Any]) -> dict[Any, Any]:
+        saved = dict(dict.items(held))  # past what a subclass makes of it
+        self._dicts.append((held, saved))
+        return saved
+
     def _dict(self, name: _Name, value: Any) -> None:
-        saved = dict(dict.items(value))  # past what a subclass makes of it
-        self._dicts.append((value, saved))
-        if len(saved) > _LONG:
+        self._inside(name, value, self._save(value).items())
+
+    def _elements(self, name: _Name, value: Any) -> None:
+        self._inside(name, value, [*enumerate(value)])
+
+    def _inside(self, name: _Name, value: Any, items: Collection[tuple[Any, Any]]) -> None:
+        if len(items) > _LONG:
             self._opaque.append((name, value))
             return
-        for key, each in saved.items():
+        for key, each in items:
             self._meet(name, key)
             self._meet((name, "[]", key), each)
 
-    def _list(self, name: _Name, value: Any) -> None:
-        saved = list.copy(value)
-        self._lists.append((value, saved))
-        self._elements(name, saved)
-
-    def _elements(self, name: _Name, value: Any) -> None:
-        if len(value) > _LONG:
-            self._opaque.append((name, value))
-            return
-        for index, each in enumerate(value):
-            self._meet((name, "[]", index), each)
-
     def _changeable(self, name: _Name, value: Any) -> None:
-        """A set or a deque."""
-        saved = list(value)
+        """A list, a set or a deque, past what a subclass makes of it."""
+        kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
+        saved = list(kind.__iter__(value))
 
         def undo() -> None:
-            if len(value) != len(saved) or any(map(is_not, value, saved)):
-                value.clear()
-                (value.extend if isinstance(value, deque) else value.update)(saved)
+            if _differ([*kind.__iter__(value)], saved):
+                kind.clear(value)
+                (kind.update if kind is set else kind.extend)(value, saved)
 
         self._undo.append(undo)
         self._elements(name, saved)
 
+    def _instance(self, name: _Name, value: Any) -> None:
+        """An object's `__dict__` as it is, whatever its class makes of attributes."""
+        try:
+            held = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return
+        for key, each in self._save(held).items() if type(held) is dict else ():
+            self._meet((name, ".", key), each)
+
     def _attributes(self, name: _Name, value: Any) -> None:
-        held = _instance_dict(value)
-        if held is not None:
-            self._dicts.append((held, held.copy()))
-            for key, each in held.copy().items():
-                self._meet((name, ".", key), each)
+        self._instance(name, value)
         for cls in type(value).__mro__:
             if "__slots__" in vars(cls):
                 for key, member in vars(cls).items():
                     if isinstance(member, types.MemberDescriptorType):
-                        self._reference(
-                            (name, ".", key),
-                            functools.partial(member.__get__, value),
-                            functools.partial(member.__set__, value),
-                            functools.partial(member.__delete__, value),
-                        )
+                        self._reference((name, ".", key), member, value)
 
-    def _reference(
-        self, name: _Name, read: Callable[[], Any], write: Callable[[Any], Any], delete: Callable[[], Any]
-    ) -> None:
-        """One reference, where reading what is not there raises."""
+    def _reference(self, name: _Name, member: Any, holder: Any) -> None:
+        """One reference: a slot, a cell's contents."""
 
         def current() -> Any:
             try:
-                return read()
-            except (AttributeError, ValueError, KeyError):
+                return member.__get__(holder)
+            except (AttributeError, ValueError):
                 return _MISSING
 
         saved = current()
 
         def undo() -> None:
-            if current() is saved:
-                return
-            if saved is _MISSING:
-                delete()
-            else:
-                write(saved)
+            if saved is _MISSING and current() is not saved:
+                member.__delete__(holder)
+            elif current() is not saved:
+                member.__set__(holder, saved)
 
         self._undo.append(undo)
-        if saved is not _MISSING:
-            self._meet(name, saved)
-
-    def _cell(self, name: _Name, cell: Any) -> None:
-        def write(value: Any) -> None:
-            cell.cell_contents = value
-
-        def delete() -> None:
-            del cell.cell_contents
-
-        self._reference(name, lambda: cell.cell_contents, write, delete)
+        self._meet(name, saved)
 
     def _parts(self, name: _Name, value: Any) -> None:
         for part in next(parts for base, parts in _PARTS.items() if isinstance(value, base)):
@@ -300,10 +262,8 @@ class Untouched:
     def _function(self, name: _Name, value: Any) -> None:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._meet(variable, cell)
-        self._meet(name, value.__defaults__)
-        self._meet(name, value.__kwdefaults__)
-        if value.__dict__:
-            self._meet(name, value.__dict__)
+        for part in filter(None, (value.__defaults__, value.__kwdefaults__, value.__dict__)):
+            self._meet(name, part)
         if self._functions and _is_code_opened(value.__module__ or ""):
             self._functions -= 1
             names, assigns = _names_in(value.__code__)
@@ -317,17 +277,16 @@ class Untouched:
         """What code may read or assign by name: globals, and what other modules hold (`tables.CACHE`)."""
         for name in names if assigns else names.intersection(space):
             held = space.get(name, _MISSING)
-            if (id(space), name) in self._seen:
+            # Packages and their modules name each other.
+            known = (id(held), names) if isinstance(held, types.ModuleType) else (id(space), name)
+            if known in self._seen:
                 continue
-            if isinstance(held, types.ModuleType):
-                if _is_code_opened(held.__name__) and (id(held), names) not in self._seen:
-                    self._seen.add((id(held), names))  # packages and their modules name each other
-                    self._globals(vars(held), names, False)
-                continue
-            self._seen.add((id(space), name))
-            self._undo.append(functools.partial(_restore_global, space, name, held))
-            if held is not _MISSING:
+            self._seen.add(known)
+            if not isinstance(held, types.ModuleType):
+                self._undo.append(functools.partial(_restore_global, space, name, held))
                 self._meet(name, held)
+            elif _is_code_opened(held.__name__):
+                self._globals(vars(held), names, False)
 
     def _class(self, name: _Name, value: type) -> None:
         """A class's attributes; of its methods those that other code names."""
@@ -339,12 +298,9 @@ class Untouched:
         own = {key: each for key, each in held.items() if not key.startswith("__")}
         self._undo.append(functools.partial(_restore_class, value, own))
         for key, each in held.items():
-            if isinstance(each, _METHODS):
-                if key in self._used:
-                    self._meet((name, ".", key), each)
-                else:
-                    self._methods.setdefault(key, []).append(((name, ".", key), each))
-            elif key in own:
+            if isinstance(each, _METHODS) and key not in self._used:
+                self._methods.setdefault(key, []).append(((name, ".", key), each))
+            elif isinstance(each, _METHODS) or key in own:
                 self._meet((name, ".", key), each)
 
     def _tensor(self, name: _Name, value: Any) -> None:
@@ -352,29 +308,24 @@ class Untouched:
             return
         self._seen.add(id(value))
         if value.requires_grad and value.is_leaf:
-            self._gradients.append((value, value.grad))
-        held = _instance_dict(value)
-        if held:
-            self._meet(name, held)
-        elif held is not None:
-            self._empty.append(held)
+            self._leaves.append(value)
+            self._gradients.append(value.grad)
+        self._instance(name, value)
 
     def _array(self, name: _Name, value: Any) -> None:
         if value.dtype == object:
             self._elements(name, value.ravel())
         elif value.nbytes <= _ARRAY_BYTES and value.flags.writeable:
-            saved = value.copy()
-            self._undo.append(lambda: numpy.copyto(value, saved))
+            self._undo.append(functools.partial(numpy.copyto, value, value.copy()))
 
     def _random(self, name: _Name, value: Any) -> None:
         """A source of random numbers."""
         if isinstance(value, torch.Generator):
-            state = value.get_state()
-            self._undo.append(lambda: value.set_state(state))
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._undo.append(functools.partial(value.setstate, value.getstate()))
         else:
-            source = value if isinstance(value, numpy.random.BitGenerator) else value._bit_generator
+            source = value._bit_generator
             self._undo.append(functools.partial(setattr, source, "state", source.state))
 
     def _generator(self, name: _Name, value: Any) -> None:
@@ -390,25 +341,19 @@ class Untouched:
 
 _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
     (dict, Untouched._dict),
-    (list, Untouched._list),
     (tuple, lambda self, name, value: self._elements(name, tuple.__getitem__(value, slice(None)))),
     (types.FunctionType, Untouched._function),
     (type, Untouched._class),
     (torch.Tensor, Untouched._tensor),
-    (types.CellType, Untouched._cell),
+    (types.CellType, lambda self, name, value: self._reference(name, _CONTENTS, value)),
     (tuple(_PARTS), Untouched._parts),
-    ((set, deque), Untouched._changeable),
+    ((list, set, deque), Untouched._changeable),
     (frozenset, lambda self, name, value: self._elements(name, list(value))),
     (numpy.ndarray, Untouched._array),
-    (
-        (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState),
-        Untouched._random,
-    ),
+    ((torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState), Untouched._random),
     (types.GeneratorType, Untouched._generator),
     (type(iter([])), Untouched._iterator),
 )
-
-
 # Classes whose instances hold nothing beside what their opener has seen.
 _COMPLETE = (*_PARTS, type, types.FunctionType, types.GeneratorType, types.CellType)
 
@@ -420,9 +365,8 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(module, torch.jit.ScriptModule):
             yield from module.named_parameters(name, recurse=False)
         for key, value in vars(module).items():
-            kind = type(value)
-            empty = kind in (dict, OrderedDict, set) and not value
-            if key not in _TENSORS and kind not in _ATOMS and not empty:
+            empty = type(value) in _HOLDERS and not value
+            if key not in _TENSORS and type(value) not in _ATOMS and not empty:
                 yield f"{name}.{key}" if name else key, value
 
 
@@ -454,40 +398,41 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
     return names, _STORE_GLOBAL in code.co_code[::2] or any(assigns for _, assigns in inner)
 
 
-def _instance_dict(value: Any) -> dict[str, Any] | None:
-    """`__dict__` as it is, whatever the class makes of attributes."""
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return held if type(held) is dict else None
+def _stretches(pairs: list[_Pair]) -> Iterator[tuple[list[_Pair], list[Any], list[Any], list[Any]]]:
+    """Dicts with what was saved of each, so many at a time; those dicts, each with an end; all that they refer to, and
+    what of it is empty."""
+    for at in range(0, len(pairs), _STRETCH):
+        some = pairs[at : at + _STRETCH]
+        apart = [each for held, _ in some for each in (held, _END)]
+        referents = gc.get_referents(*apart)
+        yield some, apart, referents, [each for each in referents if type(each) in _HOLDERS and not each]
+
+
+def _differ(held: list[Any], saved: list[Any]) -> bool:
+    return len(held) != len(saved) or any(map(is_not, held, saved))
 
 
 def _refill(held: Any, saved: Mapping[Any, Any]) -> None:
     kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
     kind.clear(held)
-    for key, value in saved.items():
-        kind.__setitem__(held, key, value)
+    kind.update(held, saved)
 
 
 def _restore_global(space: dict[str, Any], name: str, saved: Any) -> None:
     held = space.get(name, _MISSING)
-    if held is saved or isinstance(held, _IMPORTED):
-        return
-    if saved is _MISSING:
+    changed = held is not saved and not isinstance(held, _IMPORTED)
+    if changed and saved is _MISSING:
         del space[name]
-    else:
+    elif changed:
         space[name] = saved
 
 
 def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
-    for key, held in [*vars(cls).items()]:
-        if key not in saved and not key.startswith("__"):
-            type.__delattr__(cls, key)
-        elif key in saved and held is not saved[key]:
+    for key in {*vars(cls), *saved}:
+        if key in saved and vars(cls).get(key, _MISSING) is not saved[key]:
             type.__setattr__(cls, key, saved[key])
-    for key in saved.keys() - vars(cls).keys():
-        type.__setattr__(cls, key, saved[key])
+        elif key not in saved and not key.startswith("__"):
+            type.__delattr__(cls, key)
 
 
 def _reaches_fake(value: Any, known: Set[int]) -> bool:
@@ -497,8 +442,8 @@ def _reaches_fake(value: Any, known: Set[int]) -> bool:
         for each in gc.get_referents(stack.pop()):
             if isinstance(each, FakeTensor):
                 return True
-            if type(each) in _ATOMS or id(each) in seen or id(each) in known or isinstance(each, _IMPORTED):
-                continue
-            seen.add(id(each))
-            stack.append(each)
+            skipped = type(each) in _ATOMS or isinstance(each, _IMPORTED)
+            if not skipped and id(each) not in seen and id(each) not in known:
+                seen.add(id(each))
+                stack.append(each)
     return False
