@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from isotype.cli import main as cli
-from isotype.cli.main import DEMO, _quiet_libraries, main, take_debug_flag
+from isotype.cli.main import main, take_debug_flag
+from isotype.cli.output import quiet_libraries
+from isotype.cli.training import DEMO
 from isotype.core.terminal import print_the_nearest
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
@@ -80,7 +82,7 @@ def test_the_help_of_doctor_says_what_it_does(capsys):
 def test_warnings_of_isotype_are_shown_and_those_of_libraries_are_not(monkeypatch):
     monkeypatch.setattr(sys, "warnoptions", [])
     with warnings.catch_warnings(record=True) as caught:
-        _quiet_libraries()
+        quiet_libraries()
         for module in ("isotype.model.adapters", "transformers.trainer"):
             warnings.warn_explicit("left out", UserWarning, "file.py", 1, module=module)
     assert len(caught) == 1

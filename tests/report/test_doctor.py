@@ -8,22 +8,24 @@ import pytest
 import torch
 from rich.console import Console
 
+from isotype.precision.devices import machine
+from isotype.precision.devices.machine import (
+    BitsandbytesStatus,
+    DoctorReport,
+    gather_doctor_report,
+    read_answer,
+    try_bitsandbytes,
+)
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import AcceleratorProperties, cuda_profile, device_profile
 from isotype.precision.versions import Misfit
-from isotype.report import doctor
 from isotype.report.doctor import (
-    BitsandbytesStatus,
-    DoctorReport,
     auto_dtype,
     contradiction,
     cost_here,
     doctor_json,
     format_flops,
-    gather_doctor_report,
-    read_answer,
     render_doctor,
-    try_bitsandbytes,
     verdict,
 )
 
@@ -289,7 +291,7 @@ def test_bitsandbytes_not_installed_or_device_not_here() -> None:
     assert try_bitsandbytes(None, _report().profile, 1) == BitsandbytesStatus(
         None, None, None, "it is not installed"
     )
-    script = f"print('{doctor._ANSWER}' + '{{}}')"
+    script = f"print('{machine._ANSWER}' + '{{}}')"
     assert try_bitsandbytes("0.1", device_profile("t4"), 60, script) == BitsandbytesStatus(
         "0.1", None, None, "it imports, but no NVIDIA T4 is here to try it on"
     )

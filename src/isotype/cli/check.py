@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
 from isotype.preflight.from_function import function_arguments
@@ -36,6 +37,7 @@ def run(argv: Sequence[str], console: Console) -> int:
         PrecisionError: a policy that the device or the model refuses.
         CheckpointError: no model, or a damaged one.
     """
+    quiet_libraries()
     options, rest = parse_options(argv)
     if options.model is not None and _names_function(options.model):
         report, repaired = _check_function(options, rest)

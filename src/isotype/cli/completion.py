@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -19,17 +19,8 @@ Print a completion script.
   tcsh   isotype completion tcsh > ~/.isotype.tcsh    (and source it)"""
 
 
-Parsers = Mapping[str, Callable[[], argparse.ArgumentParser]]
-
-
-def run(argv: Sequence[str], console: Console, parsers: Parsers) -> int:
-    """Run `isotype completion SHELL`; the script goes to standard output.
-
-    Args:
-        argv: the shell.
-        console: whose file is written to.
-        parsers: those of the commands that have no module of their own.
-    """
+def run(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype completion SHELL`; the script goes to standard output."""
     import shtab
 
     parser = Parser(
@@ -39,16 +30,19 @@ def run(argv: Sequence[str], console: Console, parsers: Parsers) -> int:
     )
     parser.add_argument("shell", choices=SHELLS)
     options = parser.parse_args(argv)
-    console.file.write(shtab.complete(_tree(parsers), shell=options.shell) + "\n")
+    console.file.write(shtab.complete(_tree(), shell=options.shell) + "\n")
     return 0
 
 
-def _tree(parsers: Parsers) -> argparse.ArgumentParser:
+def _tree() -> argparse.ArgumentParser:
     """One parser of all commands, made of theirs."""
     import shtab
 
+    from isotype.cli.chat import chat_parser
+    from isotype.cli.doctor import doctor_parser
     from isotype.cli.explain import explain_parser
     from isotype.cli.inspect import inspect_parser
+    from isotype.cli.merge import merge_parser
     from isotype.train.methods import METHODS
     from isotype.train.plan import help_parser
     from isotype.train.settings import training_parser
@@ -61,7 +55,9 @@ def _tree(parsers: Parsers) -> argparse.ArgumentParser:
         "check": help_parser(),
         "inspect": inspect_parser(),
         "explain": explain_parser(),
-        **{name: parser() for name, parser in parsers.items()},
+        "chat": chat_parser(),
+        "merge": merge_parser(),
+        "doctor": doctor_parser(),
     }
     for name, parser in {**training, **others}.items():
         commands.add_parser(

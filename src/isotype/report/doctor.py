@@ -1,16 +1,9 @@
-"""`isotype doctor`: can this machine, with these library versions, fine-tune, in which dtype, and what is in the way.
-
-`gather_doctor_report` looks, `render_doctor` and `doctor_json` only format.
-"""
+"""`isotype doctor` in words: can this machine, with these library versions, fine-tune, in which dtype, and what is in the way."""
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,165 +16,11 @@ from rich.text import Text
 
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
-from isotype.precision.devices.probe import MatmulRate, measure_all
-from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.precision.versions import Misfit, installed, misfits, missing, pip_command, toolkits
+from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
+from isotype.precision.devices.probe import MatmulRate
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.versions import Misfit, pip_command
 from isotype.report.narrow import fitting
-
-# Half the widest gap between two nf4 levels (0.696 and 1): a value in [-1, 1] is never stored further off.
-_NF4_BOUND = 0.153
-_ANSWER = "isotype-doctor:"
-_BITSANDBYTES_SCRIPT = f"""
-import json, sys
-import torch
-import bitsandbytes
-from bitsandbytes import functional
-from bitsandbytes.cextension import lib
-answer = {{"library": type(lib).__name__}}
-if sys.argv[1]:  # a device; none where it is not in this machine
-    weight = torch.linspace(-1, 1, 4096, device=sys.argv[1]).reshape(64, 64)
-    packed, state = functional.quantize_4bit(weight, quant_type="nf4")
-    answer["nf4_error"] = (functional.dequantize_4bit(packed, state) - weight).abs().max().item()
-print("{_ANSWER}" + json.dumps(answer))
-"""
-# The class bitsandbytes wraps its native library in says which one it loaded.
-_LIBRARIES = {
-    "BNBNativeLibrary": "its native CPU library",
-    "CudaBNBNativeLibrary": "its native GPU library",
-    "XpuBNBNativeLibrary": "its native XPU library",
-    "ErrorHandlerMockBNBNativeLibrary": "PyTorch operators, because its native library does not load",
-}
-
-
-@dataclass(frozen=True)
-class BitsandbytesStatus:
-    """Whether bitsandbytes can quantize here.
-
-    Attributes:
-        version: installed version, None where it is missing.
-        works: True or False after it was tried on the device; None when it could not be tried.
-        backend: what serves the device, as a clause; None unless it works.
-        message: why it does not work, or why it was not tried; None when it works.
-    """
-
-    version: str | None
-    works: bool | None
-    backend: str | None
-    message: str | None
-
-
-@dataclass(frozen=True)
-class DoctorReport:
-    """What the machine and the installed libraries can do.
-
-    Attributes:
-        profile: of the device asked about.
-        rates: measured matmul rates by dtype; empty when the device is not in this machine.
-        versions: installed versions, None where missing.
-        toolkits: GPU toolkit that torch was built for; empty for a CPU build.
-        python: version and platform of the interpreter.
-        misfits: versions that do not fit each other.
-        missing: requirements of the `train` extra that are not installed.
-        bitsandbytes: whether it can quantize here.
-    """
-
-    profile: DeviceProfile
-    rates: Mapping[torch.dtype, MatmulRate]
-    versions: Mapping[str, str | None]
-    toolkits: Mapping[str, str]
-    python: str
-    misfits: tuple[Misfit, ...]
-    missing: tuple[str, ...]
-    bitsandbytes: BitsandbytesStatus
-
-    @property
-    def torch_build(self) -> str:
-        """`"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
-        names = {"cuda": "CUDA", "rocm": "ROCm"}
-        builds = [f"{names[kit]} {version}" for kit, version in self.toolkits.items()]
-        return f"{builds[0] if builds else 'CPU'} build"
-
-    @property
-    def torch_failure(self) -> str | None:
-        """Why torch cannot compute on the device, or None when it can or when the device is not here."""
-        rate = self.rates.get(torch.float32)
-        return rate.message if rate else None
-
-    @property
-    def ok(self) -> bool:
-        """False when some versions are in error or torch cannot compute on the device."""
-        return self.torch_failure is None and not any(misfit.severity == "error" for misfit in self.misfits)
-
-
-# -------------------------------------------------------------------------------------------------------- gather
-
-
-def gather_doctor_report(
-    device: str | torch.device = "auto", probe_seconds: float = 3.0, bitsandbytes_timeout: float = 120.0
-) -> DoctorReport:
-    """Look at the device, measure it where it is here, and compare the installed versions.
-
-    Args:
-        device: a real device or the name of a profile.
-        probe_seconds: time budget of the matmul measurements.
-        bitsandbytes_timeout: seconds after which the process that tries bitsandbytes is given up.
-
-    Raises:
-        PrecisionError: the device is unknown or not there.
-    """
-    profile, versions = device_profile(device), installed()
-    return DoctorReport(
-        profile=profile,
-        rates=measure_all(profile.name, probe_seconds) if profile.present else {},
-        versions=versions,
-        toolkits=toolkits(),
-        python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        misfits=tuple(misfits({**versions, **toolkits()}, kind=profile.kind)),
-        missing=tuple(missing(versions)),
-        bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, bitsandbytes_timeout),
-    )
-
-
-def try_bitsandbytes(
-    version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
-) -> BitsandbytesStatus:
-    """Import bitsandbytes in a process of its own (it prints, and is slow) and quantize where the device is here.
-
-    Args:
-        version: the installed version, or None.
-        profile: the device; one that is not here is not tried.
-        timeout: seconds to wait for the process.
-        script: what the process runs.
-    """
-    if version is None:
-        return BitsandbytesStatus(None, None, None, "it is not installed")
-    command = [sys.executable, "-c", script, profile.name if profile.present else ""]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return BitsandbytesStatus(version, False, None, f"it did not answer within {timeout:g} s")
-    answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
-    if done.returncode != 0 or not answers:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        message = lines[-1] if lines else f"the process ended with status {done.returncode} and said nothing"
-        return BitsandbytesStatus(version, False, None, message)
-    if not profile.present:
-        return BitsandbytesStatus(
-            version, None, None, f"it imports, but no {profile.title} is here to try it on"
-        )
-    return read_answer(version, json.loads(answers[-1].removeprefix(_ANSWER)))
-
-
-def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """What the process found: `library`, the class of the native library; `nf4_error`, the largest error."""
-    error = answer["nf4_error"]
-    if not error <= _NF4_BOUND:  # also true of nan
-        message = (
-            f"values in [-1, 1] come back from nf4 off by {error:.3g}; {_NF4_BOUND} is the most possible"
-        )
-        return BitsandbytesStatus(version, False, None, message)
-    return BitsandbytesStatus(version, True, _LIBRARIES.get(answer["library"], answer["library"]), None)
-
 
 # ------------------------------------------------------------------------------------------------- what it means
 

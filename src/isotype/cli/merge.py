@@ -1,0 +1,39 @@
+"""`isotype merge`: merge an adapter into its base model, and say what the rounding costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from isotype.cli.output import quiet_libraries
+from isotype.core.arguments import Parser
+
+
+def merge_parser() -> Parser:
+    """The arguments of `isotype merge`."""
+    parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
+    parser.add_argument("adapter", type=Path, help="directory of the adapter")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="directory for the merged model")
+    parser.add_argument(
+        "--base", default=None, help="merge into this 16-bit original instead of the dequantized base"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="dtype of the merged weights; auto: the one it was trained in"
+    )
+    return parser
+
+
+def run(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype merge` and return its exit status."""
+    options = merge_parser().parse_args(argv)
+    quiet_libraries()
+    from isotype.checkpoint.merge import merge_adapter
+    from isotype.report.merge import show_merge
+
+    with console.status(f"merging {escape(str(options.adapter))} …"):
+        report = merge_adapter(options.adapter, options.output, base=options.base, dtype=options.dtype)
+    show_merge(console, report)
+    return 0

@@ -1,0 +1,57 @@
+"""`isotype sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo`, and `isotype demo`, which is one of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from isotype.cli.output import console_on, print_error, quiet_libraries, speak_up
+from isotype.core.interrupt import exit_status
+from isotype.report.narrow import wrapped
+
+DEMO = shlex.split(
+    "--model_name_or_path embedded:smollm2 --dataset_name embedded:precision_qa --quantization nf4 "
+    "--output_dir runs/demo --max_steps 45 --per_device_train_batch_size 4 --learning_rate 1e-3 "
+    "--lr_scheduler_type cosine --warmup_steps 5 --lora_r 16 --lora_alpha 32 --lora_dropout 0 "
+    "--gradient_checkpointing False --eval_strategy steps --eval_steps 45 --eval_on_start True "
+    "--save_strategy no --seed 0"
+)
+"""`isotype demo` is `isotype sft` with these arguments."""
+
+
+def train(command: str, argv: Sequence[str], console: Console) -> int:
+    """Run one training command and return its exit status."""
+    rest = list(argv)
+    if any(each in ("-h", "--help") for each in rest):
+        from isotype.train.usage import short_help
+
+        text = wrapped(short_help(command), console)
+        console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
+        return 0
+    rest = ["--help" if each == "--help-all" else each for each in rest]
+    speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
+    from isotype.cli.outcome import show_outcome
+    from isotype.train.methods import METHODS
+    from isotype.train.recipes import run
+    from isotype.train.settings import parse_settings
+
+    settings = parse_settings(METHODS[command], rest)
+    outcome = run(settings, console)
+    show_outcome(console, outcome, settings)
+    if outcome.record.status == "failed":
+        print_error(console_on(stderr=True), outcome.record.error or "")
+    if outcome.stopped_by is not None:
+        return exit_status(outcome.stopped_by)
+    return 1 if outcome.record.status == "failed" else 0
+
+
+def demo(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype demo`."""
+    arguments = [*DEMO, *argv]
+    console.print(
+        f"[dim]isotype demo is:[/dim] isotype sft {escape(shlex.join(arguments))}\n", highlight=False
+    )
+    return train("sft", arguments, console)
