@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -462,6 +462,29 @@ def test_float16_autocast_brings_a_scaler() -> None:
     assert made.scaler
     both = [Action("setting", "autocast", "float16"), Action("setting", "scaler", "False")]
     assert not with_settings(setup_of(), both).scaler
+
+
+def test_another_compute_dtype_is_another_policy() -> None:
+    """A fix that takes the whole step to another dtype does not contradict the policy: it changes what was asked for."""
+    policy = PrecisionPolicy(compute=FP16, storage="float16", loss_scaling=True)
+    actions = [
+        Action("setting", name, value) for name, value in (("compute", "bfloat16"), ("scaler", "False"))
+    ]
+    changed = with_settings(replace(setup_of(), policy=policy), actions).policy
+    assert changed == PrecisionPolicy(compute=BF16, storage="bfloat16", loss_scaling=False)
+    quantized = replace(policy, storage="nf4")
+    kept = with_settings(replace(setup_of(), policy=quantized), actions).policy
+    assert kept is not None
+    assert kept.storage == "nf4"
+
+
+def test_float16_that_a_policy_asked_for_has_a_fix_where_bfloat16_is_faster() -> None:
+    policy = PrecisionPolicy(compute=FP16, storage="float16", loss_scaling=True)
+    report = check(net().to(FP16), ids(), policy=policy, device="cpu-amx")
+    slow = next(finding for finding in report.findings if finding.code == "IST602")
+    assert [(fix.description, fix.verified) for fix in slow.fixes] == [
+        ("run the step in bfloat16 and cast the weights", True)
+    ]
 
 
 def test_a_check_keeps_no_trace_and_no_twin_alive() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from rich.console import Console
 
 from isotype.cli.main import main
@@ -19,7 +21,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train import describe, recipes
 from isotype.train.generate import encode
 from isotype.train.methods import METHODS
-from isotype.train.models import processing_class
+from isotype.train.models import check_module_names, processing_class
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -298,3 +300,25 @@ def test_weight_bytes_count_the_constants_of_double_quantization():
     weight = SimpleNamespace(quant_state=state, numel=lambda: 512, element_size=lambda: 1)
     model = SimpleNamespace(parameters=lambda: [weight])
     assert describe.weight_bytes(model) == (("nf4", 512 + 16 + 16),)
+
+
+def test_a_rank_above_some_layers_is_a_note(model: Path) -> None:
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    check_module_names(network, peft.LoraConfig(r=40, target_modules=["q_proj", "k_proj", "v_proj"]))
+    assert network.adapter_notes == (
+        "rank 40 is above the width of 4 of 6 adapted layers (the narrowest has 32): there it takes memory and adds "
+        "nothing; rank_pattern gives a layer a rank of its own",
+    )
+    check_module_names(network, peft.LoraConfig(r=32, target_modules=["q_proj", "k_proj"]))
+    assert len(network.adapter_notes) == 1
+
+
+def test_a_preference_run_on_an_adapter_leaves_the_trained_one_alone(model, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    common = ["--max_steps", "1", "--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    for method, start, out in (("sft", model, first), ("dpo", first, second)):
+        data = save_rows(tmp_path / f"{method}.jsonl", rows(method, 4))
+        argv = ["--model_name_or_path", start, "--dataset_name", data, "--output_dir", out, *common]
+        assert main([method, *map(str, argv)]) == 0
+    assert (second / "adapter_model.safetensors").is_file()
+    assert [path.name for path in second.iterdir() if path.is_dir()] == []

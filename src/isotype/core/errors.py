@@ -70,7 +70,7 @@ class UsageError(IsotypeError):
 
 
 class TrainingError(IsotypeError):
-    """A training that cannot go on: its loss or its weights are not finite."""
+    """A training that cannot go on: its loss or its weights are not finite, or a reward function failed."""
 
     exit_code = 1
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.core.dtypes import parse_dtype
+from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, UsageError
 from isotype.preflight.apply import apply_actions
 from isotype.preflight.repair import needs_the_caller
@@ -239,6 +239,13 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
             changes[action.target] = setting_value(action.value)
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
+    if (
+        "compute" in changes and setup.policy is not None
+    ):  # the request itself changes, and is not broken by it
+        compute, was = changes["compute"], setup.policy
+        storage = dtype_name(compute) if was.storage == dtype_name(was.compute) else was.storage
+        scaling = changes.get("scaler", was.loss_scaling)
+        changes["policy"] = replace(was, compute=compute, storage=storage, loss_scaling=scaling)
     return replace(setup, **changes)
 
 

@@ -195,6 +195,8 @@ class _Governed:
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)
             if self.args.should_save:
+                # TRL's copy of what a preference run started from, in a folder of its own: no result.
+                shutil.rmtree(staging / "model" / "ref", ignore_errors=True)
                 self._save_policy(staging / "model")
                 fsync_tree(staging / "model")
                 publish_files(staging / "model", directory)

@@ -122,6 +122,8 @@ def check_module_names(model: Any, config: Any) -> None:
 def _check_rank(model: Any, config: Any) -> None:
     """Whether some adapted layer is as wide as the rank: none has more directions than its narrower side.
 
+    What is too narrow for the rank while others are not is a note of the model's.
+
     Raises:
         UsageError: every one is narrower.
     """
@@ -131,7 +133,15 @@ def _check_rank(model: Any, config: Any) -> None:
         for name, module in model.named_modules()
         if hasattr(module, "in_features") and hasattr(module, "out_features") and _is_target(name, targets)
     ]
-    if rank is None or not widths or rank <= max(widths):
+    narrow = [width for width in widths if rank is not None and width < rank]
+    if rank is None or not narrow:
+        return
+    if rank <= max(widths):
+        note = (
+            f"rank {rank} is above the width of {len(narrow)} of {len(widths)} adapted layers (the narrowest has "
+            f"{min(widths)}): there it takes memory and adds nothing; rank_pattern gives a layer a rank of its own"
+        )
+        model.adapter_notes = (*getattr(model, "adapter_notes", ()), note)
         return
     raise UsageError(
         "a rank above the layers' width",

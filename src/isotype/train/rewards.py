@@ -5,10 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import wraps
+from inspect import iscoroutinefunction
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
-from isotype.core.errors import Problem, UsageError
+from torch import nn
+
+from isotype.core.errors import Problem, TrainingError, UsageError
+from isotype.trace.source import first_line, line_of
 
 BUILT_IN = (
     "accuracy_reward",
@@ -31,7 +37,7 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
         if isinstance(function, Problem):
             problems.append(function)
         else:
-            found.append(function)
+            found.append(_explained(function))
     if not found and not problems:
         problems.append(
             Problem(
@@ -43,6 +49,49 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
     if problems:
         raise UsageError("rewards that cannot be used", problems)
     return found
+
+
+def _explained(function: Any) -> Any:
+    """The function; where it raises, the error says in which line of it."""
+    if isinstance(function, nn.Module):
+        return function  # a reward model
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def failed(error: Exception) -> TrainingError:
+        return TrainingError(
+            "a reward function failed",
+            [
+                Problem(
+                    f"{name}: {type(error).__name__}: {first_line(error)}   at {_line_in(function, error)}",
+                    "a list with a float for each completion",
+                    "correct the function; a chat's completions are lists of messages, whose text is "
+                    'completion[0]["content"]',
+                )
+            ],
+        )
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise failed(error) from error
+
+    @wraps(function)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await function(*args, **kwargs)
+        except Exception as error:
+            raise failed(error) from error
+
+    return awaited if iscoroutinefunction(function) else called
+
+
+def _line_in(function: Any, error: Exception) -> str:
+    """`file:line` of the function's own file where the error came through, whoever raised it there."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{lines[-1]}" if lines else line_of(error)
 
 
 def _built_in(name: str) -> Any:
