@@ -19,7 +19,7 @@ test: $(VENV)/.installed  ## lint, types and the whole test suite
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
-lint: $(VENV)/.installed  ## mend what can be mended, show the rest
+lint: $(VENV)/.installed  ## fix what can be fixed, show the rest
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -79,7 +79,7 @@ def main() -> int:
         "judged": len(rows),
         "fail_or_cost_here": sum(bool(row["real"]) for row in rows),
         "found": sum(bool(row["code"]) for row in rows),
-        "found_named_mended": len(good),
+        "found_named_fixed": len(good),
         "unexpected": unexpected,
     }
     print(json.dumps(summary))

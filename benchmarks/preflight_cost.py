@@ -50,7 +50,7 @@ _COMBINATIONS: tuple[tuple[str, str | None], ...] = (
 
 
 def population(every: int) -> Iterator[tuple[str, Callable[[], Broken]]]:
-    """Each case's name and what builds its set-up anew."""
+    """Each case's name and what builds its set-up again."""
     for case, scenario in all_scenarios().items():
         yield f"corpus {case}", scenario.build
     pairs = [(architecture, fault) for architecture in ARCHITECTURES for fault in FAULTS]

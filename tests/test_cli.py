@@ -96,8 +96,8 @@ def test_a_run_that_names_a_package_that_is_missing(capsys, model, data):
 
 def test_the_demo_is_a_command_that_parses():
     settings = parse_settings(METHODS["sft"], DEMO)
-    assert settings.wishes.quantization == "nf4"
-    assert settings.wishes.dtype == "auto"
+    assert settings.precision.quantization == "nf4"
+    assert settings.precision.dtype == "auto"
 
 
 @pytest.mark.parametrize(

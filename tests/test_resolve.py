@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import isotype
 from isotype.checkpoint import resolve
 from isotype.core.errors import CheckpointError, PrecisionError
-from isotype.precision.versions import Misfit
+from isotype.precision.versions import Incompatibility
 
 
 def test_module_config_and_directory_agree(saved):
@@ -48,8 +48,10 @@ def test_a_plain_module_has_a_policy_too():
 
 
 def test_versions_that_do_not_fit_are_obstacles_here_and_no_matter_for_a_device_elsewhere(saved, monkeypatch):
-    misfit = Misfit(("peft 0.1", "transformers 5"), "peft 0.19 or newer", "pip install -U peft", "error")
-    monkeypatch.setattr(resolve, "misfits", lambda versions, kind: [misfit])
+    incompatibility = Incompatibility(
+        ("peft 0.1", "transformers 5"), "peft 0.19 or newer", "pip install -U peft", "error"
+    )
+    monkeypatch.setattr(resolve, "incompatibilities", lambda versions, kind: [incompatibility])
     path = saved("llama", torch.float32)
     with pytest.raises(PrecisionError) as caught:
         isotype.resolve_precision(path, device="cpu")

@@ -1,4 +1,4 @@
-"""`isotype inspect` on every format: groups, totals, quantization, and what is odd."""
+"""`isotype inspect` on every format: groups, totals, quantization, and what is mismatched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group(inspection, name):
 
 
 @pytest.fixture
-def odd_checkpoint(tmp_path) -> Path:
+def mixed_checkpoint(tmp_path) -> Path:
     tensors = {"model.norm.weight": torch.ones(8, dtype=torch.float32)}
     for layer in range(12):
         dtype = torch.float16 if layer in (2, 10) else torch.bfloat16
@@ -35,8 +35,8 @@ def odd_checkpoint(tmp_path) -> Path:
     return tmp_path
 
 
-def test_groups_totals_and_what_is_odd(odd_checkpoint):
-    inspection = inspect_checkpoint(odd_checkpoint)
+def test_groups_totals_and_what_is_mismatched(mixed_checkpoint):
+    inspection = inspect_checkpoint(mixed_checkpoint)
     layers = group(inspection, "model.layers.*.mlp.up_proj.weight")
     assert (layers.count, layers.dtype, layers.shapes, layers.bytes) == (12, "bfloat16", ((16, 8),), 12 * 256)
     assert [(total.dtype, total.tensors, total.bytes) for total in inspection.totals] == [
@@ -46,9 +46,9 @@ def test_groups_totals_and_what_is_odd(odd_checkpoint):
     ]
     assert (inspection.bytes, inspection.tensors, inspection.values) == (3104, 13, 1544)
     assert odd_lines(inspection) == [
-        "odd: model.layers.2.mlp.up_proj.weight, model.layers.10.mlp.up_proj.weight are float16, the other 10 "
+        "mismatched: model.layers.2.mlp.up_proj.weight, model.layers.10.mlp.up_proj.weight are float16, the other 10 "
         "bfloat16",
-        "odd: model.norm.weight is float32 in a bfloat16 checkpoint",
+        "mismatched: model.norm.weight is float32 in a bfloat16 checkpoint",
         "note: config.json says float16, most unquantized weights are bfloat16",
     ]
 
@@ -123,14 +123,14 @@ def test_gguf_types(tmp_path):
     assert (inspection.format, inspection.quantization) == ("gguf", "Q8_0")
 
 
-def test_the_command_prints_a_table_and_json(odd_checkpoint, capsys):
-    assert main(["inspect", str(odd_checkpoint)]) == 0
+def test_the_command_prints_a_table_and_json(mixed_checkpoint, capsys):
+    assert main(["inspect", str(mixed_checkpoint)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["tensors", "count", "dtype", "shape", "bytes", "share"]
     assert lines[2].split()[:4] == ["model.layers.*.mlp.up_proj.weight", "12", "bfloat16", "!"]
-    assert main(["inspect", str(odd_checkpoint), "--json"]) == 0
+    assert main(["inspect", str(mixed_checkpoint), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(
-        json.dumps(inspection_json(inspect_checkpoint(odd_checkpoint)))
+        json.dumps(inspection_json(inspect_checkpoint(mixed_checkpoint)))
     )
 
 

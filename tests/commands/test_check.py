@@ -236,11 +236,11 @@ def test_the_repaired_command():
         Fix("compute in bfloat16", "safe", actions=(Action("setting", "autocast", "bfloat16"),)),
         Fix("use AdamW", "safe", actions=(Action("setting", "optimizer", "adamw_torch"),)),
         Fix("a smaller step", "safe", actions=(Action("setting", "learning_rate", "1e-05"),)),
-        Fix("mend the model", "safe", actions=(Action("output", "norm", "bfloat16"),)),
+        Fix("fix the model", "safe", actions=(Action("output", "norm", "bfloat16"),)),
     )
     assert repaired_command(command, fixes).text == (
         "repaired:  isotype sft --model_name_or_path m --dtype bfloat16 --optim=adamw_torch --learning_rate 1e-05\n"
-        "by hand:   mend the model"
+        "by hand:   fix the model"
     )
     assert repaired_command(command, ()).text == "nothing to repair"
     lost = Finding("IST801", "warning", "updates are lost")

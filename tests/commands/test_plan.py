@@ -26,7 +26,7 @@ def test_a_bare_model_needs_no_trainer(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     found = plan("org/model", "--quantization", "nf4", "--device", "t4", "--batch", "2", "--length", "64")
     assert (found.source, found.method, found.rows, found.length) == ("org/model", "sft", 2, 64)
-    assert (found.wishes.quantization, found.device) == ("nf4", "t4")
+    assert (found.precision.quantization, found.device) == ("nf4", "t4")
     assert "trl" not in sys.modules
 
 
@@ -37,7 +37,7 @@ def test_the_defaults_of_a_bare_model_are_those_of_sft():
         assert getattr(light, name) == getattr(settings.model, name)
     assert light.learning_rate == settings.training.learning_rate
     assert light.optim == settings.training.optim
-    assert (light.dtype, light.device) == (settings.wishes.dtype, settings.extra.device)
+    assert (light.dtype, light.device) == (settings.precision.dtype, settings.extra.device)
     bare, full = plan("m"), plan("--model_name_or_path", "m")
     assert full.lora.target_modules == "all-linear"
     for name in ("r", "lora_alpha", "lora_dropout"):
@@ -59,7 +59,7 @@ def test_a_training_command_with_check_before_it(tmp_path):
         )
     )  # fmt: skip
     assert (found.method, found.rows, found.length) == ("dpo", 3, 77)
-    assert (found.wishes.dtype, found.wishes.quantization) == ("float16", "nf4")
+    assert (found.precision.dtype, found.precision.quantization) == ("float16", "nf4")
     assert found.lora.target_modules == {"q_proj"}
     assert found.checkpointing is None
     assert not found.reference
@@ -73,7 +73,7 @@ def test_a_model_with_arguments_of_the_trainer():
     assert found.rows == 5
     assert plan("m", "--use_dora").rows == 1
     assert plan("m", "--use_peft", "False").lora is None
-    assert plan("m", "--use_peft", "False").wishes.trainable == "full"
+    assert plan("m", "--use_peft", "False").precision.trainable == "full"
 
 
 def test_grpo_has_completions_and_no_reference_by_default():

@@ -570,7 +570,7 @@ def test_a_hub_data_set_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what is wrong inside a file -------------------------------------------------------------------------------
 
 REFILL = "fill it in, or remove the example"
-MEND = "mend the line, or write the file with a JSON library"
+FIX_LINE = "fix the line, or write the file with a JSON library"
 SFT = "for sft: 'input_ids', or 'prompt' + 'completion', or 'messages', or 'conversations', or 'text'"
 TURN = "text, or a list of {role, content} messages"
 TURN_FIX = 'write "…", or [{"role": "user", "content": "…"}, …]'
@@ -605,7 +605,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
             (
                 't.jsonl, line 17: not JSON at column 14: \'{"text": "a" "b"}\'',
                 "one JSON object per line (the parser says: Expecting ',' delimiter)",
-                MEND,
+                FIX_LINE,
             ),
         ),
     ),
@@ -617,7 +617,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
             (
                 f"t.jsonl, line 2: not JSON at column 114: '…{'x' * 17}\", {'y' * 20}…'",
                 "one JSON object per line (the parser says: Expecting property name enclosed in double quotes)",
-                MEND,
+                FIX_LINE,
             ),
         ),
     ),
@@ -625,7 +625,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
         "t.jsonl",
         "grpo",
         '{"prompt": "a", "x": NaN}\n',
-        (("t.jsonl, line 1: not JSON: NaN is not a JSON value", "one JSON object per line", MEND),),
+        (("t.jsonl, line 1: not JSON: NaN is not a JSON value", "one JSON object per line", FIX_LINE),),
     ),
     "nested too deeply": (
         "t.jsonl",
@@ -635,7 +635,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
             (
                 "t.jsonl, line 1: not JSON: its lists or objects are nested too deeply",
                 "one JSON object per line",
-                MEND,
+                FIX_LINE,
             ),
         ),
     ),
@@ -659,7 +659,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
             (
                 't.json, line 3: not JSON at column 2: \' {"text": "b"}\'',
                 "an array of JSON objects (the parser says: Expecting ',' or ']')",
-                MEND,
+                FIX_LINE,
             ),
         ),
     ),
@@ -671,7 +671,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
             (
                 "t.json, line 2: not JSON at column 1: 'x'",
                 "an array of JSON objects (the parser says: Extra data)",
-                MEND,
+                FIX_LINE,
             ),
         ),
     ),
@@ -683,7 +683,7 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
             (
                 "t.json, line 2: not JSON at column 8: '{\"text\"'",
                 "an array of JSON objects (the parser says: Expecting ':' delimiter)",
-                MEND,
+                FIX_LINE,
             ),
         ),
     ),

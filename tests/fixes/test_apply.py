@@ -148,7 +148,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", 1.0 / config.base ** (torch.arange(4) / 4))
 
 
-def test_rounded_frequencies_are_computed_anew() -> None:
+def test_rounded_frequencies_are_computed_again() -> None:
     model = nn.ModuleDict({"rotary": Rotary(SimpleNamespace(base=10000.0))})
     exact = model["rotary"].inv_freq.clone()
     model.to(BF16)

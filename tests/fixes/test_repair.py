@@ -88,10 +88,10 @@ def test_nothing_to_repair() -> None:
 
 # A step whose findings depend on the actions alone, to look at the planning.
 
-A = Fix("mend a", "safe", verified=True, actions=(Action("output", "a", "bfloat16"),))
-B = Fix("mend b", "safe", verified=True, actions=(Action("output", "b", "bfloat16"),))
-BOTH = Fix("mend both", "safe", verified=True, actions=(Action("setting", "autocast", "bfloat16"),))
-ROOT = Fix("mend the root", "safe", verified=True, actions=(Action("input", "", "bfloat16"),))
+A = Fix("fix a", "safe", verified=True, actions=(Action("output", "a", "bfloat16"),))
+B = Fix("fix b", "safe", verified=True, actions=(Action("output", "b", "bfloat16"),))
+BOTH = Fix("fix both", "safe", verified=True, actions=(Action("setting", "autocast", "bfloat16"),))
+ROOT = Fix("fix the root", "safe", verified=True, actions=(Action("input", "", "bfloat16"),))
 ROUGH = Fix(
     "round the weight", "unsafe", verified=True, actions=(Action("parameter", "a.weight", "bfloat16"),)
 )
@@ -138,7 +138,7 @@ def test_the_next_fix_is_taken_where_the_first_does_not_fit_the_others() -> None
 
 
 def test_a_fix_that_a_later_one_makes_superfluous_is_left_out() -> None:
-    """What is found first may follow from what is found next: its cause is mended, and nothing else."""
+    """What is found first may follow from what is found next: its cause is fixed, and nothing else."""
     report = report_of(broken("a", A), broken("b", ROOT), clears={A: {"a"}, ROOT: {"a", "b"}})
     assert plan(report) == ([ROOT], [])
 
@@ -180,7 +180,7 @@ def test_what_is_left_beside_another_fix_still_names_what_the_caller_can_do() ->
     def again(actions: Sequence[Action]) -> tuple[Finding, ...]:
         return (unverified,) if tuple(actions) == A.actions else report.findings
 
-    assert plan(replace(report, again=again)) == ([A], [(unverified, "yours to do: mend both")])
+    assert plan(replace(report, again=again)) == ([A], [(unverified, "yours to do: fix both")])
 
 
 def test_a_guess_is_proven_by_the_trace_that_it_is_planned_with() -> None:
@@ -247,9 +247,9 @@ def test_settings_and_lines_are_handed_to_the_caller() -> None:
     assert isinstance(done, Repairs)
     assert done.settings == {"autocast": "bfloat16"}
     assert done.lines == {"model.py:3": "bfloat16"}
-    assert (done.done, [fix.description for fix in done.to_do]) == ((), ["mend both", "write bfloat16"])
+    assert (done.done, [fix.description for fix in done.to_do]) == ((), ["fix both", "write bfloat16"])
     assert str(done).splitlines() == [
-        "to do     mend both",
+        "to do     fix both",
         "to do     write bfloat16",
         "set       autocast=bfloat16",
         "edit      model.py:3: bfloat16",

@@ -78,13 +78,13 @@ def test_rotary_frequencies_come_back_bit_for_bit_and_it_is_said(saved: Saved) -
     rotary.half()
     changes = isotype.enforce(model)
     assert {str(change) for change in changes} == {
-        f"base_model.model.model.rotary_emb.{name}: float16 -> float32, computed anew" for name in names
+        f"base_model.model.model.rotary_emb.{name}: float16 -> float32, computed again" for name in names
     }
     assert all(torch.equal(rotary.get_buffer(name), before[name]) for name in names)
     assert not set(names) & set(rotary.state_dict())  # they stay non-persistent
 
 
-def test_rotary_frequencies_that_cannot_be_computed_anew() -> None:
+def test_rotary_frequencies_that_cannot_be_computed_again() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
             super().__init__()

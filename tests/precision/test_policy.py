@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
-from isotype.precision.decide import Wishes, decide
+from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import device_profile, profile_names
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
@@ -41,7 +41,9 @@ NF4 = QuantizationFacts("bitsandbytes", "nf4", BF16, double_quant=True, quant_st
 def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(
     trained, profile, quantization, compute
 ):
-    policy = decide(replace(LLAMA, trained_dtype=trained), profile, Wishes(quantization=quantization))
+    policy = decide(
+        replace(LLAMA, trained_dtype=trained), profile, PrecisionRequest(quantization=quantization)
+    )
     assert policy.compute == compute
     assert policy.loss_scaling == (compute == F16)
     assert policy.master == F32
@@ -51,20 +53,20 @@ def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(
 
 
 def test_auto_on_a_t4_says_why():
-    reason = decide(LLAMA, T4, Wishes()).reasons["compute"]
+    reason = decide(LLAMA, T4, PrecisionRequest()).reasons["compute"]
     assert reason.startswith("the checkpoint was trained in bfloat16; ")
     assert reason.endswith(", so the best it has is taken")
 
 
 def test_an_explicit_dtype_that_is_slow_is_honoured_with_a_warning():
-    policy = decide(LLAMA, T4, Wishes(dtype="bf16"))
+    policy = decide(LLAMA, T4, PrecisionRequest(dtype="bf16"))
     assert policy.compute == BF16
     assert policy.warnings[0].startswith("bfloat16 on NVIDIA T4: ")
     assert "expect it to be slow" in policy.warnings[0]
 
 
 def test_float16_of_a_bfloat16_checkpoint_warns_about_range():
-    assert decide(LLAMA, A100, Wishes(dtype="float16")).warnings == (
+    assert decide(LLAMA, A100, PrecisionRequest(dtype="float16")).warnings == (
         "the checkpoint was trained in bfloat16: activations above 65504 overflow in float16 (loss scaling guards "
         "the gradients, not the activations)",
     )
@@ -72,26 +74,30 @@ def test_float16_of_a_bfloat16_checkpoint_warns_about_range():
 
 def test_pins_hold_in_every_16_bit_dtype_and_nowhere_else():
     for dtype in (BF16, F16):
-        assert decide(GPT_OSS, A100, Wishes(dtype=dtype)).pinned == ("input_layernorm", "norm", "sinks")
-    assert decide(GPT_OSS, A100, Wishes(dtype=F32)).pinned == ()
+        assert decide(GPT_OSS, A100, PrecisionRequest(dtype=dtype)).pinned == (
+            "input_layernorm",
+            "norm",
+            "sinks",
+        )
+    assert decide(GPT_OSS, A100, PrecisionRequest(dtype=F32)).pinned == ()
 
 
 def test_a_checkpoint_saved_quantized_keeps_its_format():
-    policy = decide(replace(LLAMA, quantization=NF4), A100, Wishes(dtype="float16"))
+    policy = decide(replace(LLAMA, quantization=NF4), A100, PrecisionRequest(dtype="float16"))
     assert (policy.storage, policy.double_quant, policy.compute) == ("nf4", True, F16)
     assert policy.reasons["storage"] == "the checkpoint is saved in nf4"
 
 
 def test_full_training_stores_the_weights_as_masters():
-    policy = decide(LLAMA, A100, Wishes(dtype="bfloat16", trainable="full"))
+    policy = decide(LLAMA, A100, PrecisionRequest(dtype="bfloat16", trainable="full"))
     assert (policy.storage, policy.compute, policy.autocast) == ("float32", BF16, BF16)
 
 
 def test_mxfp4_is_dequantized():
     facts = replace(LLAMA, quantization=QuantizationFacts("mxfp4", "mxfp4"))
-    assert decide(facts, A100, Wishes()).storage == "bfloat16"
+    assert decide(facts, A100, PrecisionRequest()).storage == "bfloat16"
     with pytest.raises(PrecisionError) as caught:
-        decide(facts, A100, Wishes(quantization="nf4"))
+        decide(facts, A100, PrecisionRequest(quantization="nf4"))
     assert str(caught.value) == (
         "1 conflict in the precision asked for\n"
         "  - quantization nf4, but llama is saved in mxfp4\n"
@@ -102,8 +108,8 @@ def test_mxfp4_is_dequantized():
 
 
 def test_gradients_are_reduced_in_the_dtype_of_the_masters():
-    assert decide(LLAMA, A100, Wishes(dtype="bf16")).reduce == F32
-    policy = decide(LLAMA, A100, Wishes(dtype="bf16", master="bf16"))
+    assert decide(LLAMA, A100, PrecisionRequest(dtype="bf16")).reduce == F32
+    policy = decide(LLAMA, A100, PrecisionRequest(dtype="bf16", master="bf16"))
     assert policy.reduce == BF16
     assert ("gradient reduction", "bfloat16", "gradients have the dtype of the masters they belong to") in (
         policy.rows()
@@ -111,7 +117,7 @@ def test_gradients_are_reduced_in_the_dtype_of_the_masters():
 
 
 def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
-    policy = decide(GPT_OSS, A100, Wishes(dtype="bf16", storage="float32"))
+    policy = decide(GPT_OSS, A100, PrecisionRequest(dtype="bf16", storage="float32"))
     assert (policy.storage, policy.plain, policy.compute, policy.master) == ("float32", F32, BF16, F32)
     assert policy.autocast == BF16
     assert policy.warnings == (
@@ -135,17 +141,17 @@ def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
 
 
 def test_storage_in_the_compute_dtype_is_the_default():
-    assert decide(LLAMA, A100, Wishes(dtype="bf16", storage=BF16)) == decide(
-        LLAMA, A100, Wishes(dtype="bf16")
+    assert decide(LLAMA, A100, PrecisionRequest(dtype="bf16", storage=BF16)) == decide(
+        LLAMA, A100, PrecisionRequest(dtype="bf16")
     )
 
 
 @pytest.mark.parametrize(
-    ("facts", "wishes", "problem"),
+    ("facts", "asked", "problem"),
     [
         (
             LLAMA,
-            Wishes(storage="float32", quantization="nf4"),
+            PrecisionRequest(storage="float32", quantization="nf4"),
             Problem(
                 "storage float32 with weights quantized in nf4",
                 "one of the two",
@@ -155,7 +161,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
         ),
         (
             replace(LLAMA, quantization=NF4),
-            Wishes(storage="bf16"),
+            PrecisionRequest(storage="bf16"),
             Problem(
                 "storage bfloat16 with weights quantized in nf4",
                 "one of the two",
@@ -165,17 +171,17 @@ def test_storage_in_the_compute_dtype_is_the_default():
         ),
         (
             LLAMA,
-            Wishes(storage="int8"),
+            PrecisionRequest(storage="int8"),
             Problem("storage int8", "a float dtype", "ask for quantization int8 instead of storage"),
         ),
         (
             LLAMA,
-            Wishes(storage="float64"),
+            PrecisionRequest(storage="float64"),
             Problem("storage float64", "float32, bfloat16 or float16", "give one of these"),
         ),
         (
             LLAMA,
-            Wishes(dtype="float32", storage="bf16"),
+            PrecisionRequest(dtype="float32", storage="bf16"),
             Problem(
                 "storage bfloat16 with compute float32",
                 "storage float32: there is no autocast to float32",
@@ -184,7 +190,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
         ),
         (
             LLAMA,
-            Wishes(storage="bf16", trainable="full"),
+            PrecisionRequest(storage="bf16", trainable="full"),
             Problem(
                 "storage bfloat16 with every weight trainable and float32 masters",
                 "the masters' dtype: the weights are the masters",
@@ -193,18 +199,18 @@ def test_storage_in_the_compute_dtype_is_the_default():
         ),
     ],
 )
-def test_storage_that_cannot_be(facts, wishes, problem):
+def test_storage_that_cannot_be(facts, asked, problem):
     with pytest.raises(PrecisionError) as caught:
-        decide(facts, A100, wishes)
+        decide(facts, A100, asked)
     assert caught.value.problems == (problem,)
     assert caught.value.hint.startswith("nearest policy that works: ")
 
 
 def test_every_conflict_at_once_with_the_nearest_policy_that_works():
     facts = replace(LLAMA, quantization=NF4, source="llama-nf4")
-    wishes = Wishes(dtype="float16", quantization="int8", trainable="full", master="bfloat16")
+    asked = PrecisionRequest(dtype="float16", quantization="int8", trainable="full", master="bfloat16")
     with pytest.raises(PrecisionError) as caught:
-        decide(facts, A100, wishes)
+        decide(facts, A100, asked)
     assert str(caught.value) == (
         "3 conflicts in the precision asked for\n"
         "  - every weight trainable, but the weights are stored in int8\n"
@@ -221,23 +227,23 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "given"),
+    ("asked", "given"),
     [
-        (Wishes(quantization="nf5"), "quantization 'nf5'"),
-        (Wishes(trainable="some"), "trainable='some'"),
-        (Wishes(double_quant=True), "double_quant with no quantization"),
+        (PrecisionRequest(quantization="nf5"), "quantization 'nf5'"),
+        (PrecisionRequest(trainable="some"), "trainable='some'"),
+        (PrecisionRequest(double_quant=True), "double_quant with no quantization"),
         (
-            Wishes(quantization="int8", double_quant=True, quant_storage="bfloat16"),
+            PrecisionRequest(quantization="int8", double_quant=True, quant_storage="bfloat16"),
             "double_quant and quant_storage with int8 quantization",
         ),
-        (Wishes(dtype="float32", master="bf16"), "compute float32 with bfloat16 masters"),
-        (Wishes(dtype="float64"), "compute dtype float64"),
-        (Wishes(master="float64"), "master dtype float64"),
+        (PrecisionRequest(dtype="float32", master="bf16"), "compute float32 with bfloat16 masters"),
+        (PrecisionRequest(dtype="float64"), "compute dtype float64"),
+        (PrecisionRequest(master="float64"), "master dtype float64"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_named(wishes, given):
+def test_a_request_that_makes_no_sense_is_named(asked, given):
     with pytest.raises(PrecisionError) as caught:
-        decide(LLAMA, A100, wishes)
+        decide(LLAMA, A100, asked)
     assert given in [problem.given for problem in caught.value.problems]
     assert caught.value.hint.startswith("nearest policy that works: ")
 
@@ -245,7 +251,7 @@ def test_a_wish_that_makes_no_sense_is_named(wishes, given):
 def test_a_quantized_format_that_cannot_be_trained_is_refused():
     facts = replace(LLAMA, source="llama-gptq", quantization=QuantizationFacts("gptq", "gptq-4bit"))
     with pytest.raises(PrecisionError) as caught:
-        decide(facts, A100, Wishes())
+        decide(facts, A100, PrecisionRequest())
     assert caught.value.problems[0].given == "llama-gptq is quantized with gptq-4bit"
     assert caught.value.hint is None  # nothing the user asked for is the cause
 
@@ -253,12 +259,12 @@ def test_a_quantized_format_that_cannot_be_trained_is_refused():
 def test_obstacles_found_elsewhere_are_reported_together():
     obstacle = Problem("bitsandbytes 0.1", "0.49", "pip install -U bitsandbytes")
     with pytest.raises(PrecisionError) as caught:
-        decide(LLAMA, A100, Wishes(quantization="nf5"), [obstacle])
+        decide(LLAMA, A100, PrecisionRequest(quantization="nf5"), [obstacle])
     assert [p.given for p in caught.value.problems] == ["bitsandbytes 0.1", "quantization 'nf5'"]
 
 
 def test_the_printed_table_fits_a_terminal_and_names_every_role():
-    text = str(decide(GPT_OSS, T4, Wishes(quantization="nf4", double_quant=True)))
+    text = str(decide(GPT_OSS, T4, PrecisionRequest(quantization="nf4", double_quant=True)))
     assert max(len(line) for line in text.splitlines()) <= 110
     for role in (
         "frozen base weights",
@@ -270,8 +276,8 @@ def test_the_printed_table_fits_a_terminal_and_names_every_role():
     assert "nf4 (double quantization)" in text
 
 
-wishes_strategy = st.builds(
-    Wishes,
+requests = st.builds(
+    PrecisionRequest,
     dtype=st.sampled_from(["auto", "float32", "bf16", "fp16", F16, "float64"]),
     quantization=st.sampled_from([None, "nf4", "fp4", "int8", "gguf"]),
     trainable=st.sampled_from(["lora", "full", "none"]),
@@ -292,11 +298,11 @@ facts_strategy = st.builds(
 profiles = st.sampled_from([device_profile(name) for name in profile_names() if name != "cpu"])
 
 
-@given(facts=facts_strategy, profile=profiles, wishes=wishes_strategy)
-def test_whatever_is_asked_ends_in_a_coherent_policy_or_in_named_problems(facts, profile, wishes):
+@given(facts=facts_strategy, profile=profiles, asked=requests)
+def test_whatever_is_asked_ends_in_a_coherent_policy_or_in_named_problems(facts, profile, asked):
     policy, problems = None, ()
     try:
-        policy = decide(facts, profile, wishes)
+        policy = decide(facts, profile, asked)
     except PrecisionError as error:
         problems = error.problems
     assert all(problem.given and problem.expected and problem.fix for problem in problems)
@@ -315,7 +321,7 @@ def test_whatever_is_asked_ends_in_a_coherent_policy_or_in_named_problems(facts,
 
 
 def test_a_saved_policy_is_readable_and_comes_back_equal(tmp_path):
-    policy = decide(GPT_OSS, T4, Wishes(quantization="nf4"))
+    policy = decide(GPT_OSS, T4, PrecisionRequest(quantization="nf4"))
     policy.save(tmp_path)
     assert json.loads((tmp_path / POLICY_FILE).read_text())["compute"] == "float16"
     back = PrecisionPolicy.read(tmp_path)

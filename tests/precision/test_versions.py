@@ -15,10 +15,10 @@ from isotype.precision import versions as module
 from isotype.precision.versions import (
     KNOWN,
     PACKAGES,
-    Misfit,
+    Incompatibility,
+    incompatibilities,
     installed,
     installed_requirements,
-    misfits,
     missing,
     parse_constant,
     pip_command,
@@ -36,9 +36,11 @@ def test_installed_imports_nothing() -> None:
 
 
 def test_declared_requirement_that_fails() -> None:
-    found = misfits({"peft": "0.15.0", "transformers": "5.23.0"}, {"transformers": ["peft>=0.20.0"]})
+    found = incompatibilities(
+        {"peft": "0.15.0", "transformers": "5.23.0"}, {"transformers": ["peft>=0.20.0"]}
+    )
     assert found == [
-        Misfit(
+        Incompatibility(
             ("transformers 5.23.0", "peft 0.15.0"),
             "transformers 5.23.0 requires peft>=0.20.0, not 0.15.0",
             "peft>=0.20.0",
@@ -61,28 +63,30 @@ def test_declared_requirement_that_fails() -> None:
     ],
 )
 def test_markers_and_extras(requirement: str, fires: bool) -> None:
-    found = misfits(
+    found = incompatibilities(
         {"transformers": "5.23.0", "torch": "2.5.0+cpu", "peft": None}, {"transformers": [requirement]}
     )
     # 5.23 also needs torch 2.6 by the table of known pairs; only the declared one has no link.
-    assert any(misfit.link is None for misfit in found) is fires
+    assert any(incompatibility.link is None for incompatibility in found) is fires
 
 
 def test_demands_of_one_package_are_joined_and_names_normalised() -> None:
-    found = misfits(
+    found = incompatibilities(
         {"Hugging_Face.Hub": "0.1", "accelerate": "1.0"},
         {"accelerate": ["hugging-face-hub>=0.2", "hugging_face_hub>=0.3,<1"]},
     )
-    assert [misfit.change for misfit in found] == ["hugging-face-hub<1,>=0.3"]
+    assert [incompatibility.change for incompatibility in found] == ["hugging-face-hub<1,>=0.3"]
 
 
 def test_a_package_that_is_not_installed_demands_nothing() -> None:
-    assert misfits({"peft": None, "torch": "2.6"}, {"peft": ["torch>=99"]}) == []
+    assert incompatibilities({"peft": None, "torch": "2.6"}, {"peft": ["torch>=99"]}) == []
 
 
 def test_unreadable_versions_and_requirements_are_said_not_raised() -> None:
-    found = misfits({"gguf": "weird", "peft": "0.20"}, {"peft": ["torch >>> 3"], "gguf": ["peft>=1"]})
-    assert [(misfit.severity, misfit.fact) for misfit in found] == [
+    found = incompatibilities(
+        {"gguf": "weird", "peft": "0.20"}, {"peft": ["torch >>> 3"], "gguf": ["peft>=1"]}
+    )
+    assert [(incompatibility.severity, incompatibility.fact) for incompatibility in found] == [
         ("error", "gguf weird requires peft>=1, not 0.20"),
         ("warning", "gguf says its version is 'weird', which is no version number; it was not compared"),
         ("warning", "peft 0.20 declares 'torch >>> 3', which is not a requirement; it was not compared"),
@@ -135,8 +139,8 @@ def test_unreadable_versions_and_requirements_are_said_not_raised() -> None:
     ],
 )
 def test_known_pairs(versions: dict[str, str | None], kind: str | None, expected: str) -> None:
-    found = misfits(versions, requires={}, kind=kind)
-    assert [misfit.fact for misfit in found] == [expected]
+    found = incompatibilities(versions, requires={}, kind=kind)
+    assert [incompatibility.fact for incompatibility in found] == [expected]
     assert found[0].link is not None
 
 
@@ -152,7 +156,7 @@ def test_known_pairs(versions: dict[str, str | None], kind: str | None, expected
     ],
 )
 def test_known_pairs_stay_silent(versions: dict[str, str | None], kind: str | None) -> None:
-    assert misfits(versions, requires={}, kind=kind) == []
+    assert incompatibilities(versions, requires={}, kind=kind) == []
 
 
 @pytest.mark.parametrize("pair", KNOWN, ids=lambda pair: f"{pair.when or pair.kind}-{pair.needs}")
@@ -163,8 +167,8 @@ def test_every_known_pair_is_well_formed_and_reachable(pair: module.KnownPair) -
     if pair.when:
         when = Requirement(pair.when)
         low[when.name] = next(iter(when.specifier)).version
-    found = misfits(low, requires={}, kind=pair.kind)
-    assert pair.needs in {misfit.change for misfit in found}
+    found = incompatibilities(low, requires={}, kind=pair.kind)
+    assert pair.needs in {incompatibility.change for incompatibility in found}
 
 
 _ANY_VERSION = st.one_of(
@@ -180,9 +184,9 @@ _ANY_VERSION = st.one_of(
     kind=st.sampled_from((None, "cpu", "cuda", "rocm", "xpu", "mps")),
 )
 def test_no_combination_raises(versions: dict[str, str | None], kind: str | None) -> None:
-    found = misfits(versions, _REAL_REQUIREMENTS, kind)
-    assert all(misfit.fact and misfit.packages for misfit in found)
-    severities = [misfit.severity for misfit in found]
+    found = incompatibilities(versions, _REAL_REQUIREMENTS, kind)
+    assert all(incompatibility.fact and incompatibility.packages for incompatibility in found)
+    severities = [incompatibility.severity for incompatibility in found]
     assert severities == sorted(severities)  # "error" sorts before "warning"
     missing(versions)
     command = pip_command(found)
@@ -206,7 +210,7 @@ def test_requirements_of_the_installed_packages_include_runtime_minimums() -> No
 
 def test_this_environment_has_no_conflict() -> None:
     versions = installed()
-    assert misfits({**versions, **toolkits()}, kind="cpu") == []
+    assert incompatibilities({**versions, **toolkits()}, kind="cpu") == []
 
 
 def test_parse_constant() -> None:
@@ -256,7 +260,7 @@ def test_tightest_admits_the_same_versions(parts: list[tuple[str, int, int]], ma
 
 
 def test_pip_command_joins_demands() -> None:
-    found = misfits(
+    found = incompatibilities(
         {"a": "1", "b": "1", "torch": "1"}, {"a": ["torch>=2.4"], "b": ["torch>=2.6,<3"]}, kind=None
     )
     assert pip_command(found, ["gguf>=0.17"]) == 'pip install --upgrade "torch<3,>=2.6" "gguf>=0.17"'

@@ -45,7 +45,7 @@ def same_as_snapshot(name: str, text: str) -> None:
     if os.environ.get(UPDATE):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        pytest.fail(f"{name} was written anew: read it, then run without {UPDATE}")
+        pytest.fail(f"{name} was written again: read it, then run without {UPDATE}")
     assert text == path.read_text(encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ from isotype.precision.devices.machine import (
 )
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import AcceleratorProperties, cuda_profile, device_profile
-from isotype.precision.versions import Misfit
+from isotype.precision.versions import Incompatibility
 from isotype.report.doctor import (
     auto_dtype,
     contradiction,
@@ -48,20 +48,20 @@ def _report(**changes: object) -> DoctorReport:
         versions={"torch": "2.13.0+cpu", "peft": "0.21.2", "bitsandbytes": "0.50.2", "gguf": None},
         toolkits={},
         python="Python 3.11.7, Linux x86_64",
-        misfits=(),
+        incompatibilities=(),
         missing=(),
         bitsandbytes=WORKS,
     )
     return replace(report, **changes)  # type: ignore[arg-type]
 
 
-OLD_PEFT = Misfit(
+OLD_PEFT = Incompatibility(
     ("transformers 5.23.0", "peft 0.15.0"),
     "transformers 5.23.0 requires peft>=0.20.0, not 0.15.0",
     "peft>=0.20.0",
     "error",
 )
-OLD_BNB = Misfit(
+OLD_BNB = Incompatibility(
     ("cuda 13.0", "bitsandbytes 0.47.0"),
     "cuda 13.0 needs bitsandbytes>=0.48.0, not 0.47.0",
     "bitsandbytes>=0.48.0",
@@ -140,7 +140,7 @@ Ready for float32 LoRA and QLoRA on AMD EPYC
 
 def test_conflicts_are_grouped_by_what_to_change() -> None:
     other = replace(OLD_PEFT, fact="isotype 0.1.0 requires peft>=0.19, not 0.15.0", change="peft>=0.19")
-    report = _report(misfits=(OLD_PEFT, other, OLD_BNB), missing=("gguf>=0.17",))
+    report = _report(incompatibilities=(OLD_PEFT, other, OLD_BNB), missing=("gguf>=0.17",))
     assert not report.ok
     text = _text(report)
     assert text[text.index("To change") :].startswith("""\
@@ -159,7 +159,7 @@ Not ready: change peft first
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_console(width: int) -> None:
-    report = _report(misfits=(OLD_PEFT, OLD_BNB), missing=("gguf>=0.17",))
+    report = _report(incompatibilities=(OLD_PEFT, OLD_BNB), missing=("gguf>=0.17",))
     text = _text(report, width)
     assert max(map(len, text.splitlines())) <= width
     assert "Not ready: change peft first" in text
@@ -208,8 +208,8 @@ def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
             True,
             "Ready to check set-ups for AMD EPYC; training needs peft>=0.19, trl>=1.15",
         ),
-        ({"misfits": (OLD_BNB,)}, True, "Ready for float32 LoRA and QLoRA on AMD EPYC"),
-        ({"misfits": (OLD_PEFT,)}, False, "Not ready: change peft first"),
+        ({"incompatibilities": (OLD_BNB,)}, True, "Ready for float32 LoRA and QLoRA on AMD EPYC"),
+        ({"incompatibilities": (OLD_PEFT,)}, False, "Not ready: change peft first"),
         (
             {"rates": {F32: _rate(F32, None, "CUDA error: no kernel image is available")}},
             False,
@@ -260,12 +260,12 @@ def test_format_flops(rate: float, text: str) -> None:
 
 
 def test_json_is_plain_and_complete() -> None:
-    report = _report(misfits=(OLD_PEFT,), missing=("gguf>=0.17",))
+    report = _report(incompatibilities=(OLD_PEFT,), missing=("gguf>=0.17",))
     answer = json.loads(json.dumps(doctor_json(report)))
     assert answer["ok"] is False
     assert answer["rates"]["bfloat16"]["flops_per_second"] == 1.4e9
     assert answer["device"]["dtypes"]["float16"]["support"] == "emulated"
-    assert answer["misfits"][0]["packages"] == ["transformers 5.23.0", "peft 0.15.0"]
+    assert answer["incompatibilities"][0]["packages"] == ["transformers 5.23.0", "peft 0.15.0"]
     assert answer["fix"] == 'pip install --upgrade "peft>=0.20.0" "gguf>=0.17"'
     assert answer["bitsandbytes"]["works"] is True
     assert answer["verdict"] == "Not ready: change peft first"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.precision.versions import misfits
+from isotype.precision.versions import incompatibilities
 from isotype.rules import ist603_versions
 from isotype.trace.record import Trace
 from tests.rules.traces import found, on, traced
@@ -24,8 +24,8 @@ def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.4.0", "transformers": "5.23.0", "peft": "0.21.2"}
     monkeypatch.setattr(ist603_versions, "installed", lambda: versions)
     # What the installed packages declare depends on the machine; the known pairs do not.
-    monkeypatch.setattr(ist603_versions, "misfits", partial(misfits, requires={}))
-    monkeypatch.setattr(ist603_versions, "_misfits", ist603_versions._misfits.__wrapped__)
+    monkeypatch.setattr(ist603_versions, "incompatibilities", partial(incompatibilities, requires={}))
+    monkeypatch.setattr(ist603_versions, "_incompatible", ist603_versions._incompatible.__wrapped__)
 
 
 @pytest.mark.usefixtures("old_torch")
@@ -44,6 +44,6 @@ def test_another_machines_libraries_are_not_judged(trace: Trace) -> None:
 
 def test_libraries_that_fit(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ist603_versions, "installed", lambda: {"torch": "2.13.0", "transformers": "5.23.0"})
-    monkeypatch.setattr(ist603_versions, "_misfits", ist603_versions._misfits.__wrapped__)
+    monkeypatch.setattr(ist603_versions, "_incompatible", ist603_versions._incompatible.__wrapped__)
     assert trace.setup.profile.present
     assert [finding for finding in found(RULE, trace) if finding.severity == "error"] == []

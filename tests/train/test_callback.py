@@ -19,7 +19,12 @@ import trl
 
 import isotype
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.train.callback import optimizer_error, policy_as_it_lies, raise_optimizer_state, restore_rounded
+from isotype.train.callback import (
+    optimizer_error,
+    policy_of_current_dtypes,
+    raise_optimizer_state,
+    restore_rounded,
+)
 from tests.models import quiet
 from tests.train.tiny import rows, save_chat_model
 
@@ -245,7 +250,7 @@ def test_without_a_policy_frozen_weights_stay_as_they_lie(
 
 def test_without_a_policy_the_compute_dtype_of_a_quantized_model_is_kept(path: Path, tmp_path: Path):
     trainer, _ = qlora_script(path, tmp_path, max_steps=1, save_strategy="no")
-    policy = policy_as_it_lies(trainer.model, SimpleNamespace(fp16=False, bf16=False, device="cpu"))
+    policy = policy_of_current_dtypes(trainer.model, SimpleNamespace(fp16=False, bf16=False, device="cpu"))
     assert (policy.storage, policy.compute, policy.plain) == ("nf4", torch.bfloat16, torch.bfloat16)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
-from isotype.precision.decide import Wishes
+from isotype.precision.decide import PrecisionRequest
 from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 
 BASE = ("--model_name_or_path", "m", "--dataset_name", "d")
 
 
-def wishes(*argv: str, method: str = "sft") -> Wishes:
-    return parse_settings(METHODS[method], [*BASE, *argv]).wishes
+def asked(*argv: str, method: str = "sft") -> PrecisionRequest:
+    return parse_settings(METHODS[method], [*BASE, *argv]).precision
 
 
 def message(*argv: str, base: tuple[str, ...] = BASE) -> str:
@@ -25,7 +25,7 @@ def message(*argv: str, base: tuple[str, ...] = BASE) -> str:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_takes_trl_arguments_and_defaults_to_lora_in_auto(method):
     settings = parse_settings(METHODS[method], [*BASE, "--learning_rate", "3e-4", "--lora-r", "4"])
-    assert settings.wishes == Wishes(dtype="auto", quantization=None, trainable="lora")
+    assert settings.precision == PrecisionRequest(dtype="auto", quantization=None, trainable="lora")
     assert settings.training.learning_rate == 3e-4
     assert settings.model.lora_r == 4
     assert settings.model.lora_target_modules == "all-linear"
@@ -49,13 +49,13 @@ def test_every_method_takes_trl_arguments_and_defaults_to_lora_in_auto(method):
     ],
 )
 def test_short_and_long_forms_agree(argv, dtype, quantization):
-    assert wishes(*argv) == Wishes(dtype=dtype, quantization=quantization)
+    assert asked(*argv) == PrecisionRequest(dtype=dtype, quantization=quantization)
 
 
 def test_nested_quantization_storage_and_full_training():
-    assert wishes("--quantization", "nf4", "--use_bnb_nested_quant").double_quant is True
-    assert wishes("--quantization", "nf4", "--bnb_4bit_quant_storage", "bfloat16").quant_storage == "bfloat16"
-    assert wishes("--use_peft", "False").trainable == "full"
+    assert asked("--quantization", "nf4", "--use_bnb_nested_quant").double_quant is True
+    assert asked("--quantization", "nf4", "--bnb_4bit_quant_storage", "bfloat16").quant_storage == "bfloat16"
+    assert asked("--use_peft", "False").trainable == "full"
 
 
 def test_contradictions_are_all_named_with_both_flags():
@@ -91,17 +91,17 @@ def test_contradictions_are_all_named_with_both_flags():
 )
 def test_each_contradiction_names_both(argv, given):
     with pytest.raises(PrecisionError) as caught:
-        wishes(*argv)
+        asked(*argv)
     assert [problem.given for problem in caught.value.problems] == [given]
 
 
 def test_accelerate_launch_must_agree(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    assert wishes().dtype == "float16"
+    assert asked().dtype == "float16"
     with pytest.raises(
         PrecisionError, match="--dtype bfloat16 and mixed precision fp16 of accelerate launch"
     ):
-        wishes("--dtype", "bfloat16")
+        asked("--dtype", "bfloat16")
 
 
 def test_a_typing_error_names_the_nearest_argument():
@@ -126,7 +126,7 @@ def test_a_yaml_file_sets_defaults_that_the_command_line_overrides(tmp_path):
         "model_name_or_path: m\ndataset_name: d\nbf16: true\nlearning_rate: 1.0e-3\nload_in_4bit: true\n"
     )
     settings = parse_settings(METHODS["sft"], ["--config", str(path), "--learning_rate", "3e-3"])
-    assert settings.wishes == Wishes(dtype="bfloat16", quantization="nf4")
+    assert settings.precision == PrecisionRequest(dtype="bfloat16", quantization="nf4")
     assert settings.training.learning_rate == 3e-3
     with pytest.raises(PrecisionError, match="--dtype float16 and --bf16"):
         parse_settings(METHODS["sft"], [f"--config={path}", "--dtype", "float16"])
@@ -181,14 +181,14 @@ def test_model_init_kwargs_have_a_say_in_the_quantization():
     def init(text: str) -> list[str]:
         return ["--model_init_kwargs", text]
 
-    assert wishes(*init('{"quantization_config": {"load_in_4bit": true}}')).quantization == "fp4"
+    assert asked(*init('{"quantization_config": {"load_in_4bit": true}}')).quantization == "fp4"
     both = '{"quantization_config": {"load_in_8bit": true}}'
-    assert wishes(*init(both), "--quantization", "int8").quantization == "int8"
+    assert asked(*init(both), "--quantization", "int8").quantization == "int8"
     nested = (
         '{"quantization_config": {"load_in_4bit": true, "bnb_4bit_quant_type": "nf4", '
         '"bnb_4bit_use_double_quant": true, "bnb_4bit_compute_dtype": "float16"}}'
     )
-    assert wishes(*init(nested)) == Wishes(dtype="float16", quantization="nf4", double_quant=True)
+    assert asked(*init(nested)) == PrecisionRequest(dtype="float16", quantization="nf4", double_quant=True)
     assert message(*init(both), "--quantization", "nf4") == (
         "the arguments disagree about precision\n"
         "  - --quantization nf4 and --model_init_kwargs quantization_config load_in_8bit\n"
@@ -203,7 +203,7 @@ def test_model_init_kwargs_have_a_say_in_the_quantization():
 @pytest.mark.parametrize("text", ["notjson", "{oops", "[1]"])
 def test_model_init_kwargs_that_are_no_json_object(text):
     with pytest.raises(UsageError, match="an argument is not JSON") as caught:
-        wishes("--model_init_kwargs", text)
+        asked("--model_init_kwargs", text)
     assert caught.value.problems[0].given.startswith(f"--model_init_kwargs {text}: ")
 
 

@@ -15,8 +15,8 @@ from tests.checkpoint.test_weightless import facts
 from tests.models import CONFIGS
 
 
-def policy_for(config, **wishes):
-    return resolve_precision(config, **{"dtype": "bfloat16", "device": "h100", **wishes})
+def policy_for(config, **asked):
+    return resolve_precision(config, **{"dtype": "bfloat16", "device": "h100", **asked})
 
 
 @pytest.fixture

@@ -281,7 +281,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
         with quiet_peft():
             return add_lora(model, policy, config)
     except ValueError as error:
-        raise _misfit(
+        raise _incompatible(
             adapter, model, [Problem(str(error), "modules that the adapter was trained on", _FIX)]
         ) from error
 
@@ -301,7 +301,7 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         result = set_peft_model_state_dict(peft_model, weights)
     except KeyError as error:
         problem = Problem(f"no tensor {plain_name(error.args[0])}", "every trained module", _FIX)
-        raise _misfit(adapter, base, [problem]) from error
+        raise _incompatible(adapter, base, [problem]) from error
     except RuntimeError as error:
         found = _SIZE_MISMATCH.findall(str(error))
         if not found:
@@ -310,7 +310,7 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
             Problem(f"{plain_name(name)} of shape ({saved})", f"shape ({wanted}), for this base model", _FIX)
             for name, saved, wanted in found
         ]
-        raise _misfit(adapter, base, problems) from error
+        raise _incompatible(adapter, base, problems) from error
     prefix = getattr(peft_model.base_model, "prefix", None)
     strange = [
         Problem(f"tensor {plain_name(name)}", "a module of that name in the base model", _FIX)
@@ -324,10 +324,10 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         if prefix and prefix in name
     ]
     if strange or missing:
-        raise _misfit(adapter, base, strange + missing)
+        raise _incompatible(adapter, base, strange + missing)
 
 
-def _misfit(adapter: Adapter, model: Any, problems: list[Problem]) -> CheckpointError:
+def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> CheckpointError:
     more = len(problems) - _MAX_PROBLEMS
     return CheckpointError(
         f"the adapter {adapter.directory} does not fit the base model, a {type(model).__name__}",

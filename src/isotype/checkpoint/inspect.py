@@ -33,7 +33,7 @@ _PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4}
 
 
 @dataclass(frozen=True)
-class Odd:
+class Mismatched:
     """A tensor that is stored otherwise than those of its group.
 
     Attributes:
@@ -56,7 +56,7 @@ class Group:
         shapes: every shape as stored, most frequent first; packed weights have a packed shape.
         values: numbers of weights in them; of packed formats the numbers packed, not the bytes.
         bytes: in the file, with their quantization constants.
-        odd: those stored otherwise.
+        mismatched: those stored otherwise.
         unlike: the dtype of most of the checkpoint, where this group's float dtype differs; else None.
     """
 
@@ -66,7 +66,7 @@ class Group:
     shapes: tuple[tuple[int, ...], ...]
     values: int
     bytes: int
-    odd: tuple[Odd, ...] = ()
+    mismatched: tuple[Mismatched, ...] = ()
     unlike: str | None = None
 
 
@@ -279,7 +279,7 @@ def _group(name: str, tensors: Sequence[_Stored], main: str | None) -> Group:
     dtype = Counter(tensor.dtype for tensor in tensors).most_common(1)[0][0]
     shapes = Counter(tensor.shape for tensor in tensors)
     plain = any(tensor.plain for tensor in tensors if tensor.dtype == dtype)
-    odd = [tensor for tensor in tensors if tensor.dtype != dtype]
+    mismatched = [tensor for tensor in tensors if tensor.dtype != dtype]
     return Group(
         name=name,
         count=len(tensors),
@@ -287,7 +287,10 @@ def _group(name: str, tensors: Sequence[_Stored], main: str | None) -> Group:
         shapes=tuple(shape for shape, _ in shapes.most_common()),
         values=sum(tensor.values for tensor in tensors),
         bytes=sum(tensor.bytes for tensor in tensors),
-        odd=tuple(Odd(tensor.name, tensor.dtype) for tensor in sorted(odd, key=lambda t: _natural(t.name))),
+        mismatched=tuple(
+            Mismatched(tensor.name, tensor.dtype)
+            for tensor in sorted(mismatched, key=lambda t: _natural(t.name))
+        ),
         unlike=main if plain and dtype != main else None,
     )
 

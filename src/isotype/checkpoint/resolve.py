@@ -8,11 +8,11 @@ import torch
 
 from isotype.checkpoint.facts import facts_of
 from isotype.core.errors import Problem
-from isotype.precision.decide import Wishes, decide
+from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
-from isotype.precision.versions import installed, misfits, toolkits
+from isotype.precision.versions import incompatibilities, installed, toolkits
 
 
 def resolve_precision(
@@ -51,8 +51,8 @@ def resolve_precision(
     """
     facts = facts_of(model, revision=revision)
     profile = device_profile(device)
-    wishes = Wishes(dtype, quantization, trainable, master, double_quant, quant_storage, storage)
-    return decide(facts, profile, wishes, _obstacles(facts, profile, quantization))
+    request = PrecisionRequest(dtype, quantization, trainable, master, double_quant, quant_storage, storage)
+    return decide(facts, profile, request, _obstacles(facts, profile, quantization))
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
@@ -61,9 +61,13 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
         return []
     versions = installed()
     problems = [
-        Problem(" and ".join(misfit.packages), f"versions that fit: {misfit.fact}", misfit.change)
-        for misfit in misfits({**versions, **toolkits()}, kind=profile.kind)
-        if misfit.severity == "error"
+        Problem(
+            " and ".join(incompatibility.packages),
+            f"versions that fit: {incompatibility.fact}",
+            incompatibility.change,
+        )
+        for incompatibility in incompatibilities({**versions, **toolkits()}, kind=profile.kind)
+        if incompatibility.severity == "error"
     ]
     saved = facts.quantization.method if facts.quantization else None
     if (quantization or saved == "bitsandbytes") and versions.get("bitsandbytes") is None:

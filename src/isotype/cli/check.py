@@ -151,16 +151,16 @@ def build(plan: Plan) -> tuple[PrecisionPolicy, Any, int]:
 
     trainer = TRAINERS[plan.method]
     source = _source(plan)
-    wishes = plan.wishes
+    asked = plan.precision
     policy = resolve_precision(
         source,
-        wishes.dtype,
-        wishes.quantization,
+        asked.dtype,
+        asked.quantization,
         plan.device,
-        wishes.trainable,
-        master=wishes.master,
-        double_quant=wishes.double_quant,
-        quant_storage=wishes.quant_storage,
+        asked.trainable,
+        master=asked.master,
+        double_quant=asked.double_quant,
+        quant_storage=asked.quant_storage,
         revision=plan.revision,
     )
     config = model_config(source, revision=plan.revision)

@@ -1,6 +1,6 @@
 """Every error that isotype raises on purpose: what was given, what was expected, what to do.
 
-An error carries all problems found at once, so that nobody mends a set-up one message at a time.
+An error carries all problems found at once, so that nobody fixes a set-up one message at a time.
 """
 
 from __future__ import annotations

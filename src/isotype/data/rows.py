@@ -74,7 +74,7 @@ def _excerpt(text: str, at: int) -> str:
 
 
 def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> Problem:
-    fix = "mend the line, or write the file with a JSON library"
+    fix = "fix the line, or write the file with a JSON library"
     if not isinstance(error, json.JSONDecodeError):
         said = (
             "its lists or objects are nested too deeply" if isinstance(error, RecursionError) else str(error)

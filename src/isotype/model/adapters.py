@@ -23,7 +23,7 @@ def add_lora(
 ) -> Any:
     """Add a LoRA adapter (or DoRA, rsLoRA: `use_dora=`, `use_rslora=`) whose masters are as `policy` says.
 
-    The base weights are frozen and stay as they lie: nothing is upcast. A model that has adapters already gets
+    The base weights are frozen and keep their current dtypes: nothing is upcast. A model that has adapters already gets
     another one under `adapter_name`, which becomes the active one, the one that is trained: `add_lora` always
     returns a model ready to train the adapter it has added (PEFT's own `add_adapter` activates only the first;
     `model.set_adapter` goes back). The policy is saved beside every adapter by `save_pretrained`.

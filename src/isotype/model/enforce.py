@@ -42,12 +42,11 @@ class Change:
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
     """Restore `policy` on `model` in place and return what had to be changed (nothing, the second time).
 
-    Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32 (all stay as
-    they lie where the policy says `keep_frozen`);
-    quantization states and compute dtypes follow; float32 buffers are restored where something rounded them;
-    modules whose own weights are float32 get a boundary, so that they meet 16-bit neighbours in the compute
-    dtype. Values that were rounded before are not brought back, except for rotary buffers, which are computed
-    anew.
+    Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32 (all keep their
+    current dtypes where the policy says `keep_frozen`); quantization states and compute dtypes are set to match;
+    float32 buffers are restored where something rounded them; modules whose own weights are float32 get a boundary, so
+    that they meet 16-bit neighbours in the compute dtype. Values that were rounded before are not brought back, except
+    for rotary buffers, which are computed again.
 
     Raises:
         PrecisionError: the model is stored in another format than the policy says, or a quantized layer has lost
@@ -185,7 +184,7 @@ def _quantization(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
-    """Bring float32 buffers back: rotary frequencies are computed anew, pinned ones keep their rounded values."""
+    """Bring float32 buffers back: rotary frequencies are computed again, pinned ones keep their rounded values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
@@ -193,7 +192,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
     for name, buffer in rounded.items():
         full_name = _full_name(place, name)
         if name in rotary:
-            restored, how = fresh[name].to(buffer.device), "float32, computed anew"
+            restored, how = fresh[name].to(buffer.device), "float32, computed again"
         elif is_pinned(full_name, policy.pinned):
             restored, how = buffer.float(), "float32"
         else:

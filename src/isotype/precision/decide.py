@@ -1,4 +1,4 @@
-"""Decide the precision policy. Pure: facts about the model, a device profile and the user's wishes go in, a policy
+"""Decide the precision policy. Pure: facts about the model, a device profile and the user's request go in, a policy
 or one error that names every conflict comes out. `isotype.resolve_precision` gathers the facts and calls it.
 """
 
@@ -22,7 +22,7 @@ TRAINABLE = ("lora", "full")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PrecisionRequest:
     """What the user asked for; None and "auto" mean: decide for me."""
 
     dtype: str | torch.dtype = "auto"
@@ -35,14 +35,14 @@ class Wishes:
 
 
 def decide(
-    facts: ModelFacts, profile: DeviceProfile, wishes: Wishes, obstacles: Sequence[Problem] = ()
+    facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem] = ()
 ) -> PrecisionPolicy:
-    """The policy for a model, a device and the user's wishes.
+    """The policy for a model, a device and the user's request.
 
     Args:
         facts: what the checkpoint's headers and config say.
         profile: what the device can do.
-        wishes: what was asked for explicitly.
+        request: what was asked for explicitly.
         obstacles: problems found elsewhere (library versions) to be reported together with ours.
 
     Raises:
@@ -51,18 +51,18 @@ def decide(
     problems = list(obstacles)
     warnings: list[str] = []
     reasons: dict[str, str] = {}
-    storage_format = _storage_format(facts, wishes, problems, reasons)
-    compute = _compute(facts, profile, wishes, storage_format, problems, warnings, reasons)
-    master = _master(wishes, compute, problems, warnings, reasons)
-    storage = _storage(facts, wishes, storage_format, compute, master, problems, warnings, reasons)
+    storage_format = _storage_format(facts, request, problems, reasons)
+    compute = _compute(facts, profile, request, storage_format, problems, warnings, reasons)
+    master = _master(request, compute, problems, warnings, reasons)
+    storage = _storage(facts, request, storage_format, compute, master, problems, warnings, reasons)
     pinned = () if compute == torch.float32 else (*facts.pinned, *facts.pinned_strict)
     if problems:
         raise PrecisionError(
             f"{len(problems)} conflict{'s' if len(problems) > 1 else ''} in the precision asked for",
             problems,
-            hint=_nearest(facts, profile, wishes, obstacles),
+            hint=_nearest(facts, profile, request, obstacles),
         )
-    double_quant = _double_quant(facts, wishes, storage)
+    double_quant = _double_quant(facts, request, storage)
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
     reasons |= _fixed_reasons(compute, plain, pinned)
     if plain != compute:
@@ -76,24 +76,26 @@ def decide(
         master=master,
         reduce=master,
         loss_scaling=compute == torch.float16,
-        trainable=wishes.trainable,
+        trainable=request.trainable,
         device=profile.name,
         pinned=tuple(sorted(set(pinned))),
         double_quant=double_quant,
-        quant_storage=_quant_storage(facts, wishes, storage),
+        quant_storage=_quant_storage(facts, request, storage),
         reasons=reasons,
         warnings=tuple(warnings),
     )
 
 
 def _storage_format(
-    facts: ModelFacts, wishes: Wishes, problems: list[Problem], reasons: dict[str, str]
+    facts: ModelFacts, request: PrecisionRequest, problems: list[Problem], reasons: dict[str, str]
 ) -> str | None:
     """The quantization format of the frozen weights, or None for a float dtype."""
-    asked = wishes.quantization
+    asked = request.quantization
     saved = facts.quantization.format if facts.quantization else None
-    if wishes.trainable not in TRAINABLE:
-        problems.append(Problem(f"trainable={wishes.trainable!r}", "'lora' or 'full'", "give one of the two"))
+    if request.trainable not in TRAINABLE:
+        problems.append(
+            Problem(f"trainable={request.trainable!r}", "'lora' or 'full'", "give one of the two")
+        )
     if asked is not None and asked not in QUANTIZATIONS:
         problems.append(
             Problem(
@@ -101,7 +103,7 @@ def _storage_format(
             )
         )
         return None
-    if wishes.trainable == "full" and (asked or saved in QUANTIZATIONS):
+    if request.trainable == "full" and (asked or saved in QUANTIZATIONS):
         problems.append(
             Problem(
                 f"every weight trainable, but the weights are stored in {asked or saved}",
@@ -145,14 +147,14 @@ def _storage_format(
 def _compute(
     facts: ModelFacts,
     profile: DeviceProfile,
-    wishes: Wishes,
+    request: PrecisionRequest,
     storage_format: str | None,
     problems: list[Problem],
     warnings: list[str],
     reasons: dict[str, str],
 ) -> torch.dtype:
     trained = facts.trained_dtype
-    if wishes.dtype in ("auto", None):
+    if request.dtype in ("auto", None):
         best = profile.best_dtype()
         if trained is None or trained not in COMPUTE_DTYPES:
             reasons["compute"] = f"the best that {profile.title} runs natively; the checkpoint names no dtype"
@@ -171,7 +173,7 @@ def _compute(
             f"the checkpoint was trained in {name}; {profile.reason(trained)}, so the best it has is taken"
         )
         return best
-    compute = parse_dtype(wishes.dtype)
+    compute = parse_dtype(request.dtype)
     name = dtype_name(compute)
     reasons["compute"] = "as asked"
     if compute not in COMPUTE_DTYPES:
@@ -212,16 +214,16 @@ def _slow(profile: DeviceProfile, dtype: torch.dtype) -> str:
 
 
 def _master(
-    wishes: Wishes,
+    request: PrecisionRequest,
     compute: torch.dtype,
     problems: list[Problem],
     warnings: list[str],
     reasons: dict[str, str],
 ) -> torch.dtype:
-    if wishes.master is None:
+    if request.master is None:
         reasons["master"] = "small updates survive; cast to the compute dtype where they are used"
         return torch.float32
-    master = parse_dtype(wishes.master)
+    master = parse_dtype(request.master)
     name = dtype_name(master)
     reasons["master"] = "as asked"
     if master not in COMPUTE_DTYPES:
@@ -254,7 +256,7 @@ def _master(
 
 def _storage(
     facts: ModelFacts,
-    wishes: Wishes,
+    request: PrecisionRequest,
     storage_format: str | None,
     compute: torch.dtype,
     master: torch.dtype,
@@ -264,7 +266,7 @@ def _storage(
 ) -> str:
     asked_for = [
         name
-        for name, value in (("double_quant", wishes.double_quant), ("quant_storage", wishes.quant_storage))
+        for name, value in (("double_quant", request.double_quant), ("quant_storage", request.quant_storage))
         if value
     ]
     if asked_for and storage_format not in ("nf4", "fp4"):
@@ -275,13 +277,13 @@ def _storage(
                 "ask for one, or leave " + " and ".join(asked_for) + " out",
             )
         )
-    if wishes.storage is not None:
+    if request.storage is not None:
         return _storage_asked(
-            wishes.storage, wishes, storage_format, compute, master, problems, warnings, reasons
+            request.storage, request, storage_format, compute, master, problems, warnings, reasons
         )
     if storage_format:
         return storage_format
-    if wishes.trainable == "full":
+    if request.trainable == "full":
         reasons["storage"] = "every weight is trainable, so the weights are the masters"
         return dtype_name(master)
     if facts.quantization and facts.quantization.format == "mxfp4":
@@ -293,7 +295,7 @@ def _storage(
 
 def _storage_asked(
     asked: str | torch.dtype,
-    wishes: Wishes,
+    request: PrecisionRequest,
     storage_format: str | None,
     compute: torch.dtype,
     master: torch.dtype,
@@ -321,7 +323,7 @@ def _storage_asked(
             )
         )
         return storage_format
-    if wishes.trainable == "full" and storage != master:
+    if request.trainable == "full" and storage != master:
         problems.append(
             Problem(
                 f"storage {name} with every weight trainable and {dtype_name(master)} masters",
@@ -338,26 +340,26 @@ def _storage_asked(
             )
         )
     reasons["storage"] = "as asked"
-    if storage != compute and wishes.trainable == "lora":
+    if storage != compute and request.trainable == "lora":
         memory = " and they take twice the memory" if storage == torch.float32 else ""
         warnings.append(f"{name} storage: every step casts the frozen weights to {low}{memory}")
     return name
 
 
-def _double_quant(facts: ModelFacts, wishes: Wishes, storage: str) -> bool:
+def _double_quant(facts: ModelFacts, request: PrecisionRequest, storage: str) -> bool:
     if storage not in ("nf4", "fp4"):
         return False
     if facts.quantization and facts.quantization.format == storage:
         return bool(facts.quantization.double_quant)
-    return bool(wishes.double_quant)
+    return bool(request.double_quant)
 
 
-def _quant_storage(facts: ModelFacts, wishes: Wishes, storage: str) -> torch.dtype:
+def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -> torch.dtype:
     if storage not in ("nf4", "fp4"):
         return torch.uint8
     if facts.quantization and facts.quantization.format == storage:
         return facts.quantization.quant_storage or torch.uint8
-    asked = wishes.quant_storage
+    asked = request.quant_storage
     if asked in (None, "uint8", torch.uint8):
         return torch.uint8
     return parse_dtype(asked)
@@ -392,9 +394,9 @@ def _fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[st
 
 
 def _nearest(
-    facts: ModelFacts, profile: DeviceProfile, wishes: Wishes, obstacles: Sequence[Problem]
+    facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """The first policy that works among wishes that give up ever more, described in one line."""
+    """The first policy that works among request that give up ever more, described in one line."""
     if obstacles:
         return None
     given_up: tuple[Mapping[str, Any], ...] = (
@@ -412,10 +414,10 @@ def _nearest(
             "quant_storage": None,
             "storage": None,
         },
-        {f.name: f.default for f in fields(Wishes)},
+        {f.name: f.default for f in fields(PrecisionRequest)},
     )
     for change in given_up:
-        candidate = replace(wishes, **change)
+        candidate = replace(request, **change)
         try:
             _check_only(facts, profile, candidate)
         except PrecisionError:
@@ -428,11 +430,11 @@ def _nearest(
     return None
 
 
-def _check_only(facts: ModelFacts, profile: DeviceProfile, wishes: Wishes) -> None:
+def _check_only(facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest) -> None:
     problems: list[Problem] = []
-    storage_format = _storage_format(facts, wishes, problems, {})
-    compute = _compute(facts, profile, wishes, storage_format, problems, [], {})
-    master = _master(wishes, compute, problems, [], {})
-    _storage(facts, wishes, storage_format, compute, master, problems, [], {})
+    storage_format = _storage_format(facts, request, problems, {})
+    compute = _compute(facts, profile, request, storage_format, problems, [], {})
+    master = _master(request, compute, problems, [], {})
+    _storage(facts, request, storage_format, compute, master, problems, [], {})
     if problems:
         raise PrecisionError("", problems)

@@ -150,7 +150,7 @@ class PrecisionPolicy:
                 "unreadable precision policy",
                 [
                     Problem(
-                        f"{path}: {error}", "the JSON that isotype wrote", "delete the file to decide anew"
+                        f"{path}: {error}", "the JSON that isotype wrote", "delete the file to decide again"
                     )
                 ],
             ) from error

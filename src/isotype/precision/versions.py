@@ -43,7 +43,7 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
-class Misfit:
+class Incompatibility:
     """Two versions that do not work together.
 
     Attributes:
@@ -287,7 +287,7 @@ def _demands(package: str, texts: Iterable[str]) -> tuple[dict[str, SpecifierSet
 
 def _declared(
     versions: Mapping[str, Version], labels: Mapping[str, str], requires: Mapping[str, Sequence[str]]
-) -> Iterator[Misfit]:
+) -> Iterator[Incompatibility]:
     for package, texts in requires.items():
         owner = labels.get(canonicalize_name(package))
         if owner is None:  # not installed, so it demands nothing
@@ -295,16 +295,18 @@ def _declared(
         demands, unreadable = _demands(package, texts)
         for text in unreadable:
             fact = f"{owner} declares {text!r}, which is not a requirement; it was not compared"
-            yield Misfit((owner,), fact, package, "warning")
+            yield Incompatibility((owner,), fact, package, "warning")
         for target, specifier in demands.items():
             version = versions.get(target)
             if version is not None and not _holds(specifier, version):
                 change = f"{target}{tightest(specifier)}"
                 fact = f"{owner} requires {change}, not {version}"
-                yield Misfit((owner, labels[target]), fact, change, "error")
+                yield Incompatibility((owner, labels[target]), fact, change, "error")
 
 
-def _known(versions: Mapping[str, Version], labels: Mapping[str, str], kind: str | None) -> Iterator[Misfit]:
+def _known(
+    versions: Mapping[str, Version], labels: Mapping[str, str], kind: str | None
+) -> Iterator[Incompatibility]:
     for pair in KNOWN:
         needs, when = Requirement(pair.needs), Requirement(pair.when) if pair.when else None
         version = versions.get(needs.name)
@@ -317,14 +319,14 @@ def _known(versions: Mapping[str, Version], labels: Mapping[str, str], kind: str
         else:
             continue
         fact = f"{subject} {pair.needs}, not {version}: {pair.because}"
-        yield Misfit(tuple(packages), fact, pair.needs, pair.severity, pair.link)
+        yield Incompatibility(tuple(packages), fact, pair.needs, pair.severity, pair.link)
 
 
-def misfits(
+def incompatibilities(
     versions: Mapping[str, str | None],
     requires: Mapping[str, Sequence[str]] | None = None,
     kind: str | None = None,
-) -> list[Misfit]:
+) -> list[Incompatibility]:
     """Everything in a set of versions that does not fit together; empty when all is well.
 
     Args:
@@ -339,7 +341,7 @@ def misfits(
     """
     if requires is None:
         requires = installed_requirements(versions)
-    parsed, found = dict[str, Version](), list[Misfit]()
+    parsed, found = dict[str, Version](), list[Incompatibility]()
     labels = {"isotype": f"isotype {_version('isotype')}"}
     for package, text in versions.items():
         if text is None:
@@ -350,13 +352,13 @@ def misfits(
             parsed[name] = Version(text)
         except InvalidVersion:
             fact = f"{name} says its version is {text!r}, which is no version number; it was not compared"
-            found.append(Misfit((labels[name],), fact, name, "warning"))
+            found.append(Incompatibility((labels[name],), fact, name, "warning"))
     seen = set[tuple[str, ...]]()
-    for misfit in (*_declared(parsed, labels, requires), *_known(parsed, labels, kind)):
-        if misfit.packages not in seen:
-            found.append(misfit)
-        seen.add(misfit.packages)
-    return sorted(found, key=lambda misfit: misfit.severity != "error")
+    for incompatibility in (*_declared(parsed, labels, requires), *_known(parsed, labels, kind)):
+        if incompatibility.packages not in seen:
+            found.append(incompatibility)
+        seen.add(incompatibility.packages)
+    return sorted(found, key=lambda incompatibility: incompatibility.severity != "error")
 
 
 def missing(
@@ -398,10 +400,10 @@ def _own_requirements() -> Sequence[str]:
         raise PrecisionError("isotype is not installed, so its extras are unknown", [problem]) from None
 
 
-def pip_command(found: Iterable[Misfit], absent: Iterable[str] = ()) -> str | None:
+def pip_command(found: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
     """One pip command that makes every change, with several demands on one package joined; None for no change."""
     demands: dict[str, SpecifierSet] = {}
-    for text in (*(misfit.change for misfit in found), *absent):
+    for text in (*(incompatibility.change for incompatibility in found), *absent):
         requirement = Requirement(text)
         demands[requirement.name] = demands.get(requirement.name, SpecifierSet()) & requirement.specifier
     if not demands:

@@ -19,7 +19,7 @@ from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.precision.versions import Misfit, pip_command
+from isotype.precision.versions import Incompatibility, pip_command
 from isotype.report.narrow import fitting
 
 # ------------------------------------------------------------------------------------------------- what it means
@@ -84,11 +84,11 @@ def _unsteady(report: DoctorReport) -> str | None:
     )
 
 
-def by_change(found: Iterable[Misfit]) -> dict[str, list[Misfit]]:
-    """Misfits grouped by the package that has to change."""
-    groups: dict[str, list[Misfit]] = {}
-    for misfit in found:
-        groups.setdefault(Requirement(misfit.change).name, []).append(misfit)
+def by_change(found: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
+    """Incompatibilities grouped by the package that has to change."""
+    groups: dict[str, list[Incompatibility]] = {}
+    for incompatibility in found:
+        groups.setdefault(Requirement(incompatibility.change).name, []).append(incompatibility)
     return groups
 
 
@@ -97,7 +97,9 @@ def verdict(report: DoctorReport) -> str:
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
-    errors = by_change(misfit for misfit in report.misfits if misfit.severity == "error")
+    errors = by_change(
+        incompatibility for incompatibility in report.incompatibilities if incompatibility.severity == "error"
+    )
     if errors:
         return f"Not ready: change {', '.join(errors)} first"
     needed = [requirement for requirement in report.missing if not requirement.startswith("bitsandbytes")]
@@ -181,18 +183,20 @@ def _bitsandbytes_line(status: BitsandbytesStatus) -> Text:
 
 def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
     rows: list[tuple[Text | str, Text | str]] = []
-    for group in by_change(report.misfits).values():
-        severity = "error" if any(misfit.severity == "error" for misfit in group) else "warning"
+    for group in by_change(report.incompatibilities).values():
+        severity = (
+            "error" if any(incompatibility.severity == "error" for incompatibility in group) else "warning"
+        )
         label = Text(severity, style="bold red" if severity == "error" else "bold yellow")
-        for misfit in group:
-            text = Text(misfit.fact)
-            if misfit.link:
-                text.append(f"\n{misfit.link}", style="dim")
+        for incompatibility in group:
+            text = Text(incompatibility.fact)
+            if incompatibility.link:
+                text.append(f"\n{incompatibility.link}", style="dim")
             rows.append((label, text))
             label = Text()
     if report.missing:
         rows.append((Text("missing", style="bold yellow"), ", ".join(report.missing)))
-    command = pip_command(report.misfits, report.missing)
+    command = pip_command(report.incompatibilities, report.missing)
     if command:
         rows.append((Text("fix", style="bold"), Text(command)))
     return rows
@@ -264,8 +268,11 @@ def doctor_json(report: DoctorReport) -> dict[str, Any]:
         "torch_build": report.torch_build,
         "toolkits": dict(report.toolkits),
         "versions": dict(report.versions),
-        "misfits": [{**asdict(misfit), "packages": list(misfit.packages)} for misfit in report.misfits],
+        "incompatibilities": [
+            {**asdict(incompatibility), "packages": list(incompatibility.packages)}
+            for incompatibility in report.incompatibilities
+        ],
         "missing": list(report.missing),
-        "fix": pip_command(report.misfits, report.missing),
+        "fix": pip_command(report.incompatibilities, report.missing),
         "bitsandbytes": asdict(report.bitsandbytes),
     }

@@ -38,14 +38,14 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
 def odd_lines(inspection: Inspection) -> list[str]:
     """One line for each group with tensors stored otherwise, and for each note."""
     lines = [
-        f"odd: {_names([odd.name for odd in some])} {'is' if len(some) == 1 else 'are'} {dtype}, "
-        f"the other {group.count - len(group.odd)} {group.dtype}"
+        f"mismatched: {_names([mismatched.name for mismatched in some])} {'is' if len(some) == 1 else 'are'} {dtype}, "
+        f"the other {group.count - len(group.mismatched)} {group.dtype}"
         for group in inspection.groups
         for dtype, some in _by_dtype(group).items()
     ]
     for group in inspection.groups:
         if group.unlike is not None:
-            lines.append(f"odd: {group.name} is {group.dtype} in a {group.unlike} checkpoint")
+            lines.append(f"mismatched: {group.name} is {group.dtype} in a {group.unlike} checkpoint")
     return [*lines, *(f"note: {note}" for note in inspection.notes)]
 
 
@@ -61,8 +61,8 @@ def inspection_json(inspection: Inspection) -> dict[str, Any]:
 
 def _by_dtype(group: Group) -> dict[str, list[Any]]:
     together: dict[str, list[Any]] = {}
-    for odd in group.odd:
-        together.setdefault(odd.dtype, []).append(odd)
+    for mismatched in group.mismatched:
+        together.setdefault(mismatched.dtype, []).append(mismatched)
     return together
 
 
@@ -80,7 +80,7 @@ def _group_table(inspection: Inspection) -> Table:
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     for group in inspection.groups:
-        marked = bool(group.odd) or group.unlike is not None
+        marked = bool(group.mismatched) or group.unlike is not None
         table.add_row(
             Text(group.name),
             str(group.count),

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from isotype.precision.versions import Misfit, installed, misfits, pip_command, toolkits
+from isotype.precision.versions import Incompatibility, incompatibilities, installed, pip_command, toolkits
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.record import Trace
 
@@ -39,19 +39,19 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Versions that do not fit, of the machine that the device is in."""
     if not trace.setup.profile.present:
         return
-    for misfit in _misfits(trace.setup.profile.kind):
-        command = pip_command([misfit]) or misfit.change
+    for incompatibility in _incompatible(trace.setup.profile.kind):
+        command = pip_command([incompatibility]) or incompatibility.change
         yield Finding(
             code="IST603",
-            severity=misfit.severity,
-            message=misfit.fact,
+            severity=incompatibility.severity,
+            message=incompatibility.fact,
             phase="load",
-            cause=" and ".join(misfit.packages),
-            notes=(misfit.link,) if misfit.link else (),
+            cause=" and ".join(incompatibility.packages),
+            notes=(incompatibility.link,) if incompatibility.link else (),
             fixes=(Fix(command, "safe", actions=(Action("advice", "pip", command),)),),
         )
 
 
 @cache
-def _misfits(kind: str) -> tuple[Misfit, ...]:
-    return tuple(misfits({**installed(), **toolkits()}, kind=kind))
+def _incompatible(kind: str) -> tuple[Incompatibility, ...]:
+    return tuple(incompatibilities({**installed(), **toolkits()}, kind=kind))

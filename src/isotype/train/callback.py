@@ -37,7 +37,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     policy as a readable file.
 
     Args:
-        policy: by default the one the model carries, else, for every run anew, one that is read off the model as
+        policy: by default the one the model carries, else, for every run again, one that is read off the model as
             it lies and the trainer's arguments (`fp16`, `bf16`): frozen weights keep their dtypes then.
         check: what to do where trainer and policy disagree (a GradScaler missing or too many, optimizer state
             that is not in the master dtype, rounded values that cannot be read again) and where the preflight finds
@@ -60,7 +60,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring model, optimizer and GradScaler under the policy."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        policy = self._policy = self.policy or _policy_carried(model) or policy_as_it_lies(model, args)
+        policy = self._policy = self.policy or _policy_carried(model) or policy_of_current_dtypes(model, args)
         _restore(model, policy)
         if hasattr(model, "save_pretrained"):
             save_policy_too(model)
@@ -183,7 +183,7 @@ def _restore(model: Any, policy: PrecisionPolicy) -> None:
         logger.info("policy restored: %s", line)
 
 
-def policy_as_it_lies(model: Any, args: Any) -> PrecisionPolicy:
+def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     """The policy of a model that carries none, in a trainer with these arguments.
 
     Storage is the model's quantization format, else the dtype that most of its float weights have once trainable

@@ -93,7 +93,7 @@ class _Governed:
         return self._step_norm
 
     def take_step_measures(self: Any) -> StepMeasures:
-        """The measures of the optimizer step that has just ended; the next step starts anew.
+        """The measures of the optimizer step that has just ended; the next step starts from zero.
 
         Every process has to call it: where there are several, they bring their tokens and losses together.
         """

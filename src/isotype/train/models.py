@@ -15,7 +15,7 @@ from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
 
-# What the policy decides; `read_wishes` has heard what the arguments say about it.
+# What the policy decides; `read_precision_request` has heard what the arguments say about it.
 _DECIDED = (
     "dtype",
     "torch_dtype",

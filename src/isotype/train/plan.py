@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.arguments import Parser
 from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
-from isotype.precision.decide import Wishes
+from isotype.precision.decide import PrecisionRequest
 from isotype.preflight.from_trainer import fsdp_version
 from isotype.train.limits import number_problems
 
@@ -72,7 +72,7 @@ class Plan:
     Attributes:
         source: what names the model.
         method: the training method.
-        wishes: what was asked of the precision.
+        precision: what was asked of the precision.
         device: name of a device or of a profile.
         rows, length: of the batch, for dpo and reward in pairs; length None for the default.
         completion: tokens of a completion (grpo, rloo).
@@ -89,7 +89,7 @@ class Plan:
 
     source: str
     method: str
-    wishes: Wishes
+    precision: PrecisionRequest
     device: str
     rows: int
     length: int | None
@@ -261,7 +261,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
     return Plan(
         source=options.model,
         method="sft",
-        wishes=Wishes(light.dtype, light.quantization),
+        precision=PrecisionRequest(light.dtype, light.quantization),
         device=light.device,
         rows=options.batch or 1,
         length=options.length,
@@ -291,7 +291,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
     return Plan(
         source=str(model.model_name_or_path),
         method=method,
-        wishes=settings.wishes,
+        precision=settings.precision,
         device=settings.extra.device,
         rows=rows,
         length=length,

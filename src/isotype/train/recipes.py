@@ -102,16 +102,16 @@ def run(settings: Settings, console: Console) -> Outcome:
         columns=settings.extra.columns,
     )
     data = hold_back(settings, data)
-    wishes = settings.wishes
+    asked = settings.precision
     policy = resolve_precision(
         settings.model.model_name_or_path,
-        wishes.dtype,
-        wishes.quantization,
+        asked.dtype,
+        asked.quantization,
         settings.extra.device,
-        wishes.trainable,
-        master=wishes.master,
-        double_quant=wishes.double_quant,
-        quant_storage=wishes.quant_storage,
+        asked.trainable,
+        master=asked.master,
+        double_quant=asked.double_quant,
+        quant_storage=asked.quant_storage,
     )
     check_policy(settings, policy)
     check_weights(settings.model.model_name_or_path)
@@ -238,7 +238,7 @@ def _check_resume(settings: Settings, policy: PrecisionPolicy, resume: Path | No
             f"{resume} is of another run",
             found,
             hint="a checkpoint goes on with the settings it was made with; leave --resume_from_checkpoint out and "
-            "give another --output_dir to begin anew",
+            "give another --output_dir to start again",
         )
 
 

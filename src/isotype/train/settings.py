@@ -15,7 +15,7 @@ from typing import Any
 from isotype.core.arguments import Parser, closest
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem, UsageError
-from isotype.precision.decide import Wishes
+from isotype.precision.decide import PrecisionRequest
 from isotype.train.limits import number_problems
 from isotype.train.methods import Method
 
@@ -95,7 +95,7 @@ class Settings:
         method: which trainer.
         script, training, model, dataset: TRL's dataclasses, as its own parser made them.
         extra: isotype's own arguments.
-        wishes: what the flags say about precision, free of contradictions.
+        precision: what the flags say about precision, free of contradictions.
         explicit: the names of the arguments that were really given.
         argv: the command line as typed.
         refused: the dtypes that `--bf16 False` and `--fp16 False` rule out.
@@ -107,7 +107,7 @@ class Settings:
     model: Any
     dataset: Any
     extra: IsotypeArguments
-    wishes: Wishes
+    precision: PrecisionRequest
     explicit: frozenset[str]
     argv: tuple[str, ...]
     refused: frozenset[str] = frozenset()
@@ -159,10 +159,10 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     model.lora_target_modules = target_modules(model.lora_target_modules)
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"
-    wishes = read_wishes(training, model, extra, frozenset(explicit), flags)
+    asked = read_precision_request(training, model, extra, frozenset(explicit), flags)
     refused = frozenset(name for flag, name in _FLAGS if flags[flag] is False)
     return Settings(
-        method, script, training, model, dataset, extra, wishes, frozenset(explicit), tuple(argv), refused
+        method, script, training, model, dataset, extra, asked, frozenset(explicit), tuple(argv), refused
     )
 
 
@@ -209,13 +209,13 @@ def _check_json(name: str, value: Any) -> None:
         )
 
 
-def read_wishes(
+def read_precision_request(
     training: Any,
     model: Any,
     extra: IsotypeArguments,
     explicit: frozenset[str],
     flags: Mapping[str, bool | None],
-) -> Wishes:
+) -> PrecisionRequest:
     """What the arguments ask of the policy; every contradiction among them in one error.
 
     Args:
@@ -228,8 +228,8 @@ def read_wishes(
     """
     problems: list[Problem] = []
     init = _init_kwargs(training)
-    dtype = _wished_dtype(training, model, flags, problems)
-    quantization = _wished_quantization(model, extra, explicit, init, problems)
+    dtype = _asked_dtype(training, model, flags, problems)
+    quantization = _asked_quantization(model, extra, explicit, init, problems)
     nested = model.use_bnb_nested_quant or _saved_quantization(init).get("bnb_4bit_use_double_quant")
     for flag in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(training, flag):
@@ -242,7 +242,7 @@ def read_wishes(
             )
     if problems:
         raise PrecisionError("the arguments disagree about precision", problems)
-    return Wishes(
+    return PrecisionRequest(
         dtype=dtype,
         quantization=quantization,
         trainable="lora" if model.use_peft else "full",
@@ -251,9 +251,7 @@ def read_wishes(
     )
 
 
-def _wished_dtype(
-    training: Any, model: Any, flags: Mapping[str, bool | None], problems: list[Problem]
-) -> str:
+def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], problems: list[Problem]) -> str:
     """The compute dtype that all flags agree on, or "auto"."""
     claims: list[tuple[str, str]] = []
     if model.dtype not in (None, "auto"):
@@ -334,7 +332,7 @@ def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list
     return []
 
 
-def _wished_quantization(
+def _asked_quantization(
     model: Any,
     extra: IsotypeArguments,
     explicit: frozenset[str],

@@ -45,18 +45,18 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         raise UsageError(f"the run cannot start from the adapter {given}", problems)
     model = copy.copy(settings.model)
     model.model_name_or_path = adapter.base
-    saved, wishes = adapter.policy, settings.wishes
+    saved, request = adapter.policy, settings.precision
     if saved is not None:
-        if wishes.quantization is None and saved.quantized:
-            wishes = replace(
-                wishes,
+        if request.quantization is None and saved.quantized:
+            request = replace(
+                request,
                 quantization=saved.storage,
-                double_quant=wishes.double_quant or saved.double_quant or None,
-                quant_storage=wishes.quant_storage or saved.quant_storage,
+                double_quant=request.double_quant or saved.double_quant or None,
+                quant_storage=request.quant_storage or saved.quant_storage,
             )
-        if wishes.dtype == "auto":
-            wishes = replace(wishes, dtype=saved.compute)
-    return replace(settings, model=model, wishes=wishes), adapter
+        if request.dtype == "auto":
+            request = replace(request, dtype=saved.compute)
+    return replace(settings, model=model, precision=request), adapter
 
 
 def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
@@ -77,7 +77,7 @@ def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
 def _other_adapter(settings: Settings, adapter: Adapter) -> list[Problem]:
     """The arguments that were really given and say something else than the adapter's own config."""
     problems = []
-    if settings.wishes.trainable == "full":
+    if settings.precision.trainable == "full":
         problems.append(
             Problem("--use_peft False", "an adapter to be trained further", "leave it out, or merge the adapter first")
         )  # fmt: skip

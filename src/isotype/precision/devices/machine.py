@@ -14,7 +14,7 @@ import torch
 
 from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.precision.versions import Misfit, installed, misfits, missing, toolkits
+from isotype.precision.versions import Incompatibility, incompatibilities, installed, missing, toolkits
 
 # Half the widest gap between two nf4 levels (0.696 and 1): a value in [-1, 1] is never stored further off.
 _NF4_BOUND = 0.153
@@ -68,7 +68,7 @@ class DoctorReport:
         versions: installed versions, None where missing.
         toolkits: GPU toolkit that torch was built for; empty for a CPU build.
         python: version and platform of the interpreter.
-        misfits: versions that do not fit each other.
+        incompatibilities: versions that do not fit each other.
         missing: requirements of the `train` extra that are not installed.
         bitsandbytes: whether it can quantize here.
     """
@@ -78,7 +78,7 @@ class DoctorReport:
     versions: Mapping[str, str | None]
     toolkits: Mapping[str, str]
     python: str
-    misfits: tuple[Misfit, ...]
+    incompatibilities: tuple[Incompatibility, ...]
     missing: tuple[str, ...]
     bitsandbytes: BitsandbytesStatus
 
@@ -98,7 +98,9 @@ class DoctorReport:
     @property
     def ok(self) -> bool:
         """False when some versions are in error or torch cannot compute on the device."""
-        return self.torch_failure is None and not any(misfit.severity == "error" for misfit in self.misfits)
+        return self.torch_failure is None and not any(
+            incompatibility.severity == "error" for incompatibility in self.incompatibilities
+        )
 
 
 def gather_doctor_report(
@@ -121,7 +123,7 @@ def gather_doctor_report(
         versions=versions,
         toolkits=toolkits(),
         python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        misfits=tuple(misfits({**versions, **toolkits()}, kind=profile.kind)),
+        incompatibilities=tuple(incompatibilities({**versions, **toolkits()}, kind=profile.kind)),
         missing=tuple(missing(versions)),
         bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, bitsandbytes_timeout),
     )
