@@ -132,6 +132,15 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     return model.to(dtype)
 
 
+def one_layer(model: Any) -> Any:
+    """`model` with the first layer of each of its stacks only: for what further layers would only repeat."""
+    for name, stack in list(model.named_modules()):
+        parent, _, child = name.rpartition(".")
+        if child == "layers":
+            setattr(model.get_submodule(parent), child, stack[:1])
+    return model
+
+
 def save_tiny(name: str, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Save `tiny_model(name)` into `directory`; options go to `save_pretrained`."""
     with quiet():

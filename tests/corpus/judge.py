@@ -18,7 +18,7 @@ from tests.reality import real_step
 NOT_PREDICTED: dict[str, str] = {
     "torchtune-1101": "what a merge rounds away is not seen in a step: `isotype merge` reports it",
     "pytorch-188955": "CUDA's autocast of rms_norm to float32 changes no matmul, and no rule prices it",
-    "pytorch-71124": "found with its cause; a recomputation in another dtype is mended in the checkpoint's own code",
+    "pytorch-71124": "a recomputation in another 16-bit dtype breaks no operator: what it costs is seen, not where it comes from",
     "unsloth-212": "found with its cause; the cure is an edit of the Function's backward, which no trace can try",
     "peft-1172": "found; the cure is advice (PEFT's input cast switched off), for which no set-up is built yet",
     "unsloth-1186": "found as a note: trained float32 embeddings are what a policy asks for",
@@ -83,18 +83,26 @@ def judge_scenario(scenario: Scenario) -> Verdict:
     real = _reality(scenario, problems)
     broken = scenario.build()
     report = check_broken(broken)
-    finding = _the_finding(scenario, report)
+    finding, wrong = prediction(scenario, report)
+    problems += wrong
     if finding is None:
-        found = ", ".join(f"{each.code} ({each.cause})" for each in report.findings) or "nothing"
-        failure = f"; step not followed: {report.trace.failure.error}" if report.trace.failure else ""
-        return Verdict(real, "", "", "", (*problems, f"not found; found {found}{failure}"))
-    if not (
-        re.search(scenario.cause, finding.cause)
-        or any(re.search(scenario.cause, e) for e in finding.evidence)
-    ):
-        problems.append(f"cause {finding.cause!r} is not {scenario.cause!r}")
+        return Verdict(real, "", "", "", tuple(problems))
     fix = _mended(scenario, broken, report, finding, problems)
     return Verdict(real, finding.code, finding.cause, fix, tuple(problems))
+
+
+def prediction(scenario: Scenario, report: Report) -> tuple[Finding | None, list[str]]:
+    """The finding that a report gives for a scenario, None where there is none, and what is wrong with it."""
+    found = [finding for finding in report.findings if finding.code in scenario.codes]
+    if not found:
+        others = ", ".join(f"{each.code} ({each.cause})" for each in report.findings) or "nothing"
+        failure = f"; step not traced: {report.trace.failure.error}" if report.trace.failure else ""
+        return None, [f"not found; found {others}{failure}"]
+    found.sort(key=lambda finding: not re.search(scenario.cause, finding.cause))
+    named = (found[0].cause, *found[0].evidence)
+    if any(re.search(scenario.cause, each) for each in named):
+        return found[0], []
+    return found[0], [f"cause {found[0].cause!r} is not {scenario.cause!r}"]
 
 
 def _reality(scenario: Scenario, problems: list[str]) -> str:
@@ -108,12 +116,6 @@ def _reality(scenario: Scenario, problems: list[str]) -> str:
     if scenario.crashes and (error is None or not re.search(scenario.crashes, str(error))):
         problems.append(f"really ended with {error!r}")
     return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _the_finding(scenario: Scenario, report: Report) -> Finding | None:
-    found = [finding for finding in report.findings if finding.code in scenario.codes]
-    found.sort(key=lambda finding: not re.search(scenario.cause, finding.cause))
-    return found[0] if found else None
 
 
 def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding, problems: list[str]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from isotype.preflight.check import check
 from isotype.preflight.repair import repair
-from tests.models import tiny_batch, tiny_model
+from tests.models import one_layer, tiny_batch, tiny_model
 from tests.reality import real_step
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -62,7 +62,7 @@ def llava(connector: torch.dtype | None) -> nn.Module:
 
 
 def gemma(tower: torch.dtype, text: torch.dtype) -> Any:
-    model = tiny_model("gemma3-vision", text).requires_grad_(False)
+    model = one_layer(tiny_model("gemma3-vision", text)).requires_grad_(False)
     model.lm_head.requires_grad_()
     model.model.vision_tower.to(tower)
     return model

@@ -44,7 +44,7 @@ def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
     assert run["printed"].count(STOPPING) == 1  # the data loader's worker says nothing
     assert "Traceback" not in run["printed"]
     (checkpoint,) = run["whole"]
-    assert int(checkpoint.removeprefix("checkpoint-")) >= 20
+    assert int(checkpoint.removeprefix("checkpoint-")) >= 6
     path = f"{found['root']}/{name}/{checkpoint}"
     assert f"\nstopped; {path} is whole. Go on with:\n  isotype sft --model" in run["printed"]
     assert run["printed"].endswith(f" --resume_from_checkpoint {path}\n")
@@ -64,15 +64,16 @@ def test_the_command_that_is_printed_goes_on(found: dict[str, Any]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "before"), [("twice", 20), ("while-saving", 3)])
+@pytest.mark.parametrize(("name", "every"), [("twice", 3), ("while-saving", 1)])
 def test_two_signals_stop_at_once_and_the_last_checkpoint_is_whole(
-    found: dict[str, Any], name: str, before: int
+    found: dict[str, Any], name: str, every: int
 ):
     run = found[name]
     assert run["status"] == 130
     assert "Traceback" not in run["printed"]
     last = run["whole"][-1]
-    assert last in (f"checkpoint-{before}", f"checkpoint-{before + 1}")
+    assert max(run["before"], run["steps"] - every) <= int(last.removeprefix("checkpoint-")) <= run["steps"]
+    assert 0 < run["steps"] < 400
     assert f"\nstopped; {found['root']}/{name}/{last} is whole. Go on with:\n" in run["printed"]
     assert (run["hidden"], run["adapter"], run["report"]) == ([], False, True)
 

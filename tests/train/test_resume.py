@@ -17,15 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kills", "flags"),
+    ("kills", "in_the_middle", "flags"),
     [
-        (10, ["--quantization", "nf4"]),
+        pytest.param(10, 6, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
         # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.
-        (3, ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"]),
+        (4, 2, ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"]),
     ],
     ids=["float32", "float16"],
 )
-def test_killed_in_saves_and_resumed_equals_uninterrupted(kills: int, flags: list[str], tmp_path: Path):
+def test_killed_in_saves_and_resumed_equals_uninterrupted(
+    kills: int, in_the_middle: int, flags: list[str], tmp_path: Path
+):
     save_chat_model(tmp_path / "model")
     command = [sys.executable, "-m", "tests.train.kill_chain", str(tmp_path), str(kills), "0", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -33,8 +35,8 @@ def test_killed_in_saves_and_resumed_equals_uninterrupted(kills: int, flags: lis
     result = json.loads(done.stdout)
 
     assert [each["status"] for each in result["tries"]] == [-signal.SIGKILL] * kills
-    in_the_middle = [each for each in result["tries"] if any(name.startswith(".") for name in each["left"])]
-    assert len(in_the_middle) > kills // 2, result["tries"]
+    begun = [each for each in result["tries"] if any(name.startswith(".") for name in each["left"])]
+    assert len(begun) >= in_the_middle, result["tries"]
     assert "Traceback" not in result["log"]
     assert result["last"] == 0, result["log"]
 

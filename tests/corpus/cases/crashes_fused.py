@@ -170,16 +170,19 @@ class FusedAttention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-def unsloth_fp16(fused: str = "mlp", adapters: torch.dtype = FP32, device: str = "cpu") -> Broken:
+def unsloth_fp16(
+    fused: str = "mlp", adapters: torch.dtype = FP32, device: str = "cpu", layers: int = 2
+) -> Broken:
     """A bfloat16 checkpoint's nf4 weights, trained in float16: `quant_state.dtype` is still bfloat16.
 
     Args:
         fused: `mlp` or `attention`: which half of the layers is fused.
         adapters: dtype of the adapters; TRL casts them to bfloat16.
         device: profile to judge for.
+        layers: of the decoder.
     """
     torch.manual_seed(0)
-    model = Decoder([Block(Attention(), MLP()) for _ in range(2)]).to(FP16).requires_grad_(False)
+    model = Decoder([Block(Attention(), MLP()) for _ in range(layers)]).to(FP16).requires_grad_(False)
 
     def adapt(layer: nn.Linear) -> Adapted:
         return Adapted(linear_4bit(layer, FP16, state=BF16), adapters)

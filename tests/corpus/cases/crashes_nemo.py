@@ -102,14 +102,15 @@ class Experts(nn.Module):
         return (out * routed.T.unsqueeze(-1)).sum(0).view_as(hidden)
 
 
-def automodel_gpt_oss(variant: str = "lora") -> Broken:
+def automodel_gpt_oss(variant: str = "lora", layers: int = 2) -> Broken:
     """A bfloat16 gpt-oss, its norms restored to float32 as `_keep_in_fp32_modules` asked, LoRA on the attention.
 
     Args:
         variant: `lora`, `dora` or `qlora`.
+        layers: of the decoder.
     """
     torch.manual_seed(0)
-    model: nn.Module = Decoder([Block(SinkAttention(), Experts()) for _ in range(2)]).to(BF16)
+    model: nn.Module = Decoder([Block(SinkAttention(), Experts()) for _ in range(layers)]).to(BF16)
     model.requires_grad_(False)
     make: dict[str, Any] = {
         "lora": LinearLoRA,
