@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import re
 import shlex
 import sys
@@ -82,9 +81,11 @@ class Repaired:
 
 def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[Report, Repaired | None]:
     """The report on a plan, and the repaired command where it is asked for."""
+    from isotype.core.compiler import defer_compiler
     from isotype.preflight.request import StepRequest
     from isotype.preflight.run import run as checked
 
+    defer_compiler()
     _import_bitsandbytes()
     policy, model, length = build(plan)
 
@@ -118,23 +119,25 @@ def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[R
 
 
 def _import_bitsandbytes() -> None:
-    """Import it without torch's inductor, which takes a second: nothing is compiled where there are no weights.
+    """Import it without torch's compiler, which takes two seconds: nothing is compiled where there are no weights.
 
     bitsandbytes 0.50.2 hands two operators to `torch.compile` when it is imported (backends/default/ops.py).
     """
     if "bitsandbytes" in sys.modules or importlib.util.find_spec("bitsandbytes") is None:
         return
-    import torch._dynamo  # noqa: F401 - it reads the variable too, and for good
+    import torch
 
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    before = torch.compile
+    torch.compile = _as_written  # type: ignore[assignment]
     try:
         importlib.import_module("bitsandbytes")
     finally:
-        if before is None:
-            del os.environ["TORCHDYNAMO_DISABLE"]
-        else:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
+        torch.compile = before
+
+
+def _as_written(function: Any = None, **_: Any) -> Any:
+    """`torch.compile` that compiles nothing."""
+    return _as_written if function is None else function
 
 
 def build(plan: Plan) -> tuple[PrecisionPolicy, Any, int]:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 
 from isotype.contracts.contract import contracts_of
+from isotype.core.compiler import uncompiled
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
 from isotype.trace.fake.optimizers import kept_states, make_optimizer
@@ -176,7 +177,7 @@ def _untouched_globals() -> Iterator[None]:
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
         _no_autocast(),
-        torch.compiler.set_stance("force_eager"),
+        uncompiled(),
         _no_tracing_branch(),
         _no_repacking(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),

@@ -1,0 +1,132 @@
+"""torch's compiler, imported when something asks for it: it takes two seconds, and a check of a checkpoint compiles nothing.
+
+Who imports all of `torch._dynamo` and compiles nothing with it (torch 2.13, transformers 5.23):
+
+- torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
+- torch/_compile.py: `torch._disable_dynamo` asks for `disable` around each dispatch mode and optimizer,
+  https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
+- torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which is for compiled code
+- transformers/masking_utils.py takes a class from `torch._dynamo._trace_wrapped_higher_order_op`; integrations/deepgemm.py
+  and flex_attention.py mark functions for the compiler,
+  https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
+
+tests/core/test_compiler.py says when this can go.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+_NAME = "torch._dynamo"
+# They tell the compiler about a function, and return it.
+_MARKS = ("allow_in_graph", "assume_constant_result")
+
+
+class _Deferred(ModuleType):
+    """The package, its submodules at hand, before its own code has run: that runs when something else of it is named."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        spec = importlib.util.find_spec(_NAME)
+        assert spec is not None
+        self.__spec__, self.__loader__, self.__file__ = spec, spec.loader, spec.origin
+        self.__package__, self.__path__ = _NAME, list(spec.submodule_search_locations or ())
+        self.marked: list[tuple[str, Any]] = []
+        self.eager = False
+        self.disable, self.graph_break = _disable, _no_break
+        for name in _MARKS:
+            setattr(self, name, functools.partial(self._mark, name))
+
+    def _mark(self, name: str, function: Any) -> Any:
+        self.marked.append((name, function))
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if importlib.util.find_spec(f"{_NAME}.{name}") is not None:
+            return importlib.import_module(f"{_NAME}.{name}")
+        self._run()
+        return getattr(self, name)
+
+    def _run(self) -> None:
+        """Become the package, and tell it what it was to be told."""
+        held = vars(self)
+        marked, eager = held.pop("marked"), held.pop("eager")
+        for name in ("disable", "graph_break", *_MARKS):
+            del held[name]
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        for name, function in marked:
+            getattr(self, name)(function)
+        if eager:
+            torch.compiler.set_stance("force_eager")
+
+
+def defer_compiler() -> None:
+    """From now on `import torch._dynamo` imports next to nothing, unless it has been imported or until it is used."""
+    if _NAME not in sys.modules:
+        module: Any = _Deferred()
+        sys.modules[_NAME] = module
+        torch._dynamo = module
+
+
+def _deferred() -> _Deferred | None:
+    module = sys.modules.get(_NAME)
+    return module if isinstance(module, _Deferred) else None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within it compiled functions run as they were written."""
+    deferred = _deferred()
+    if deferred is None:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    deferred.eager = True
+    try:
+        yield
+    finally:
+        if _deferred() is None:
+            torch.compiler.set_stance("default")
+        else:
+            deferred.eager = False
+
+
+def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
+    """`torch._dynamo.disable`: while there is no compiler, what it may not compile is just called."""
+    if function is None:
+        return lambda given: _disable(given, recursive, **options)
+
+    @functools.cache
+    def disabled() -> Callable[..., Any]:
+        made: Callable[..., Any] = torch._dynamo.disable(function, recursive, **options)  # type: ignore[no-untyped-call]
+        return made
+
+    if not isinstance(function, FunctionType):
+        deferred = _deferred()
+        if deferred is not None:
+            deferred._run()
+        return disabled()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (function if _deferred() is not None else disabled())(*args, **kwargs)
+
+    return run
+
+
+def _no_break(*_: Any, **__: Any) -> None:
+    """`torch._dynamo.graph_break` outside of compiled code."""

@@ -1,0 +1,90 @@
+"""torch's compiler is imported when something asks for it, and then it is told what it was to be told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+IMPORTED = "sys.modules.get('torch._dynamo.convert_frame') is not None"
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def printed(code: str, *arguments: str) -> str:
+    """What a new interpreter prints."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_check_of_a_checkpoint_imports_no_compiler_and_no_data_libraries(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    code = """if True:
+        import json, sys
+        from isotype.cli.main import main
+        status = main(["check", sys.argv[1], "--device", "h200", "--length", "8", "--json"])
+        heavy = ("torch._dynamo.convert_frame", "torch._inductor", "pandas", "sklearn", "scipy", "datasets", "trl")
+        print()
+        print(json.dumps([status, [name for name in heavy if name in sys.modules]]))
+    """
+    *_, last = printed(code, str(tmp_path)).splitlines()
+    assert json.loads(last) == [0, []]
+
+
+USED = """if True:
+    import sys
+    import torch
+    from isotype.core.compiler import defer_compiler, uncompiled
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    defer_compiler()
+    imported = lambda: IMPORTED
+    double = torch.compiler.disable(lambda x: 2 * x)
+    later = torch.compiler.disable(recursive=False)(lambda x: 3 * x)
+    constant = torch.compiler.assume_constant_result(lambda: 4)
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        torch.optim.SGD([weight], lr=0.1).step()
+    with uncompiled():
+        pass
+    print(imported(), int(double(torch.tensor(1))), hasattr(constant, "_dynamo_marked_constant"))
+    frames = []
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph
+    with uncompiled():
+        compiled = torch.compile(lambda x: x * 5, backend=backend)
+        print(int(compiled(torch.tensor(1))), len(frames))
+    print(int(compiled(torch.tensor(1))), len(frames))
+    print(imported(), int(later(torch.tensor(1))), constant._dynamo_marked_constant, type(torch._dynamo).__name__)
+    """
+
+
+def test_it_is_imported_where_it_is_used_and_knows_what_was_marked_before() -> None:
+    assert printed(USED.replace("IMPORTED", IMPORTED)).splitlines() == [
+        "False 2 False",
+        "5 0",
+        "5 1",
+        "True 3 True module",
+    ]
+
+
+def test_torch_and_transformers_still_import_it_without_compiling() -> None:
+    """Once this fails `isotype.core.compiler` can go, and `isotype check` need not ask for it."""
+    fakes = f"import sys, torch._subclasses.fake_tensor as f; f.FakeTensorMode(); print({IMPORTED})"
+    masks = f"import sys, transformers.masking_utils; print({IMPORTED})"
+    assert [printed(code).strip() for code in (fakes, masks)] == ["True", "True"]
