@@ -45,7 +45,10 @@ def run(request: StepRequest, *, verify: bool = True, seconds: float = math.inf)
     setup = request.setup()
     try:
         step = _Step(request, setup, weights_of(request.model))
-        trace = step.trace(deadline=time.monotonic() + seconds)
+        # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
+        saved = untouched_by(request.model, request.inputs, _given(request), request.generate)
+        tried = replace(step, untouched=saved)
+        trace = tried.trace(deadline=time.monotonic() + seconds)
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - a check never ends a script: IST199 says what it failed on
@@ -53,17 +56,14 @@ def run(request: StepRequest, *, verify: bool = True, seconds: float = math.inf)
         return Report(trace, judge(trace), time.perf_counter() - started)
     findings = judge(trace)
     if verify:
-        findings = _verified(step, trace, findings)
+        findings = _verified(tried, trace, findings)
     return Report(trace, findings, time.perf_counter() - started, step.judged)
 
 
 def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The findings with their fixes tried; as they were, and one that says so, where trying them failed."""
     try:
-        # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
-        request = step.request
-        saved = untouched_by(request.model, request.inputs, _given(request), request.generate)
-        return replace(step, untouched=saved).verified(trace, findings)
+        return step.verified(trace, findings)
     except Exception as error:  # noqa: BLE001 - what was found stays, whatever trying its fixes met
         said = f"{type(error).__name__}: {first_line(error)}"
         message = f"the fixes could not be tried, because {said}"

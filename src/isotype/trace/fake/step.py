@@ -75,10 +75,8 @@ def trace_step(
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
         deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
         folded: trace equal layers once, see `isotype.trace.fold`.
-        untouched: what the step's code reaches, where it is known from a trace just before; then `left` is not
-            searched for again.
+        untouched: what the step's code reaches, saved for several traces.
     """
-    first = untouched is None
     untouched = untouched or untouched_by(model, inputs, optimizer, generate)
     mode = fake_mode()
     twin = twin_of(model, mode)
@@ -116,7 +114,7 @@ def trace_step(
         memory=recorder.ledger.record(),
         failure=failure,
         notes=tuple(step.notes),
-        left=untouched.left() if first else (),
+        left=untouched.left(),
         model=type(model).__name__,
         given=frozenset(recorder.inputs),
     )
