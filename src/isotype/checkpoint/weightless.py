@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.config import BUILD_ERRORS, read_config
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.formats.hub import hub_config
@@ -98,7 +99,7 @@ def skeleton(
     config.dtype = policy.plain
     pinned = pinning(cls)
     try:
-        with ExitStack() as stack:
+        with ExitStack() as stack, NoDraws():
             for context in pinned.get_init_context(policy.plain, policy.quantized, False, None):
                 stack.enter_context(context)
             model = pinned(config)

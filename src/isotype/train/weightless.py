@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.weightless import model_config, skeleton, skipped_modules, store
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.model.adapters import add_lora
@@ -95,7 +96,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
 
 def _adapted(model: Any, policy: PrecisionPolicy, lora: Any) -> Any:
     check_module_names(model, lora)
-    with _adapter_arguments(), torch.device("meta"), warnings.catch_warnings():
+    with _adapter_arguments(), torch.device("meta"), NoDraws(), warnings.catch_warnings():
         # What cannot be adapted as asked is in the model's `adapter_notes` too.
         warnings.simplefilter("ignore", UserWarning)
         return add_lora(model, policy, lora)

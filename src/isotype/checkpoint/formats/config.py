@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.blank import NoDraws
 from isotype.core.errors import CheckpointError, Problem
 
 # How building a model class from a config that does not fit it fails.
@@ -104,7 +105,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
             ],
         )
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), NoDraws():
             # A copy: building a model writes its choices (attention implementation, dtype) into the config.
             model: nn.Module = cls(copy.deepcopy(config))
     except BUILD_ERRORS as error:
