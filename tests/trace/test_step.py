@@ -20,7 +20,7 @@ from isotype.trace.fake.step import LossOf, trace_step
 from isotype.trace.loss import loss_of
 from isotype.trace.record import Setup, Trace
 from tests.reality import real_step
-from tests.small import BF16, FP16, FP32, WIDTH, Seen, ids, net
+from tests.small import BF16, FP16, FP32, WIDTH, Seen, ids, net, wide_norms
 
 SETUP = Setup(device_profile("cpu"), None, False, "adamw", FP32)
 X = {"input": torch.ones(2, WIDTH)}
@@ -360,3 +360,17 @@ def test_a_trace_frees_the_twin_and_its_fakes() -> None:
     before = recorders()
     trace_step(net(), X, SETUP)
     assert recorders() == before
+
+
+def test_a_step_ends_where_what_was_seen_is_enough() -> None:
+    asked: list[Trace] = []
+
+    def enough(trace: Trace) -> bool:
+        asked.append(trace)
+        return True
+
+    setup = Setup(device_profile("cpu"), None, False, "sgd", BF16)
+    assert phases_seen(trace_step(wide_norms(), ids(), setup, enough=enough)) == ["forward"]
+    assert [call.breach is not None for call in asked[0].calls].count(True) == 2
+    assert "optimizer" in phases_seen(trace_step(net(), ids(), setup, enough=enough))
+    assert len(asked) == 1  # of a step that breaks no contract nothing is asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from isotype.preflight.request import StepRequest
 from isotype.report.check.report import Report
 from isotype.rules import clears, judge
 from isotype.rules.finding import Action, Finding, Fix, Severity
+from isotype.rules.kit.operands import settled
 from isotype.trace.fake.step import failed_trace, trace_step, untouched_by
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.record import Call, Setup, Trace, Weight
@@ -80,7 +81,12 @@ class _Step:
     untouched: Untouched | None = None
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
 
-    def trace(self, actions: Sequence[Action] = (), deadline: float = math.inf) -> Trace:
+    def trace(
+        self,
+        actions: Sequence[Action] = (),
+        deadline: float = math.inf,
+        enough: Callable[[Trace], bool] | None = None,
+    ) -> Trace:
         request, setup = self.request, with_settings(self.setup, actions)
 
         def change(twin: nn.Module) -> None:
@@ -98,6 +104,7 @@ class _Step:
             deadline=deadline,
             folded=request.fold,
             untouched=self.untouched,
+            enough=enough,
         )
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
@@ -125,20 +132,47 @@ class _Step:
         for fix in finding.fixes:
             if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
                 continue
-            if fix.actions not in tried:
-                tried[fix.actions] = self._with(fix.actions)
-            after = tried[fix.actions]
+            after = self._with(fix.actions, finding, findings, tried)
             if after is not None and clears(finding, findings, after):
                 good.append(replace(fix, verified=True, outcome=_outcome(after)))
             elif after is not None and finding.severity == "error" and clears(finding, findings, after, True):
                 dear.append(replace(fix, verified=True, outcome=_priced(findings, after)))
         return (*(good or dear[:1]), *advice)
 
-    def _with(self, actions: Sequence[Action]) -> tuple[Finding, ...] | None:
+    def _with(
+        self,
+        actions: tuple[Action, ...],
+        finding: Finding,
+        findings: Sequence[Finding],
+        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
+    ) -> tuple[Finding, ...] | None:
+        """What is found with `actions`; None where they cannot be applied, or are seen not to resolve `finding`.
+
+        The forward alone may show that: a step with an error of another cause is no fix of any finding, one with the
+        same error no fix of this one. It is traced no further.
+        """
+        if actions in tried:
+            return tried[actions]
+        errors = {(each.code, each.cause) for each in findings if each.severity == "error"}
+        shown: frozenset[tuple[str, str]] = frozenset()
+
+        def fails(trace: Trace) -> bool:
+            nonlocal shown
+            shown = settled(trace)
+            return not shown <= errors - {(finding.code, finding.cause)}
+
         try:
-            return self.judged(actions)
+            if actions not in self.known:
+                trace = self.trace(actions, enough=fails)
+                if not shown <= errors - {(finding.code, finding.cause)}:
+                    if not shown <= errors:
+                        tried[actions] = None
+                    return None
+                self.known[actions] = judge(trace)
+            tried[actions] = self.known[actions]
         except UsageError:
-            return None  # it names what this model has not
+            tried[actions] = None  # it names what this model has not
+        return tried[actions]
 
 
 def _given(request: StepRequest) -> Any:

@@ -26,6 +26,19 @@ def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
             yield _finding(trace, group, headline, owners)
 
 
+# Their findings come of nothing but the first call of a group, which no later phase changes.
+_SETTLED = ("IST101", "IST102", "IST103", "IST104", "IST105", "IST106", "IST110")
+
+
+def settled(trace: Trace) -> frozenset[tuple[str, str]]:
+    """Code and cause of errors that the whole step's trace shows, too, given that of its first phases."""
+    return frozenset(
+        (group.code, cause_text(group.cause, trace.owners))
+        for group in groups(trace)
+        if group.code in _SETTLED
+    )
+
+
 def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     """The finding for a check of the model's own code that refused a dtype; None where no tensor at hand is odd."""
     taken = _named_dtypes(failure.error)

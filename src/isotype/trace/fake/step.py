@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import _disable_current_modes
 
 from isotype.contracts.contract import contracts_of
 from isotype.core.compiler import uncompiled
@@ -61,6 +62,7 @@ def trace_step(
     deadline: float = math.inf,
     folded: bool = False,
     untouched: Untouched | None = None,
+    enough: Callable[[Trace], bool] | None = None,
 ) -> Trace:
     """Follow one step of `model` on a weightless twin.
 
@@ -76,6 +78,7 @@ def trace_step(
         deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
         folded: trace equal layers once, see `isotype.trace.fold`.
         untouched: what the step's code reaches, saved for several traces.
+        enough: asked about what was seen when a forward or backward has broken contracts; if so, the step ends there.
     """
     untouched = untouched or untouched_by(model, inputs, optimizer, generate)
     mode = fake_mode()
@@ -97,26 +100,29 @@ def trace_step(
     recorder.knows(model, twin, brought_by(loss))
     step = _Step(twin, inputs, setup, recorder, mode, optimizer, states, generate)
     recorder.sides = sides_of(setup, (weight for _, weight in step.owned), recorder.inputs)
+    known = weights_of(model) if weights is None else weights
+    if enough is not None:
+        step.enough = lambda: enough(_seen(step, model, known))
     try:
         with _untouched_globals():
             failure = step.run()
     finally:
         untouched.restore()
+    return replace(_seen(step, model, known), failure=failure, left=untouched.left())
+
+
+def _seen(step: _Step, model: nn.Module, weights: Sequence[Weight]) -> Trace:
+    """What has been seen so far of a step."""
+    before = {weight.name: weight.dtype for _, weight in step.owned}
     return Trace(
-        setup=setup,
-        calls=tuple(recorder.calls),
-        weights=_with_history(
-            weights_of(twin),
-            weights_of(model) if weights is None else weights,
-            {weight.name: weight.dtype for _, weight in step.owned},
-        ),
+        setup=step.setup,
+        calls=tuple(step.recorder.calls),
+        weights=_with_history(weights_of(step.twin), weights, before),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
-        memory=recorder.ledger.record(),
-        failure=failure,
+        memory=step.recorder.ledger.record(),
         notes=tuple(step.notes),
-        left=untouched.left(),
         model=type(model).__name__,
-        given=frozenset(recorder.inputs),
+        given=frozenset(step.recorder.inputs),
     )
 
 
@@ -263,6 +269,7 @@ class _Step:
         self.notes: list[str] = []
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
+        self.enough: Callable[[], bool] | None = None
         self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
 
@@ -294,7 +301,15 @@ class _Step:
                         run()
                     except Exception as error:  # noqa: BLE001 - any error of the model's own code ends the step
                         return self.recorder.failure(error)
+                if phase in ("forward", "backward") and self._is_enough():
+                    return None
         return None
+
+    def _is_enough(self) -> bool:
+        if self.enough is None or all(call.breach is None for call in self.recorder.calls):
+            return False
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return self.enough()
 
     def _weigh(self) -> None:
         """Enter what is there before the step: weights, adapters, buffers, quantization states, inputs."""
