@@ -305,7 +305,7 @@ def test_numbers_that_modules_hold_do_not_count() -> None:
         patch.setattr("isotype.trace.fake.untouched._LIMIT", 50)
         untouched = Untouched(beside_twin(many))
         untouched.restore()
-        assert untouched.left() == ()
+        assert untouched.left == ()
 
 
 def test_the_few_of_many_modules_that_changed_are_put_back() -> None:

@@ -108,7 +108,7 @@ def trace_step(
             failure = step.run()
     finally:
         untouched.restore()
-    return replace(_seen(step, model, known), failure=failure, left=untouched.left())
+    return replace(_seen(step, model, known), failure=failure, left=untouched.left)
 
 
 def _seen(step: _Step, model: nn.Module, weights: Sequence[Weight]) -> Trace:

@@ -91,7 +91,6 @@ class Untouched:
         self._undo: list[Callable[[], Any]] = []
         self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
         self._caches: dict[Any, Any] = {}
-        self._said: tuple[str, ...] | None = None
         self._alive: list[Any] = []
         self._seen: set[Any] = set()
         self._queue: deque[tuple[_Name, Any]] = deque()
@@ -129,13 +128,9 @@ class Untouched:
                 cached.cache_clear()
                 self._caches[cached] = cached.cache_info()
 
+    @functools.cached_property
     def left(self) -> tuple[str, ...]:
         """What could not be put back after the first trace, a sentence each."""
-        if self._said is None:
-            self._said = self._left_over()
-        return self._said
-
-    def _left_over(self) -> tuple[str, ...]:
         moved = [
             f"the generator {_written(name)} has moved on: what the trace took from it is gone"
             for name, generator, at in self._generators
