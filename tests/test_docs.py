@@ -1,22 +1,35 @@
-"""The code in README and docs runs as it stands, and the commands in them exist."""
+"""The code in README and docs runs as it stands; the commands, rooms, files and names in them exist."""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
-from isotype.cli.main import TRAINING
+from isotype import rules
+from isotype.cli import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCE = ROOT / "src" / "isotype"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEMPLATES = sorted((ROOT / ".github").rglob("*.*"))
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
 ]
-COMMANDS = {*TRAINING, "demo", "doctor", "merge", "chat", "check", "run", "inspect", "explain", "completion"}
+COMMANDS = {*main.TRAINING, *main.COMMANDS, "demo"}
+
+
+def _name(page: Path) -> str:
+    return page.name
 
 
 @pytest.mark.slow
@@ -26,13 +39,14 @@ def test_every_python_block_runs(block, tmp_path, monkeypatch):
     exec(compile(block, "docs", "exec"), {"__name__": "docs"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *TEMPLATES], ids=_name)
 def test_every_command_named_exists(page):
     named = set(re.findall(r"`isotype ([a-z]+)", page.read_text(encoding="utf-8")))
-    assert named <= COMMANDS
+    # A method that does not exist is what the page on adding one is about.
+    assert named <= COMMANDS | ({"orpo"} if page == ARCHITECTURE else set())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
@@ -40,3 +54,104 @@ def test_every_link_leads_somewhere(page):
 
 def test_there_are_blocks_to_run():
     assert len(BLOCKS) >= 4
+
+
+def _rooms() -> list[str]:
+    """The rooms from the top floor down, as import-linter holds them."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (layers,) = [contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers"]
+    return layers
+
+
+def test_both_pages_list_every_room_from_the_top_down():
+    rooms = _rooms()
+    assert set(rooms) == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert re.findall(r"^(\w+)/  ", ARCHITECTURE.read_text(encoding="utf-8"), re.M) == rooms
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)/` \|", contributing, re.M) == rooms
+
+
+NOT_HERE = {
+    "src/isotype/rules/ist807_second_moment.py",
+    "tests/rules/test_ist807.py",
+    "trl/scripts/orpo.py",
+}
+"""What the worked changes would add, and another package's file."""
+
+
+def _defined(file: Path) -> set[str]:
+    """Names of a module's functions, classes, their methods and constants."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return found
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, ROOT / "CONTRIBUTING.md"], ids=_name)
+def test_every_file_and_name_in_code_marks_exists(page):
+    """`train/plan.py:plan_of` is a file of the package (or of the repository) and a name that it defines."""
+    marks = re.findall(
+        r"`([\w./-]+\.(?:py|json|toml|md|css|yaml))(?::(\w+))?`", page.read_text(encoding="utf-8")
+    )
+    missing = []
+    for path, name in marks:
+        file = next((root / path for root in (SOURCE, ROOT) if (root / path).is_file()), None)
+        known = path in NOT_HERE or (file is not None and (not name or name in _defined(file)))
+        missing += [] if known else [f"{path}:{name}"]
+    assert len(marks) > 3
+    assert not missing
+
+
+@pytest.fixture
+def rule_folder(tmp_path, monkeypatch):
+    """A folder whose files are rules of isotype for one test."""
+    monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
+    rules.all_rules.cache_clear()
+    yield tmp_path
+    rules.all_rules.cache_clear()
+    for file in tmp_path.glob("ist*.py"):
+        monkeypatch.delitem(sys.modules, f"{rules.__name__}.{file.stem}")
+
+
+def test_the_worked_rule_does_what_its_test_says(rule_folder):
+    blocks = re.findall(r"^ *```py\n(.*?)^ *```", ARCHITECTURE.read_text(encoding="utf-8"), re.S | re.M)
+    rule, test = map(textwrap.dedent, blocks[:2])
+    (rule_folder / "ist807_second_moment.py").write_text(rule, encoding="utf-8")
+    names: dict[str, object] = {"__name__": "docs"}
+    exec(compile(test, "test", "exec"), names)
+    tests = [value for name, value in names.items() if name.startswith("test_") and callable(value)]
+    assert len(tests) == 2
+    for each in tests:
+        each()
+
+
+def test_pre_commit_runs_what_make_test_runs_before_the_tests():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
+        "hooks"
+    ]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^test:.*\n((?:\t.*\n)+)", makefile, re.M)
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+    assert [hook["entry"] for hook in hooks] == [command for command in commands if "pytest" not in command]
+
+
+@pytest.mark.parametrize("form", [each for each in TEMPLATES if each.suffix == ".yml"], ids=_name)
+def test_issue_forms_are_whole(form):
+    content = yaml.safe_load(form.read_text(encoding="utf-8"))
+    assert content["name"]
+    assert content["description"]
+    identifiers = [field["id"] for field in content["body"]]
+    assert len(set(identifiers)) == len(identifiers)
+    assert all(field["attributes"]["label"] for field in content["body"])
+
+
+@pytest.mark.parametrize("name", ["bug.yml", "finding.yml", "pull_request_template.md"])
+def test_templates_ask_for_the_machine_and_a_report(name):
+    (template,) = [each for each in TEMPLATES if each.name == name]
+    text = template.read_text(encoding="utf-8")
+    assert "isotype doctor" in text
+    assert re.search(r"isotype check [^`]*--json", text)
