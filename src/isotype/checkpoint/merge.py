@@ -68,9 +68,8 @@ def merge_adapter(
     its logits, and only then renamed to `output`.
 
     Memory on the CPU: the model once in the policy's compute dtype (in float32 for int8, whose product of code and
-    constant needs the digits, and for float32 output), and 14 bytes for each entry of the largest adapted weight. A
-    quantized base is dequantized layer by layer on the device it is quantized on. Before and after the merge the
-    model is loaded once more to compare logits, never together with another one.
+    constant needs the digits, and for float32 output), and 14 bytes for each entry of the largest adapted weight.
+    Before and after the merge the model is loaded once more to compare logits, never together with another one.
 
     Args:
         adapter: directory of the adapter.
@@ -99,15 +98,11 @@ def merge_adapter(
     tokenizer = tokenizer or tokenizer_of(dense_source(source, policy.plain))
     with _staging(target_directory) as built:
         with _disk_errors(target_directory):
-            _write(model, tokenizer, built, target)
-            size = sum(file.stat().st_size for file in built.rglob("*") if file.is_file())
+            size = _write(model, tokenizer, built, target)
         del model
         gc.collect()
         difference = None if logits is None else _read_back(model_class, built, tokenizer, logits)
-        _check_output(target_directory)  # again: what came there in the meantime is not ours to remove
-        with _disk_errors(target_directory):
-            fsync_tree(built)
-            publish_directory(built, target_directory)
+        _publish(built, target_directory)
     return MergeReport(
         adapter=saved.directory,
         output=target_directory,
@@ -120,6 +115,13 @@ def merge_adapter(
         bytes=size,
         notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
     )
+
+
+def _publish(built: Path, target: Path) -> None:
+    _check_output(target)  # again: what came there in the meantime is not ours to remove
+    with _disk_errors(target):
+        fsync_tree(built)
+        publish_directory(built, target)
 
 
 # -------------------------------------------------------------------------------------------- before the merge
@@ -445,7 +447,8 @@ def _staging(output: Path) -> Iterator[Path]:
         shutil.rmtree(built, ignore_errors=True)
 
 
-def _write(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype) -> None:
+def _write(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype) -> int:
+    """Save the model and its tokenizer; returns the bytes written."""
     directory.mkdir(parents=True)
     seen = {parameter.data_ptr(): parameter for parameter in model.parameters()}
     needed = sum(parameter.nbytes for parameter in seen.values())
@@ -461,6 +464,7 @@ def _write(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype) -> N
     model.config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 @contextmanager

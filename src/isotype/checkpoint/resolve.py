@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -15,6 +15,15 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import incompatibilities, installed, toolkits
 
 
+class StorageOptions(TypedDict, total=False):
+    """What is asked for rarely: the rest of a `PrecisionRequest`."""
+
+    master: str | torch.dtype | None
+    double_quant: bool | None
+    quant_storage: str | torch.dtype | None
+    storage: str | torch.dtype | None
+
+
 def resolve_precision(
     model: Any,
     dtype: str | torch.dtype = "auto",
@@ -22,11 +31,8 @@ def resolve_precision(
     device: str | torch.device = "auto",
     trainable: str = "lora",
     *,
-    master: str | torch.dtype | None = None,
-    double_quant: bool | None = None,
-    quant_storage: str | torch.dtype | None = None,
-    storage: str | torch.dtype | None = None,
     revision: str | None = None,
+    **storage: Unpack[StorageOptions],
 ) -> PrecisionPolicy:
     """Decide the dtype of every role of a training run, once, with the reason for each.
 
@@ -38,12 +44,17 @@ def resolve_precision(
         device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for
             the best one here.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
-        master: dtype of trainable parameters; float32 unless asked.
-        double_quant: quantize the quantization constants too (nf4, fp4).
-        quant_storage: dtype of the packed 4-bit bytes; uint8 unless asked.
-        storage: float dtype of the frozen weights (`trainable="lora"` without quantization); the compute dtype
-            unless asked. Another one relies on autocast, which casts the weights in every step.
         revision: branch, tag or commit of a hub id; of no meaning for anything else.
+        **storage: by keyword, see `StorageOptions`:
+
+            - `master`: dtype of trainable parameters; float32 unless asked.
+            - `double_quant`: quantize the quantization constants too (nf4, fp4).
+            - `quant_storage`: dtype of the packed 4-bit bytes; uint8 unless asked.
+            - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); the compute
+              dtype unless asked. Another one relies on autocast, which casts the weights in every step.
+
+    Returns:
+        The policy: every role's dtype, each with its reason, and warnings of what the choice costs.
 
     Raises:
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
@@ -51,7 +62,7 @@ def resolve_precision(
     """
     facts = facts_of(model, revision=revision)
     profile = device_profile(device)
-    request = PrecisionRequest(dtype, quantization, trainable, master, double_quant, quant_storage, storage)
+    request = PrecisionRequest(dtype, quantization, trainable, **storage)
     return decide(facts, profile, request, _obstacles(facts, profile, quantization))
 
 

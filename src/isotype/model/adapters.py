@@ -51,22 +51,7 @@ def add_lora(
             "no adapter under a policy that trains every weight",
             [Problem("trainable='full'", "trainable='lora'", "resolve the policy with trainable='lora'")],
         )
-    if config is not None and lora_kwargs:
-        raise UsageError(
-            "adapter settings given twice",
-            [
-                Problem(
-                    f"config=… and {', '.join(lora_kwargs)}",
-                    "one of the two",
-                    "put them into the LoraConfig, or leave the config out",
-                )
-            ],
-        )
-    if config is None:
-        lora_kwargs.setdefault("target_modules", "all-linear")
-        if hasattr(model, "prepare_inputs_for_generation"):
-            lora_kwargs.setdefault("task_type", "CAUSAL_LM")
-        config = peft.LoraConfig(**lora_kwargs)
+    config = _config(model, config, lora_kwargs)
     notes = (*getattr(model, "adapter_notes", ()), *_leave_out_experts(model, config))
     if isinstance(model, peft.PeftModel):
         model.add_adapter(adapter_name, config)
@@ -78,6 +63,22 @@ def add_lora(
     save_policy_too(model)
     enforce_model(model, policy)
     return model
+
+
+def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
+    """The PEFT config that was given, or the one that `lora_kwargs` make: on all linear layers unless they say."""
+    if config is not None and lora_kwargs:
+        given = f"config=… and {', '.join(lora_kwargs)}"
+        fix = "put them into the LoraConfig, or leave the config out"
+        raise UsageError("adapter settings given twice", [Problem(given, "one of the two", fix)])
+    if config is not None:
+        return config
+    import peft
+
+    lora_kwargs.setdefault("target_modules", "all-linear")
+    if hasattr(model, "prepare_inputs_for_generation"):
+        lora_kwargs.setdefault("task_type", "CAUSAL_LM")
+    return peft.LoraConfig(**lora_kwargs)
 
 
 def _leave_out_experts(model: Any, config: Any) -> tuple[str, ...]:

@@ -153,26 +153,9 @@ def _compute(
     warnings: list[str],
     reasons: dict[str, str],
 ) -> torch.dtype:
-    trained = facts.trained_dtype
     if request.dtype in ("auto", None):
-        best = profile.best_dtype()
-        if trained is None or trained not in COMPUTE_DTYPES:
-            reasons["compute"] = f"the best that {profile.title} runs natively; the checkpoint names no dtype"
-            return best
-        name = dtype_name(trained)
-        if trained == torch.float32 and storage_format and best != torch.float32:
-            reasons["compute"] = (
-                f"{storage_format} weights are rounded already, so {dtype_name(best)} matmuls lose nothing that "
-                "float32 ones would keep and run faster"
-            )
-            return best
-        if profile.supports(trained) == "native":
-            reasons["compute"] = f"the checkpoint was trained in {name} and {profile.title} runs it natively"
-            return trained
-        reasons["compute"] = (
-            f"the checkpoint was trained in {name}; {profile.reason(trained)}, so the best it has is taken"
-        )
-        return best
+        compute, reasons["compute"] = _auto_compute(facts, profile, storage_format)
+        return compute
     compute = parse_dtype(request.dtype)
     name = dtype_name(compute)
     reasons["compute"] = "as asked"
@@ -200,12 +183,33 @@ def _compute(
             f"{name} on {profile.title}: its matmuls run {slower:.2g} times slower than "
             f"{dtype_name(profile.best_dtype())}'s"
         )
-    if compute == torch.float16 and trained == torch.bfloat16:
+    if compute == torch.float16 and facts.trained_dtype == torch.bfloat16:
         warnings.append(
             "the checkpoint was trained in bfloat16: activations above 65504 overflow in float16 "
             "(loss scaling guards the gradients, not the activations)"
         )
     return compute
+
+
+def _auto_compute(
+    facts: ModelFacts, profile: DeviceProfile, storage_format: str | None
+) -> tuple[torch.dtype, str]:
+    """The compute dtype that nobody asked for, and its reason."""
+    trained, best = facts.trained_dtype, profile.best_dtype()
+    if trained is None or trained not in COMPUTE_DTYPES:
+        return best, f"the best that {profile.title} runs natively; the checkpoint names no dtype"
+    name = dtype_name(trained)
+    if trained == torch.float32 and storage_format and best != torch.float32:
+        return best, (
+            f"{storage_format} weights are rounded already, so {dtype_name(best)} matmuls lose nothing that "
+            "float32 ones would keep and run faster"
+        )
+    if profile.supports(trained) == "native":
+        return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
+    return (
+        best,
+        f"the checkpoint was trained in {name}; {profile.reason(trained)}, so the best it has is taken",
+    )
 
 
 def _slow(profile: DeviceProfile, dtype: torch.dtype) -> str:

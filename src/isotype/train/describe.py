@@ -6,6 +6,7 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -202,33 +203,49 @@ def _text(value: Any) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What of a run its record is made from.
+
+    Attributes:
+        settings, policy, profile: what was asked, decided, and on which device.
+        trainer, recorder: what trains, and what has measured it.
+        started: when the command began.
+        notes: what its user should know besides.
+        lengths: of the training rows, where they are known.
+    """
+
+    settings: Settings
+    policy: PrecisionPolicy
+    profile: DeviceProfile
+    trainer: Any
+    recorder: RunRecorder
+    started: datetime
+    notes: Sequence[str] = ()
+    lengths: Lengths | None = None
+
+
 def record(
-    settings: Settings,
-    policy: PrecisionPolicy,
-    profile: DeviceProfile,
-    trainer: Any,
-    recorder: RunRecorder,
+    run: RunFacts,
     sample: Sample | None,
-    started: datetime,
     status: Literal["running", "finished", "interrupted", "failed"],
-    error: str | None,
-    notes: Sequence[str] = (),
-    lengths: Lengths | None = None,
+    error: str | None = None,
 ) -> RunRecord:
     """The run as data."""
+    settings, policy, trainer, recorder = run.settings, run.policy, run.trainer, run.recorder
     total, trainable = parameter_counts(trainer.model)
     dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
     return RunRecord(
         method=settings.method.name,
         command=command_line([settings.method.name, *settings.argv]),
-        started=started.isoformat(timespec="seconds"),
+        started=run.started.isoformat(timespec="seconds"),
         finished=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,
         error=error,
         model=str(settings.model.model_name_or_path),
         dataset=dataset,
         output_dir=str(settings.training.output_dir),
-        device=profile.title,
+        device=run.profile.title,
         policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.training.optim)),
         warnings=policy.warnings,
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
@@ -239,9 +256,9 @@ def record(
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
-        notes=(*model_notes(trainer.model), *notes),
+        notes=(*model_notes(trainer.model), *run.notes),
         resumed_from=recorder.resumed_from,
-        data=data_summary(trainer, lengths),
+        data=data_summary(trainer, run.lengths),
     )
 
 

@@ -391,37 +391,31 @@ def _train(
             trainer.remove_callback(callback)
         trainer.add_callback(PrecisionCallback(policy))
         trainer.add_callback(recorder)
-        record_of = partial(
-            describe.record,
-            settings,
-            policy,
-            profile,
-            trainer,
-            recorder,
-            notes=built.notes,
-            lengths=built.lengths,
+        facts = describe.RunFacts(
+            settings, policy, profile, trainer, recorder, started, built.notes, built.lengths
         )
-        trainer.card = lambda: model_card(record_of(sample, started, "finished", None))
-        recorder.keep = Kept(lambda: _write_report(record_of(sample, started, "running", None), root))
+        record_of = partial(describe.record, facts)
+        trainer.card = lambda: model_card(record_of(sample, "finished"))
+        recorder.keep = Kept(lambda: _write_report(record_of(sample, "running"), root))
         try:
             stopped_by = _train_and_save(trainer, root, resume, console)
         except TrainingError as failure:
-            record = record_of(sample, started, "failed", str(failure))
+            record = record_of(sample, "failed", str(failure))
             return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
         except Exception as failure:
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
             )
-            _report_failure(record_of(sample, started, "failed", error), root, console)
+            _report_failure(record_of(sample, "failed", error), root, console)
             raise
     if stopped_by is not None:
-        record = record_of(sample, started, "interrupted", None)
+        record = record_of(sample, "interrupted")
         return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint(), stopped_by)
     try:
         sample = _second_answer(trainer, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
-    record = record_of(sample, started, "finished", None)
+    record = record_of(sample, "finished")
     return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
 
 
