@@ -18,7 +18,8 @@ from rich.console import Console
 
 from isotype.core.interrupt import terminate
 from isotype.train.methods import METHODS
-from isotype.train.settings import IsotypeArguments, Settings
+from isotype.train.own_arguments import IsotypeArguments
+from isotype.train.settings import Settings
 from isotype.train.stop import graceful_stop, resume_command
 from tests.train.tiny import save_chat_model
 

@@ -14,7 +14,8 @@ from isotype.cli.main import TRAINING, main
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.describe import show_policy
 from isotype.train.methods import METHODS
-from isotype.train.settings import IsotypeArguments, training_parser
+from isotype.train.own_arguments import IsotypeArguments
+from isotype.train.settings import training_parser
 from isotype.train.usage import common_arguments, short_help
 
 

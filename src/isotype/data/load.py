@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import DataError, Problem
 from isotype.core.hub import offline_if_unreachable
-from isotype.data.columns import COLUMNS, TEXT_COLUMNS, columns_problem, quoted, survey
+from isotype.data.cells import COLUMNS, TEXT_COLUMNS
+from isotype.data.columns import columns_problem, quoted, survey
 from isotype.data.locate import EMBEDDED, PARQUET, LocalData, data_error, find_local, splits_problems
 from isotype.data.mapping import ColumnMap, parse_columns
 from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable

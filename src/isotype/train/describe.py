@@ -24,8 +24,9 @@ from isotype.report.run.record import PolicyRow, RunRecord, Sample
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
 from isotype.train.lengths import Lengths
+from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.record import RunRecorder
-from isotype.train.settings import IsotypeArguments, Settings
+from isotype.train.settings import Settings
 
 _SETTINGS = (
     "learning_rate",

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
-from isotype.core.errors import CheckpointError, IsotypeError, Problem, SaveError, TrainingError, UsageError
+from isotype.core.errors import IsotypeError, Problem, SaveError, TrainingError, UsageError
 from isotype.core.interrupt import signal_of
 from isotype.core.staging import recover
 from isotype.precision.devices.profile import DeviceProfile, device_profile
@@ -23,7 +23,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
 from isotype.report.run.files import write_run_report
-from isotype.report.run.record import JSON_NAME, RunRecord, Sample
+from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
@@ -35,14 +35,10 @@ from isotype.train.governed import (
 )
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class
+from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
 from isotype.train.saved import (
-    RESULT_FILES,
-    all_checkpoints,
-    damage,
-    differences,
     remove_other_kind,
     trained_kind,
-    whole_checkpoints,
 )
 from isotype.train.settings import Settings
 from isotype.train.start import start_of
@@ -92,7 +88,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     rewards = _rewards(settings)
     _place_outputs(settings)
     check_settings(settings)
-    resume = _resume_point(settings)
+    resume = resume_point(settings)
     data = load_training_data(
         settings.script,
         settings.dataset,
@@ -115,11 +111,11 @@ def run(settings: Settings, console: Console) -> Outcome:
     )
     check_policy(settings, policy)
     check_weights(settings.model.model_name_or_path)
-    _check_resume(settings, policy, resume)
+    check_resume(settings, policy, resume)
     apply_to_arguments(policy, settings.training)
     describe.show_policy(console, policy, settings.training.optim, settings.extra)
     if resume is None:
-        _say_what_is_overwritten(settings, console)
+        say_what_is_overwritten(settings, console)
     built = _build(settings, policy, data, rewards, resume, start, console)
     return _train(settings, policy, profile, built, resume, console)
 
@@ -183,78 +179,6 @@ def _place_outputs(settings: Settings) -> None:
     settings.training.disable_tqdm = True
     if not torch.cuda.is_available():
         settings.training.dataloader_pin_memory = False  # torch warns where there is nothing to pin for
-
-
-_NO_RESUME = (None, False, "False", "false")
-
-
-def _resume_point(settings: Settings) -> Path | None:
-    """The whole checkpoint that the run goes on from, or None for a start from the beginning."""
-    asked = settings.training.resume_from_checkpoint
-    if asked in _NO_RESUME:
-        return None
-    root = Path(settings.training.output_dir)
-    with settings.training.main_process_first(desc="looking for checkpoints"):
-        if settings.training.should_save:
-            recover(root)
-    whole = whole_checkpoints(root)
-    if str(asked).lower() in ("true", "last", "latest"):
-        return whole[-1] if whole else None
-    path = Path(str(asked))
-    reason = damage(path)
-    if reason is None:
-        return path
-    others = ", ".join(p.name for p in reversed(whole))
-    raise CheckpointError(
-        "no checkpoint to go on from",
-        [
-            Problem(
-                f"--resume_from_checkpoint {asked}: {reason}",
-                "a folder checkpoint-N that was saved to the end",
-                f"whole in {root}: {others}" if whole else f"there is none in {root}: leave the argument out",
-            )
-        ],
-    )
-
-
-def _check_resume(settings: Settings, policy: PrecisionPolicy, resume: Path | None) -> None:
-    """Whether the checkpoint to go on from was made with this run's dtypes, base model and adapter."""
-    if resume is None:
-        return
-    model = settings.model
-    adapter = {
-        "r": model.lora_r,
-        "lora_alpha": model.lora_alpha,
-        "use_dora": model.use_dora,
-        "use_rslora": model.use_rslora,
-        "bias": settings.extra.lora_bias,
-        "target_modules": model.lora_target_modules,
-    }
-    found = differences(
-        resume, policy, str(model.model_name_or_path), adapter if policy.trainable == "lora" else None
-    )
-    if found:
-        raise CheckpointError(
-            f"{resume} is of another run",
-            found,
-            hint="a checkpoint goes on with the settings it was made with; leave --resume_from_checkpoint out and "
-            "give another --output_dir to start again",
-        )
-
-
-def _say_what_is_overwritten(settings: Settings, console: Console) -> None:
-    root = Path(settings.training.output_dir)
-    held = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
-    if (root / JSON_NAME).is_file() and held:
-        console.print(
-            wrapped(
-                f"note: {root} holds a finished run ({held[0]}, {JSON_NAME}); this run will overwrite it",
-                console,
-            ),
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
 
 
 @dataclass(frozen=True)
@@ -384,7 +308,7 @@ def _train(
     root = Path(settings.training.output_dir)
     trainer, sample = built.trainer, built.asked[0] if built.asked else None
     started = datetime.now(UTC)
-    _say_where(settings, resume, console)
+    say_where(settings, resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view.update, view.evaluated)
         for callback in (PrinterCallback, ProgressCallback):
@@ -436,22 +360,6 @@ def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Cons
                 recover(root)
             return stopped[0] if stopped else signal_of(interrupt)
     return None
-
-
-def _say_where(settings: Settings, resume: Path | None, console: Console) -> None:
-    """Where the run starts, if it was asked to go on from a checkpoint, and which ones it could not take."""
-    asked, root = settings.training.resume_from_checkpoint, settings.training.output_dir
-    if asked in _NO_RESUME:
-        return
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    for path in all_checkpoints(root):
-        reason = damage(path)
-        if reason is not None:
-            say(f"note: {path} is not whole: {reason}")
-    if resume is None:
-        say(f"no whole checkpoint in {root}: starting at step 0")
-    else:
-        say(f"going on from {resume}")
 
 
 def _second_answer(trainer: Any, asked: tuple[Sample, Prompt] | None, console: Console) -> Sample | None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from isotype.core.arguments import Parser, closest
-from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
-from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.arguments import Parser
+from isotype.core.errors import Problem, UsageError
 from isotype.precision.decide import PrecisionRequest
+from isotype.train.config_file import apply_config, without_config
 from isotype.train.limits import number_problems
 from isotype.train.methods import Method
+from isotype.train.own_arguments import IsotypeArguments
+from isotype.train.precision_flags import FLAGS, read_precision_request
 
 _UNSET = object()
 _JSON = {
@@ -30,61 +30,6 @@ _JSON = {
     "dataset_kwargs": '{"skip_prepare_dataset": true}',
     "generation_kwargs": '{"top_k": 50}',
 }
-_FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
-
-
-@dataclass
-class IsotypeArguments:
-    """What isotype adds to TRL's arguments."""
-
-    quantization: str | None = field(
-        default=None,
-        metadata={
-            "help": "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
-            "--bnb_4bit_quant_type.",
-            "choices": list(QUANTIZATIONS),
-        },
-    )
-    device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})
-    ask: str | None = field(
-        default=None,
-        metadata={
-            "help": "A question the model answers before and after training. By default the first prompt of "
-            "the test split, where evaluation is on (--eval_strategy)."
-        },
-    )
-    columns: str | None = field(
-        default=None,
-        metadata={
-            "help": "The trainer's names for the data set's columns: prompt=question,completion=answer; or alpaca, "
-            "for instruction, input and output."
-        },
-    )
-    eval_split: float | None = field(
-        default=None,
-        metadata={
-            "help": "Hold back this share of the training rows (or this many of them) and measure the loss on them, "
-            "by default five times in the run (--eval_strategy, --eval_steps)."
-        },
-    )
-    quiet: bool = field(
-        default=False,
-        metadata={"help": "Say less: the policy in three lines, no example.", "aliases": ["-q"]},
-    )
-    verbose: bool = field(
-        default=False,
-        metadata={
-            "help": "Say more: every reason in full, what was restored, libraries' warnings.",
-            "aliases": ["-v"],
-        },
-    )
-    lora_bias: str = field(
-        default="none",
-        metadata={
-            "help": "Which biases are trained beside the adapters: none, all, or those of the adapted layers.",
-            "choices": ["none", "all", "lora_only"],
-        },
-    )
 
 
 @dataclass(frozen=True)
@@ -121,8 +66,8 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         PrecisionError: flags that contradict each other about dtypes; the error names all of them.
     """
     parser = training_parser(method)
-    config_keys = _apply_config(parser, argv)
-    arguments = _without_config(argv)
+    config_keys = apply_config(parser, argv)
+    arguments = without_config(argv)
     parser.parse_known_args(arguments)
     problems = list(parser.problems)  # of the config file's values too, which are the defaults
     given, unknown = parser.parse_known_args(arguments, _unset_namespace(parser))
@@ -160,7 +105,7 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"
     asked = read_precision_request(training, model, extra, frozenset(explicit), flags)
-    refused = frozenset(name for flag, name in _FLAGS if flags[flag] is False)
+    refused = frozenset(name for flag, name in FLAGS if flags[flag] is False)
     return Settings(
         method, script, training, model, dataset, extra, asked, frozenset(explicit), tuple(argv), refused
     )
@@ -209,158 +154,6 @@ def _check_json(name: str, value: Any) -> None:
         )
 
 
-def read_precision_request(
-    training: Any,
-    model: Any,
-    extra: IsotypeArguments,
-    explicit: frozenset[str],
-    flags: Mapping[str, bool | None],
-) -> PrecisionRequest:
-    """What the arguments ask of the policy; every contradiction among them in one error.
-
-    Args:
-        training, model, extra: the parsed dataclasses.
-        explicit: the names of the arguments that were really given.
-        flags: `fp16` and `bf16` as given, None where they were not.
-
-    Raises:
-        PrecisionError: two flags disagree; each problem names both.
-    """
-    problems: list[Problem] = []
-    init = _init_kwargs(training)
-    dtype = _asked_dtype(training, model, flags, problems)
-    quantization = _asked_quantization(model, extra, explicit, init, problems)
-    nested = model.use_bnb_nested_quant or _saved_quantization(init).get("bnb_4bit_use_double_quant")
-    for flag in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(training, flag):
-            problems.append(
-                Problem(
-                    f"--{flag}",
-                    "evaluation under the same policy as training",
-                    "leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway",
-                )
-            )
-    if problems:
-        raise PrecisionError("the arguments disagree about precision", problems)
-    return PrecisionRequest(
-        dtype=dtype,
-        quantization=quantization,
-        trainable="lora" if model.use_peft else "full",
-        double_quant=bool(nested) or None,
-        quant_storage=model.bnb_4bit_quant_storage,
-    )
-
-
-def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], problems: list[Problem]) -> str:
-    """The compute dtype that all flags agree on, or "auto"."""
-    claims: list[tuple[str, str]] = []
-    if model.dtype not in (None, "auto"):
-        claims.append((f"--dtype {model.dtype}", dtype_name(parse_dtype(model.dtype))))
-    for flag, name in _FLAGS:
-        if flags[flag]:
-            claims.append((f"--{flag}", name))
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched in ("fp16", "bf16"):
-        claims.append(
-            (
-                f"mixed precision {launched} of accelerate launch",
-                {"fp16": "float16", "bf16": "bfloat16"}[launched],
-            )
-        )
-    init = _init_kwargs(training)
-    for key in ("dtype", "torch_dtype"):
-        if init.get(key) not in (None, "auto"):
-            claims.append((f"--model_init_kwargs {key}={init[key]}", dtype_name(parse_dtype(init[key]))))
-    compute = _saved_quantization(init).get("bnb_4bit_compute_dtype")
-    if compute is not None:
-        claims.append(
-            (
-                f"--model_init_kwargs quantization_config bnb_4bit_compute_dtype={compute}",
-                dtype_name(parse_dtype(compute)),
-            )
-        )
-    first = claims[0] if claims else None
-    for claim, name in claims[1:]:
-        if first and name != first[1]:
-            problems.append(
-                Problem(
-                    f"{first[0]} and {claim}",
-                    "one compute dtype (in isotype, --dtype names it and the weights follow)",
-                    f"leave {claim} out for {first[1]}, or give --dtype {name}",
-                )
-            )
-    for flag, name in _FLAGS:
-        if first and flags[flag] is False and first[1] == name:
-            problems.append(
-                Problem(
-                    f"{first[0]} and --{flag} False",
-                    "one compute dtype",
-                    f"leave --{flag} False out, or give another --dtype",
-                )
-            )
-    return first[1] if first else "auto"
-
-
-def _init_kwargs(training: Any) -> dict[str, Any]:
-    return training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
-
-
-def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `--model_init_kwargs` says about quantization, in the words of `BitsAndBytesConfig`."""
-    config = init.get("quantization_config")
-    flat = {key: init[key] for key in ("load_in_4bit", "load_in_8bit") if init.get(key)}
-    return {**flat, **config} if isinstance(config, dict) else flat
-
-
-def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list[tuple[str, str]]:
-    """The claim that `--model_init_kwargs` makes about the quantization, if it makes one."""
-    config = _saved_quantization(init)
-    given = "--model_init_kwargs quantization_config"
-    if config.get("load_in_8bit"):
-        return [(f"{given} load_in_8bit", "int8")]
-    if config.get("load_in_4bit"):
-        name = str(config.get("bnb_4bit_quant_type", "fp4"))  # bitsandbytes' own default
-        return [(f"{given} load_in_4bit ({name})", name)]
-    if init.get("quantization_config"):
-        problems.append(
-            Problem(
-                f"{given} {init['quantization_config']}",
-                "load_in_4bit or load_in_8bit of bitsandbytes",
-                "leave it out and give --quantization nf4, fp4 or int8",
-            )
-        )
-    return []
-
-
-def _asked_quantization(
-    model: Any,
-    extra: IsotypeArguments,
-    explicit: frozenset[str],
-    init: Mapping[str, Any],
-    problems: list[Problem],
-) -> str | None:
-    """The quantization that all flags agree on."""
-    claims: list[tuple[str, str]] = []
-    if extra.quantization:
-        claims.append((f"--quantization {extra.quantization}", extra.quantization))
-    if model.load_in_8bit:
-        claims.append(("--load_in_8bit", "int8"))
-    chosen_type = "bnb_4bit_quant_type" in explicit
-    if model.load_in_4bit:
-        four_bit = extra.quantization if extra.quantization in ("nf4", "fp4") else None
-        name = model.bnb_4bit_quant_type if chosen_type else (four_bit or model.bnb_4bit_quant_type)
-        claims.append(("--load_in_4bit" + (f" --bnb_4bit_quant_type {name}" if chosen_type else ""), name))
-    elif chosen_type:
-        claims.append((f"--bnb_4bit_quant_type {model.bnb_4bit_quant_type}", model.bnb_4bit_quant_type))
-    claims += _init_quantization(init, problems)
-    for claim, name in claims[1:]:
-        if name != claims[0][1]:
-            problems.append(
-                Problem(f"{claims[0][0]} and {claim}", "one quantization", "leave one of the two out")
-            )
-    return claims[0][1] if claims else None
-
-
 def _given_value(parser: Any, given: argparse.Namespace, name: str, config_keys: set[str]) -> Any:
     """An argument as typed, else as the config file has it, else None."""
     if getattr(given, name, _UNSET) is not _UNSET:
@@ -399,92 +192,6 @@ def training_parser(method: Method) -> Any:
     return parser
 
 
-def _apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
-    """Set the parser's defaults from the YAML file of `--config`; returns the names it sets."""
-    path = _config_path(argv)
-    if path is None:
-        return set()
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            "unreadable config file",
-            [Problem(f"--config {path}: {error.strerror}", "a YAML file", "check the path")],
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            "unreadable config file",
-            [
-                Problem(
-                    f"--config {path}: not UTF-8 at byte {error.start}", "a YAML file", "convert it to UTF-8"
-                )
-            ],
-        ) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        said = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(
-            "config file is not YAML",
-            [Problem(f"--config {path}{at}: {said}", "`name: value` lines", "correct that line")],
-        ) from error
-    if not isinstance(values, dict):
-        held = "nothing" if values is None else f"a {type(values).__name__}"
-        raise UsageError(
-            "config file is not a mapping",
-            [Problem(f"--config {path} holds {held}", "`name: value` lines", "write learning_rate: 1e-4")],
-        )
-    for name, value in (values.pop("env", None) or {}).items():
-        os.environ[name] = str(value)
-    known = {action.dest for action in parser._actions}
-    unknown = [str(key) for key in values if key not in known]
-    if unknown:
-        raise UsageError(
-            f"unknown names in {path}",
-            [_unknown_key(key, sorted(known)) for key in unknown],
-        )
-    parser.set_defaults_with_config(**_yaml_choices(parser, values))
-    return set(values)
-
-
-def _yaml_choices(parser: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """YAML reads a bare `no` as false; where "no" is one of an argument's choices, that is what was meant."""
-    with_no = {action.dest for action in parser._actions if "no" in (action.choices or ())}
-    return {name: "no" if value is False and name in with_no else value for name, value in values.items()}
-
-
-def _config_path(argv: Sequence[str]) -> str | None:
-    for position, token in enumerate(argv):
-        if token == "--config":
-            if position + 1 == len(argv):
-                problem = Problem("--config without a value", "a YAML file", "--config FILE.yaml")
-                raise UsageError("arguments that cannot work", [problem])
-            return argv[position + 1]
-        if token.startswith("--config="):
-            return token.removeprefix("--config=")
-    return None
-
-
-def _without_config(argv: Sequence[str]) -> list[str]:
-    rest, skip = [], False
-    for token in argv:
-        if skip:
-            skip = False
-        elif token == "--config":
-            skip = True
-        elif not token.startswith("--config="):
-            rest.append(token)
-    return rest
-
-
 def _unset_namespace(parser: argparse.ArgumentParser) -> argparse.Namespace:
     # argparse fills in defaults only for names that the namespace lacks, so what stays _UNSET was not typed.
     return argparse.Namespace(**{action.dest: _UNSET for action in parser._actions if action.dest != "help"})
-
-
-def _unknown_key(name: str, known: Sequence[str]) -> Problem:
-    meant = closest(name, known)
-    fix = f"did you mean {meant[0]}?" if meant else "isotype sft --help lists all"
-    return Problem(name, f"a known name: {', '.join(meant)}" if meant else "a known name", fix)

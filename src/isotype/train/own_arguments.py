@@ -1,0 +1,61 @@
+"""isotype's own arguments, beside those of TRL and transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from isotype.core.dtypes import QUANTIZATIONS
+
+
+@dataclass
+class IsotypeArguments:
+    """What isotype adds to TRL's arguments."""
+
+    quantization: str | None = field(
+        default=None,
+        metadata={
+            "help": "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
+            "--bnb_4bit_quant_type.",
+            "choices": list(QUANTIZATIONS),
+        },
+    )
+    device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})
+    ask: str | None = field(
+        default=None,
+        metadata={
+            "help": "A question the model answers before and after training. By default the first prompt of "
+            "the test split, where evaluation is on (--eval_strategy)."
+        },
+    )
+    columns: str | None = field(
+        default=None,
+        metadata={
+            "help": "The trainer's names for the data set's columns: prompt=question,completion=answer; or alpaca, "
+            "for instruction, input and output."
+        },
+    )
+    eval_split: float | None = field(
+        default=None,
+        metadata={
+            "help": "Hold back this share of the training rows (or this many of them) and measure the loss on them, "
+            "by default five times in the run (--eval_strategy, --eval_steps)."
+        },
+    )
+    quiet: bool = field(
+        default=False,
+        metadata={"help": "Say less: the policy in three lines, no example.", "aliases": ["-q"]},
+    )
+    verbose: bool = field(
+        default=False,
+        metadata={
+            "help": "Say more: every reason in full, what was restored, libraries' warnings.",
+            "aliases": ["-v"],
+        },
+    )
+    lora_bias: str = field(
+        default="none",
+        metadata={
+            "help": "Which biases are trained beside the adapters: none, all, or those of the adapted layers.",
+            "choices": ["none", "all", "lora_only"],
+        },
+    )

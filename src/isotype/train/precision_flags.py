@@ -1,0 +1,166 @@
+"""What the arguments of a training command say about precision, free of contradictions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from isotype.core.dtypes import dtype_name, parse_dtype
+from isotype.core.errors import PrecisionError, Problem
+from isotype.precision.decide import PrecisionRequest
+from isotype.train.own_arguments import IsotypeArguments
+
+FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
+
+
+def read_precision_request(
+    training: Any,
+    model: Any,
+    extra: IsotypeArguments,
+    explicit: frozenset[str],
+    flags: Mapping[str, bool | None],
+) -> PrecisionRequest:
+    """What the arguments ask of the policy; every contradiction among them in one error.
+
+    Args:
+        training, model, extra: the parsed dataclasses.
+        explicit: the names of the arguments that were really given.
+        flags: `fp16` and `bf16` as given, None where they were not.
+
+    Raises:
+        PrecisionError: two flags disagree; each problem names both.
+    """
+    problems: list[Problem] = []
+    init = _init_kwargs(training)
+    dtype = _asked_dtype(training, model, flags, problems)
+    quantization = _asked_quantization(model, extra, explicit, init, problems)
+    nested = model.use_bnb_nested_quant or _saved_quantization(init).get("bnb_4bit_use_double_quant")
+    for flag in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(training, flag):
+            problems.append(
+                Problem(
+                    f"--{flag}",
+                    "evaluation under the same policy as training",
+                    "leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway",
+                )
+            )
+    if problems:
+        raise PrecisionError("the arguments disagree about precision", problems)
+    return PrecisionRequest(
+        dtype=dtype,
+        quantization=quantization,
+        trainable="lora" if model.use_peft else "full",
+        double_quant=bool(nested) or None,
+        quant_storage=model.bnb_4bit_quant_storage,
+    )
+
+
+def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], problems: list[Problem]) -> str:
+    """The compute dtype that all flags agree on, or "auto"."""
+    claims: list[tuple[str, str]] = []
+    if model.dtype not in (None, "auto"):
+        claims.append((f"--dtype {model.dtype}", dtype_name(parse_dtype(model.dtype))))
+    for flag, name in FLAGS:
+        if flags[flag]:
+            claims.append((f"--{flag}", name))
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched in ("fp16", "bf16"):
+        claims.append(
+            (
+                f"mixed precision {launched} of accelerate launch",
+                {"fp16": "float16", "bf16": "bfloat16"}[launched],
+            )
+        )
+    init = _init_kwargs(training)
+    for key in ("dtype", "torch_dtype"):
+        if init.get(key) not in (None, "auto"):
+            claims.append((f"--model_init_kwargs {key}={init[key]}", dtype_name(parse_dtype(init[key]))))
+    compute = _saved_quantization(init).get("bnb_4bit_compute_dtype")
+    if compute is not None:
+        claims.append(
+            (
+                f"--model_init_kwargs quantization_config bnb_4bit_compute_dtype={compute}",
+                dtype_name(parse_dtype(compute)),
+            )
+        )
+    first = claims[0] if claims else None
+    for claim, name in claims[1:]:
+        if first and name != first[1]:
+            problems.append(
+                Problem(
+                    f"{first[0]} and {claim}",
+                    "one compute dtype (in isotype, --dtype names it and the weights follow)",
+                    f"leave {claim} out for {first[1]}, or give --dtype {name}",
+                )
+            )
+    for flag, name in FLAGS:
+        if first and flags[flag] is False and first[1] == name:
+            problems.append(
+                Problem(
+                    f"{first[0]} and --{flag} False",
+                    "one compute dtype",
+                    f"leave --{flag} False out, or give another --dtype",
+                )
+            )
+    return first[1] if first else "auto"
+
+
+def _init_kwargs(training: Any) -> dict[str, Any]:
+    return training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
+
+
+def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `--model_init_kwargs` says about quantization, in the words of `BitsAndBytesConfig`."""
+    config = init.get("quantization_config")
+    flat = {key: init[key] for key in ("load_in_4bit", "load_in_8bit") if init.get(key)}
+    return {**flat, **config} if isinstance(config, dict) else flat
+
+
+def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list[tuple[str, str]]:
+    """The claim that `--model_init_kwargs` makes about the quantization, if it makes one."""
+    config = _saved_quantization(init)
+    given = "--model_init_kwargs quantization_config"
+    if config.get("load_in_8bit"):
+        return [(f"{given} load_in_8bit", "int8")]
+    if config.get("load_in_4bit"):
+        name = str(config.get("bnb_4bit_quant_type", "fp4"))  # bitsandbytes' own default
+        return [(f"{given} load_in_4bit ({name})", name)]
+    if init.get("quantization_config"):
+        problems.append(
+            Problem(
+                f"{given} {init['quantization_config']}",
+                "load_in_4bit or load_in_8bit of bitsandbytes",
+                "leave it out and give --quantization nf4, fp4 or int8",
+            )
+        )
+    return []
+
+
+def _asked_quantization(
+    model: Any,
+    extra: IsotypeArguments,
+    explicit: frozenset[str],
+    init: Mapping[str, Any],
+    problems: list[Problem],
+) -> str | None:
+    """The quantization that all flags agree on."""
+    claims: list[tuple[str, str]] = []
+    if extra.quantization:
+        claims.append((f"--quantization {extra.quantization}", extra.quantization))
+    if model.load_in_8bit:
+        claims.append(("--load_in_8bit", "int8"))
+    chosen_type = "bnb_4bit_quant_type" in explicit
+    if model.load_in_4bit:
+        four_bit = extra.quantization if extra.quantization in ("nf4", "fp4") else None
+        name = model.bnb_4bit_quant_type if chosen_type else (four_bit or model.bnb_4bit_quant_type)
+        claims.append(("--load_in_4bit" + (f" --bnb_4bit_quant_type {name}" if chosen_type else ""), name))
+    elif chosen_type:
+        claims.append((f"--bnb_4bit_quant_type {model.bnb_4bit_quant_type}", model.bnb_4bit_quant_type))
+    claims += _init_quantization(init, problems)
+    for claim, name in claims[1:]:
+        if name != claims[0][1]:
+            problems.append(
+                Problem(f"{claims[0][0]} and {claim}", "one quantization", "leave one of the two out")
+            )
+    return claims[0][1] if claims else None
