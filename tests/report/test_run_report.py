@@ -449,7 +449,12 @@ class Page(HTMLParser):
         self.words.append((self.open[-1] if self.open else "", data))
 
     def text(self) -> str:
-        return "".join(data for tag, data in self.words if tag not in ("script", "style", "title"))
+        # Where a line of the template ends between two elements, nothing is said.
+        return "".join(
+            data
+            for tag, data in self.words
+            if tag not in ("script", "style", "title") and not (data.isspace() and "\n" in data)
+        )
 
 
 def empty(**changes: Any) -> RunRecord:

@@ -18,9 +18,14 @@ PLOTTABLE = 1e150
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
+def xml_text(text: str) -> str:
+    """Text in which each character that XML forbids is U+FFFD."""
+    return _NOT_XML.sub("\ufffd", text)
+
+
 def escape(text: str) -> str:
     """Text for HTML and XML, inside and outside of attributes; characters that XML forbids become U+FFFD."""
-    return _escape(_NOT_XML.sub("\ufffd", text), quote=True)
+    return _escape(xml_text(text), quote=True)
 
 
 # --- axes -------------------------------------------------------------------------------------------------

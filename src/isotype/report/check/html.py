@@ -1,15 +1,12 @@
 """A check as one HTML file that needs nothing else: no network, no font, no second file.
 
-Its content security policy forbids every load from outside and every script but the small one below, which only
-adds to what the page already shows: what the pointer or the focus is on, and the places of a finding.
+Its content security policy forbids every load from outside and every script but `check.js`, which only adds to what
+the page already shows: what the pointer or the focus is on, and the places of a finding.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -22,7 +19,6 @@ from isotype.report.charts import (
     Area,
     Part,
     Span,
-    escape,
     format_number,
     nice_ticks,
     stacked_areas,
@@ -30,7 +26,7 @@ from isotype.report.charts import (
     tick_labels,
 )
 from isotype.report.check.map import dtype_map, layer_counts
-from isotype.report.check.map_html import map_html
+from isotype.report.check.map_html import map_content
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
     counts,
@@ -44,68 +40,14 @@ from isotype.report.check.text import (
     trust,
     verdict,
 )
-from isotype.report.html import pair_list
+from isotype.report.html import package_file, render
 from isotype.report.palette import dtype_class, palette_css
 from isotype.report.text import format_bytes, format_duration
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Finding, Fix
 from isotype.trace.record import MEMORY_KINDS, Memory, MemoryKind, Operand
 
-_SCRIPT = """
-"use strict";
-const tip = document.createElement("div");
-tip.className = "tip";
-tip.setAttribute("role", "status");
-tip.hidden = true;
-document.body.append(tip);
-const cells = [...document.querySelectorAll(".cell")];
-const texts = new Map(cells.map((cell) => [cell, cell.title]));
-const show = (cell) => {
-  tip.textContent = texts.get(cell);
-  tip.hidden = false;
-  const at = cell.getBoundingClientRect(), box = tip.getBoundingClientRect(), wide = document.documentElement.clientWidth;
-  const left = Math.max(8, Math.min(at.left + at.width / 2 - box.width / 2, wide - box.width - 8));
-  const above = at.top - box.height - 10;
-  tip.style.left = `${left}px`;
-  tip.style.top = `${above > 8 ? above : at.bottom + 10}px`;
-};
-const hide = () => { tip.hidden = true; };
-for (const cell of cells) {
-  cell.removeAttribute("title");
-  cell.addEventListener("pointerenter", () => show(cell));
-  cell.addEventListener("pointerleave", hide);
-  cell.addEventListener("focus", () => show(cell));
-  cell.addEventListener("blur", hide);
-}
-addEventListener("scroll", hide, { passive: true });
-addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-for (const table of document.querySelectorAll(".stack")) {
-  const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((at) => at.querySelector(".cell")));
-  const all = rows.flat().filter(Boolean);
-  const rove = (cell) => all.forEach((other) => { other.tabIndex = other === cell ? 0 : -1; });
-  rove(all[0]);
-  table.addEventListener("focusin", (event) => { if (texts.has(event.target)) rove(event.target); });
-  table.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
-    let y = rows.findIndex((row) => row.includes(event.target));
-    if (!step || y < 0) return;
-    let x = rows[y].indexOf(event.target);
-    do { y += step[0]; x += step[1]; } while (rows[y] && x >= 0 && x < rows[y].length && !rows[y][x]);
-    rows[y]?.[x]?.focus();
-    event.preventDefault();
-  });
-}
-const map = document.querySelector(".map");
-const seek = (number) => {
-  map.classList.toggle("seeking", number !== "");
-  for (const cell of cells) cell.classList.toggle("lit", cell.dataset.findings.split(" ").includes(number));
-};
-for (const entry of document.querySelectorAll(".index a")) {
-  const number = entry.dataset.finding;
-  if (!cells.some((cell) => cell.dataset.findings.split(" ").includes(number))) continue;
-  for (const name of ["pointerenter", "focus"]) entry.addEventListener(name, () => seek(number));
-  for (const name of ["pointerleave", "blur"]) entry.addEventListener(name, () => seek(""));
-}
-"""
+Content = dict[str, object]
+"""What one macro of a template shows, text by its name there."""
 
 _STATUS = {
     "fails": ("failed", "✕ fails"),
@@ -114,10 +56,6 @@ _STATUS = {
     "costs": ("interrupted", "◐ runs at a price"),
     "clean": ("finished", "✓ runs clean"),
 }
-_MARK = (
-    '<svg class="logo" viewBox="0 0 16 16" aria-hidden="true"><rect x="1" y="2" width="3" height="12"/>'
-    '<rect x="6.5" y="2" width="3" height="12"/><rect x="12" y="2" width="3" height="12"/></svg>'
-)
 _ACTIONS_SHOWN = 3
 _ACTIONS = {
     "parameter": "parameter",
@@ -136,69 +74,37 @@ _ACTIONS = {
 
 def to_html(report: Record) -> str:
     """The whole report as one HTML document."""
-    folder = resources.files("isotype.report")
-    sheets = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "check/check.css")]
-    style = "".join(sheets) + palette_css()
-    sections = [
-        _header(report),
-        _index(report.findings),
-        _map(report),
-        _memory(report),
-        _flops(report),
-        _findings(report),
-        _setup(report),
-        _policy(report),
-        _trust(report),
-    ]
-    body = "\n".join(section for section in sections if section)
-    title = f"{_model_name(report)}: {_STATUS[report.status][1][2:]}"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src '{_digest(style)}'; \
-script-src '{_digest(_SCRIPT)}'; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="isotype">
-<title>{escape(title)}</title>
-<style>{style}</style>
-</head>
-<body class="check">
-<main>
-{body}
-</main>
-<footer>made by <b>isotype</b> on fake tensors: no weight was read and nothing was computed</footer>
-<script>{_SCRIPT}</script>
-</body>
-</html>
-"""
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    name = PurePath(report.trace.model).name or report.trace.model or "model"
+    css, word = _STATUS[report.status]
+    blocks = dtype_map(report.trace, report.findings)
+    return render(
+        "check.html.j2",
+        style=package_file("style.css") + package_file("check/check.css") + palette_css(),
+        script=package_file("check/check.js"),
+        title=f"{name}: {word[2:]}",
+        model_name=name,
+        status={"css": css, "word": word},
+        about=_about(report),
+        verdict=verdict(report),
+        figures=_figures(report),
+        findings=[_finding(number, finding, report) for number, finding in enumerate(report.findings, 1)],
+        map=map_content(blocks, report.findings) if blocks else None,
+        memory=_memory(report),
+        work=_work(report),
+        next_steps=next_steps(report),
+        setup=_setup(report),
+        policy=report.trace.setup.policy,
+        trust=trust(report),
+    )
 
 
 # --- head -------------------------------------------------------------------------------------------------
 
 
-def _model_name(report: Record) -> str:
-    return PurePath(report.trace.model).name or report.trace.model or "model"
-
-
-def _header(report: Record) -> str:
+def _about(report: Record) -> str:
     setup = report.trace.setup
-    css, word = _STATUS[report.status]
     batch = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in setup.batch.items())
-    about = " · ".join(part for part in (setup.profile.title, f"{setup.optimizer} step", batch) if part)
-    figures = "".join(_figure(*figure) for figure in _figures(report))
-    return f"""<header>
-<p class="eyebrow">{_MARK}isotype check</p>
-<h1>{escape(_model_name(report))} <span class="badge {css}">{word}</span></h1>
-<p class="about">{escape(about)}</p>
-<p class="verdict {css}">{escape(verdict(report))}</p>
-<dl class="figures">{figures}</dl>
-</header>"""
+    return " · ".join(part for part in (setup.profile.title, f"{setup.optimizer} step", batch) if part)
 
 
 def _figures(report: Record) -> list[tuple[str, str, str]]:
@@ -216,85 +122,77 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
     ]
 
 
-def _figure(name: str, value: str, remark: str) -> str:
-    small = f" <small>{escape(remark)}</small>" if remark else ""
-    return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
-
-
-def _index(findings: Sequence[Finding]) -> str:
-    items = "".join(
-        f'<li><a href="#finding-{number}" data-finding="{number}"><b class="mark is-{finding.severity}">{number}</b>'
-        f"<span>{escape(finding.message)}</span><code>{escape(finding.code)}</code></a></li>"
-        for number, finding in enumerate(findings, 1)
-    )
-    return f'<ol class="index">{items}</ol>' if items else ""
-
-
-def _section(title: str, body: str, remark: str = "") -> str:
-    small = f" <small>{escape(remark)}</small>" if remark else ""
-    return f"<section><h2>{escape(title)}{small}</h2>{body}</section>"
-
-
-def _map(report: Record) -> str:
-    blocks = dtype_map(report.trace, report.findings)
-    if not blocks:
-        return _section(
-            "Dtypes of the model", '<p>No weight and no product was seen.</p><div class="map"></div>'
-        )
-    return _section("Dtypes of the model", map_html(blocks, report.findings), "in order of execution")
-
-
 # --- memory and work --------------------------------------------------------------------------------------
-
-
-def _memory(report: Record) -> str:
-    memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
-    if not memory.peak:
-        return ""
-    # A capacity far above the peak would squeeze the bars; it is then said in words.
-    shown = capacity if capacity is not None and capacity <= 2.5 * memory.peak else None
-    scale = 1.04 * max(memory.peak, shown or 0)
-    bars = "".join(
-        _memory_row(phase, kinds, scale, shown, phase == memory.peak_phase)
-        for phase, kinds in memory.phases.items()
-    )
-    peak = memory.phases[memory.peak_phase] if memory.peak_phase else {}
-    keys = "".join(
-        f'<li class="kind kind-{kind}">{kind}<small>{format_bytes(peak[kind])}</small></li>'
-        for kind in MEMORY_KINDS
-        if peak.get(kind)
-    )
-    if capacity is None:
-        limit = "the size of this device's memory is not known"
-    elif shown is None:
-        limit = f"{format_share(memory.peak / capacity)} of {format_bytes(capacity)}"
-    else:
-        limit = f"the line is the device's {format_bytes(capacity)}"
-    ticks = _memory_ticks(scale)
-    return _section(
-        "Memory at the worst moment of each phase",
-        f'<div class="memory">{bars}{ticks}</div><ul class="kinds"><li>at the peak, {escape(str(memory.peak_phase))}:</li>{keys}</ul>'
-        f"{_timeline(memory, shown)}",
-        limit,
-    )
-
-
-def _memory_ticks(scale: float) -> str:
-    """The axis under the bars, in the unit that suits the largest."""
-    size, unit = next((size, unit) for size, unit in _UNITS if scale >= size)
-    ticks = nice_ticks(0.0, scale / size, 5)
-    marks = "".join(
-        f'<text class="tick" x="{100 * tick * size / scale:.2f}%" y="11" text-anchor="middle">{label}</text>'
-        for tick, label in zip(ticks, tick_labels(ticks), strict=True)
-    )
-    return f'<div class="ticks"><span></span><svg class="ticks" aria-hidden="true">{marks}</svg><b>{unit}</b></div>'
-
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
+def _memory(report: Record) -> Content | None:
+    """A bar a phase on one scale, its axis, the kinds at the peak, and the step from beginning to end."""
+    memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
+    if not memory.peak:
+        return None
+    # A capacity far above the peak would squeeze the bars; it is then said in words.
+    shown = capacity if capacity is not None and capacity <= 2.5 * memory.peak else None
+    scale = 1.04 * max(memory.peak, shown or 0)
+    peak = memory.phases[memory.peak_phase] if memory.peak_phase else {}
+    # The axis is in the unit that suits its end.
+    size, unit = next((size, unit) for size, unit in _UNITS if scale >= size)
+    ticks = nice_ticks(0.0, scale / size, 5)
+    return {
+        "limit": _limit(memory.peak, capacity, shown),
+        "rows": [
+            _memory_row(phase, kinds, scale, shown, phase == memory.peak_phase)
+            for phase, kinds in memory.phases.items()
+        ],
+        "ticks": [
+            (_percent(tick * size / scale), label)
+            for tick, label in zip(ticks, tick_labels(ticks), strict=True)
+        ],
+        "unit": unit,
+        "peak_phase": memory.peak_phase,
+        "kinds": [(kind, format_bytes(peak[kind])) for kind in MEMORY_KINDS if peak.get(kind)],
+        "timeline": _timeline(memory, shown),
+    }
+
+
+def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
+    if capacity is None:
+        return "the size of this device's memory is not known"
+    if shown is None:
+        return f"{format_share(peak / capacity)} of {format_bytes(capacity)}"
+    return f"the line is the device's {format_bytes(capacity)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def _memory_row(
+    phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None, peak: bool
+) -> Content:
+    """The bar of one phase, its kinds one behind the other."""
+    total, left, parts = sum(kinds.values()), 0, []
+    for kind in MEMORY_KINDS:
+        amount = kinds.get(kind, 0)
+        if amount:
+            place = {"left": _percent(left / scale), "width": _percent(amount / scale)}
+            parts.append({"kind": kind, "title": f"{phase}: {kind} {format_bytes(amount)}", **place})
+            left += amount
+    over = " over" if capacity is not None and total > capacity else ""
+    words = "; ".join(f"{kind} {format_bytes(amount)}" for kind, amount in kinds.items())
+    return {
+        "css": f"{'peak' if peak else ''}{over}",
+        "phase": phase,
+        "words": f"{phase}: {words}",
+        "parts": parts,
+        "capacity": "" if capacity is None else _percent(capacity / scale),
+        "total": format_bytes(total),
+    }
+
+
 def _timeline(memory: Memory, capacity: int | None) -> str:
-    """Memory by kind from the beginning of the step to its end."""
+    """A picture of memory by kind from the beginning of the step to its end; empty without moments to draw."""
     points = memory.timeline
     if len(points) < 2:
         return ""
@@ -309,53 +207,31 @@ def _timeline(memory: Memory, capacity: int | None) -> str:
         *(at for at, (before, after) in enumerate(pairwise(points), 1) if before.phase != after.phase),
     ]
     spans = [Span(points[at].phase, at) for at in starts]
-    picture = stacked_areas("memory by kind along the step", areas, spans, unit, capacity and capacity / size)
-    return f'<figure class="timeline"><figcaption>along the step, by kind</figcaption>{picture}</figure>'
+    return stacked_areas("memory by kind along the step", areas, spans, unit, capacity and capacity / size)
 
 
-def _memory_row(
-    phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None, peak: bool
-) -> str:
-    total, left, rects = sum(kinds.values()), 0.0, []
-    for kind in MEMORY_KINDS:
-        amount = kinds.get(kind, 0)
-        if amount:
-            text = escape(f"{phase}: {kind} {format_bytes(amount)}")
-            rects.append(
-                f'<rect class="part kind-{kind}" x="{100 * left / scale:.2f}%" width="{100 * amount / scale:.2f}%" '
-                f'height="100%"><title>{text}</title></rect>'
-            )
-            left += amount
-    if capacity is not None:
-        at = f"{100 * capacity / scale:.2f}%"
-        rects.append(f'<line class="capacity" x1="{at}" x2="{at}" y1="-5" y2="27"/>')
-    over = " over" if capacity is not None and total > capacity else ""
-    words = "; ".join(f"{kind} {format_bytes(amount)}" for kind, amount in kinds.items())
-    return (
-        f'<div class="{"peak" if peak else ""}{over}"><span>{escape(phase)}</span>'
-        f'<svg class="bar" role="img" aria-label="{escape(f"{phase}: {words}")}">{"".join(rects)}</svg>'
-        f"<b>{format_bytes(total)}</b></div>"
-    )
-
-
-def _flops(report: Record) -> str:
+def _work(report: Record) -> Content | None:
+    """FLOPs by dtype, the most first: a bar, and how the device runs each."""
     total, profile = sum(report.flops.values()), report.trace.setup.profile
     if not total:
-        return ""
+        return None
     ranked = sorted(report.flops.items(), key=lambda entry: -entry[1])
     parts = [Part(dtype_name(dtype), amount, dtype_class(dtype_name(dtype))) for dtype, amount in ranked]
-    rows = "".join(
-        f'<tr><th scope="row">{_chip(dtype_name(dtype))}</th><td class="number">{format_share(amount / total)}</td>'
-        f'<td class="number">{format_count(amount)}</td><td class="number">{_at_best(amount, dtype, profile)}</td>'
-        f'<td class="support {profile.supports(dtype)}">{escape(profile.reason(dtype))}</td></tr>'
-        for dtype, amount in ranked
-    )
-    bar = stacked_bar("FLOPs of a step by dtype", parts, format_count)
-    return _section(
-        "Work by dtype",
-        f'{bar}<table class="work"><tbody>{rows}</tbody></table>',
-        f"{format_count(total)} a step",
-    )
+    return {
+        "total": f"{format_count(total)} a step",
+        "bar": stacked_bar("FLOPs of a step by dtype", parts, format_count),
+        "rows": [
+            {
+                "dtype": dtype_name(dtype),
+                "share": format_share(amount / total),
+                "flops": format_count(amount),
+                "at_best": _at_best(amount, dtype, profile),
+                "support": profile.supports(dtype),
+                "reason": profile.reason(dtype),
+            }
+            for dtype, amount in ranked
+        ],
+    }
 
 
 def _at_best(flops: int, dtype: torch.dtype, profile: DeviceProfile) -> str:
@@ -368,52 +244,29 @@ def _duration(seconds: float) -> str:
     return format_duration(seconds) if seconds >= 1 else f"{format_number(1000 * seconds, 3)} ms"
 
 
-def _chip(dtype: str) -> str:
-    return f'<span class="chip {dtype_class(dtype)}">{escape(dtype)}</span>'
-
-
 # --- findings ---------------------------------------------------------------------------------------------
 
 
-def _findings(report: Record) -> str:
-    if not report.findings:
-        return ""
-    articles = "".join(_finding(number, finding, report) for number, finding in enumerate(report.findings, 1))
-    return _section("Findings", f"{articles}{pair_list(next_steps(report), 'pairs next')}")
-
-
-def _finding(number: int, finding: Finding, report: Record) -> str:
-    title = report.trace.setup.profile.title
-    place = [finding.op, finding.phase, short_source(finding.source)]
-    about = "".join(f"<span>{escape(part)}</span>" for part in place if part)
-    price = price_clauses(finding.price, title) if finding.price is not None else []
-    rows = [
-        ("cause", f"<p>{escape(finding.cause)}</p>" if finding.cause else ""),
-        ("way", _list(finding.evidence, "way")),
-        ("price", _list(price, "price")),
-        ("note", _list(finding.notes, "plain")),
-        ("where", _places(finding, report)),
-        ("help", "".join(_fix(fix) for fix in finding.fixes)),
-    ]
-    body = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in rows if value)
-    return (
-        f'<article class="finding is-{finding.severity}" id="finding-{number}"><h3><b class="mark is-{finding.severity}">{number}'
-        f"</b><span>{escape(finding.message)}</span><code>{escape(finding.code)}</code></h3>"
-        f'<p class="place"><code>{escape(finding.module or "the model")}</code>{about}</p>'
-        f'{_operands(finding.operands)}<dl class="facts">{body}</dl></article>'
-    )
-
-
-def _operands(operands: Sequence[Operand]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(operand.role)}</code></th><td>{_chip(dtype_name(operand.dtype))}</td>'
-        f"<td><code>{escape(str(list(operand.shape)))}</code></td><td>{escape(_maker(operand))}</td></tr>"
-        for operand in operands
-    )
-    columns = ("operand", "dtype", "shape", "where its dtype comes from")
-    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    table = f'<table class="operands"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    return f'<div class="scroll">{table}</div>' if rows else ""
+def _finding(number: int, finding: Finding, report: Record) -> Content:
+    price, title = finding.price, report.trace.setup.profile.title
+    return {
+        "number": number,
+        "severity": finding.severity,
+        "code": finding.code,
+        "message": finding.message,
+        "module": finding.module or "the model",
+        "about": [part for part in (finding.op, finding.phase, short_source(finding.source)) if part],
+        "operands": [
+            (operand.role, dtype_name(operand.dtype), str(list(operand.shape)), _maker(operand))
+            for operand in finding.operands
+        ],
+        "cause": finding.cause,
+        "evidence": finding.evidence,
+        "price": [] if price is None else price_clauses(price, title),
+        "notes": finding.notes,
+        "places": _places(finding, report),
+        "fixes": [_fix(fix) for fix in finding.fixes],
+    }
 
 
 def _maker(operand: Operand) -> str:
@@ -422,56 +275,38 @@ def _maker(operand: Operand) -> str:
     return " ".join(part for part in (origin.kind, origin.name, f"({at})" if at else "") if part)
 
 
-def _list(texts: Iterable[str], css: str) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f'<ul class="{css}">{items}</ul>' if items else ""
-
-
-def _places(finding: Finding, report: Record) -> str:
+def _places(finding: Finding, report: Record) -> Content | None:
+    """How many places of the real model it surfaces in, and which; None for a single one."""
     folded = fold_places(finding.places, layer_counts(report.trace))
     total = sum(count for _, _, count in folded)
     if total < 2:
-        return ""
-    items = "".join(
-        f"<li><code>{escape('.'.join(filter(None, (within, part))))}</code>"
-        f"{f'<small>×{count:,}</small>' if count > 1 else ''}</li>"
+        return None
+    rows = [
+        (".".join(filter(None, (within, part))), f"×{count:,}" if count > 1 else "")
         for within, part, count in folded
-    )
-    return f'<details><summary>{plural(total, "place")}</summary><ul class="plain">{items}</ul></details>'
+    ]
+    return {"count": plural(total, "place"), "rows": rows}
 
 
-def _fix(fix: Fix) -> str:
+def _fix(fix: Fix) -> Content:
     tags = [
         ("scope", fix_scope(fix)),
         (fix.safety, fix.safety),
         ("tried", "✓ verified") if fix.verified else ("untried", "not verified"),
     ]
-    shown = "".join(f'<span class="tag {css}">{escape(text)}</span>' for css, text in tags if text)
-    return (
-        f'<div class="fix"><p>{escape(fix.description)} {shown}</p>'
-        + (f'<p class="outcome">{escape(fix.outcome)}</p>' if fix.outcome else "")
-        + _actions(fix.actions)
-        + "</div>"
-    )
+    return {
+        "description": fix.description,
+        "outcome": fix.outcome,
+        "tags": [(css, text) for css, text in tags if text],
+        "actions": [(_ACTIONS[action.kind], action.target, action.value) for action in fix.actions],
+        "folded": f"{len(fix.actions):,} changes" if len(fix.actions) > _ACTIONS_SHOWN else "",
+    }
 
 
-def _actions(actions: Sequence[Action]) -> str:
-    items = "".join(f"<li>{_action(action)}</li>" for action in actions)
-    body = f'<ul class="plain actions">{items}</ul>' if items else ""
-    if len(actions) <= _ACTIONS_SHOWN:
-        return body
-    return f"<details><summary>{len(actions):,} changes</summary>{body}</details>"
+# --- set-up -----------------------------------------------------------------------------------------------
 
 
-def _action(action: Action) -> str:
-    target, value = f"<code>{escape(action.target)}</code>", f"<code>{escape(action.value)}</code>"
-    return f"{_ACTIONS[action.kind]} {target} → {value}"
-
-
-# --- tables -----------------------------------------------------------------------------------------------
-
-
-def _setup(report: Record) -> str:
+def _setup(report: Record) -> list[tuple[str, str]]:
     setup, profile = report.trace.setup, report.trace.setup.profile
     rate = "" if setup.learning_rate is None else f", learning rate {setup.learning_rate:g}"
     here = "" if profile.present else "; not in this machine"
@@ -487,22 +322,4 @@ def _setup(report: Record) -> str:
         *((name, " × ".join(map(str, shape)) or "a scalar") for name, shape in setup.batch.items()),
         ("device figures", profile.source),
     ]
-    return _section("Set-up", pair_list((name, value) for name, value in pairs if value))
-
-
-def _policy(report: Record) -> str:
-    policy = report.trace.setup.policy
-    if policy is None:
-        return ""
-    rows = "".join(
-        f'<tr><th scope="row">{escape(role)}</th><td>{_chip(dtype)}</td><td>{escape(reason)}</td></tr>'
-        for role, dtype, reason in policy.rows()
-    )
-    head = '<thead><tr><th scope="col">Role</th><th scope="col">Dtype</th><th scope="col">Reason</th></tr></thead>'
-    table = f'<div class="scroll"><table class="policy">{head}<tbody>{rows}</tbody></table></div>'
-    return _section("Precision policy", table + _list(policy.warnings, "warnings"))
-
-
-def _trust(report: Record) -> str:
-    rows = pair_list(trust(report))
-    return _section("Taken on trust, or not seen", rows) if rows else ""
+    return [(name, value) for name, value in pairs if value]

@@ -1,15 +1,16 @@
-"""The dtype map as HTML: one small block a part, its bands coloured and labelled by dtype, its findings on its corner."""
+"""The dtype map as its template shows it: each part with its bands, its words, and the findings on its corner."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
-from isotype.report.charts import escape
 from isotype.report.check.map import Block, Cell, Dtypes, Row, Stack
 from isotype.report.palette import dtype_class
 from isotype.report.text import format_bytes
 from isotype.rules.finding import Finding
+
+Content = dict[str, object]
 
 _SHORT = {
     "float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "mxfp4": "mx4", "int8": "i8",
@@ -18,19 +19,34 @@ _SHORT = {
 _LONGEST_HEAD = 40
 
 
-def map_html(blocks: Sequence[Block], findings: Sequence[Finding]) -> str:
+def map_content(blocks: Sequence[Block], findings: Sequence[Finding]) -> Content:
     """All blocks from the model's input to its output, with a legend of the bands and of the dtypes."""
-    parts: list[str] = []
-    singles: list[str] = []
+    cells = list(_cells(blocks))
+    names = dict.fromkeys(
+        name
+        for cell in cells
+        for name in (*cell.stored, *cell.buffers, *cell.runs, *cell.adapters, *cell.adapter_runs)
+    )
+    return {
+        "bands": ["stored as", "runs in", *(["adapter"] if any(cell.adapters for cell in cells) else [])],
+        "dtypes": [(name, dtype_class(name), short(name)) for name in names],
+        "parts": _parts(blocks, findings),
+    }
+
+
+def _parts(blocks: Sequence[Block], findings: Sequence[Finding]) -> list[tuple[str, object]]:
+    """`("stack", …)` and, of what stands between two of them, `("singles", […])`."""
+    parts: list[tuple[str, object]] = []
+    singles: list[Content] = []
     for block in blocks:
-        if isinstance(block, Cell):
-            singles.append(_single(block, findings))
+        if isinstance(block, Stack):
+            parts.append(("stack", _stack(block, findings)))
+            singles = []
             continue
-        parts += _flow(singles)
-        singles = []
-        parts.append(_stack(block, findings))
-    parts += _flow(singles)
-    return f'{_legend(blocks)}<div class="map">{"".join(parts)}</div>'
+        if not singles:
+            parts.append(("singles", singles))
+        singles.append(_single(block, findings))
+    return parts
 
 
 def _cells(blocks: Iterable[Block]) -> Iterable[Cell]:
@@ -42,61 +58,32 @@ def _cells(blocks: Iterable[Block]) -> Iterable[Cell]:
                 yield from row.cells.values()
 
 
-def _legend(blocks: Sequence[Block]) -> str:
-    cells = list(_cells(blocks))
-    names = dict.fromkeys(
-        name
-        for cell in cells
-        for name in (*cell.stored, *cell.buffers, *cell.runs, *cell.adapters, *cell.adapter_runs)
-    )
-    chips = "".join(
-        f'<li class="chip {dtype_class(name)}">{escape(name)}<small>{short(name)}</small></li>'
-        for name in names
-    )
-    bands = ["stored as", "runs in", *(["adapter"] if any(cell.adapters for cell in cells) else [])]
-    sample = "".join(f"<span>{band}</span>" for band in bands)
-    return f'<div class="legend"><div class="bands" aria-hidden="true">{sample}</div><ul class="dtypes">{chips}</ul></div>'
-
-
 def short(name: str) -> str:
     """A dtype's name in at most four letters."""
     return "f8" if name.startswith("float8") else _SHORT.get(name, name[:4])
 
 
-def _flow(singles: Sequence[str]) -> list[str]:
-    return [f'<div class="singles">{"".join(singles)}</div>'] if singles else []
-
-
-def _single(cell: Cell, findings: Sequence[Finding]) -> str:
+def _single(cell: Cell, findings: Sequence[Finding]) -> Content:
     parent, _, leaf = cell.name.rpartition(".")
-    before = f"<small>{escape(parent)}.</small>" if parent else ""
-    label = f'<span class="name">{before}{escape(leaf or "the model")}</span>'
-    return f'<div class="single">{_block(cell, findings, 1, cell.name)}{label}</div>'
+    return {"parent": parent, "leaf": leaf or "the model", **_block(cell, findings, 1, cell.name)}
 
 
-def _stack(stack: Stack, findings: Sequence[Finding]) -> str:
-    layers = f"{stack.layers:,} {'layer' if stack.layers == 1 else 'layers'}"
-    heads = "".join(_head(column, stack.columns) for column in stack.columns)
-    rows = "".join(_row(row, stack, findings) for row in stack.rows)
-    name = escape(stack.name or "the model")
-    return (
-        f'<div class="scroll"><table class="stack"><caption><b>{name}</b> {layers}</caption>'
-        f'<thead><tr><th scope="col"><span class="unseen">layers</span></th>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+def _stack(stack: Stack, findings: Sequence[Finding]) -> Content:
+    return {
+        "name": stack.name or "the model",
+        "layers": f"{stack.layers:,} {'layer' if stack.layers == 1 else 'layers'}",
+        "heads": [(column, _head(column, stack.columns)) for column in stack.columns],
+        "rows": [_row(row, stack, findings) for row in stack.rows],
+    }
 
 
-def _head(column: str, columns: Sequence[str]) -> str:
+def _head(column: str, columns: Sequence[str]) -> list[str]:
+    """A column's name as its head shows it, in words behind each of which a line may break."""
     leaf = column.rpartition(".")[2]
     if leaf == "*" or sum(other.rpartition(".")[2] == leaf for other in columns) > 1:
         leaf = column  # the last name alone would not tell two columns apart
     shown = leaf if len(leaf) <= _LONGEST_HEAD else f"…{leaf[1 - _LONGEST_HEAD :]}"
-    return f'<th scope="col" title="{escape(column)}"><span>{_breakable(shown)}</span></th>'
-
-
-def _breakable(name: str) -> str:
-    """A name that may go on in the next line behind each of its words."""
-    return "<wbr>".join(escape(word) for word in re.split(r"(?<=[_.])(?=.)", name))
+    return re.split(r"(?<=[_.])(?=.)", shown)
 
 
 def layers_label(row: Row) -> str:
@@ -104,49 +91,47 @@ def layers_label(row: Row) -> str:
     return f"{row.first}" if row.first == row.last else f"{row.first}–{row.last}"
 
 
-def _row(row: Row, stack: Stack, findings: Sequence[Finding]) -> str:
-    times = f" <small>×{row.layers:,}</small>" if row.layers > 1 else ""
-    marks = "".join(_mark(position, findings) for position in row.findings)
-    cells = []
+def _row(row: Row, stack: Stack, findings: Sequence[Finding]) -> Content:
+    cells: list[Content | None] = []
     for column in stack.columns:
         cell = row.cells.get(column)
-        if cell is None:
-            cells.append("<td></td>")
-            continue
         where = ".".join(filter(None, (stack.name, layers_label(row), column)))
-        cells.append(f"<td>{_block(cell, findings, row.layers, where)}</td>")
-    return f'<tr><th scope="row">{layers_label(row)}{times}{marks}</th>{"".join(cells)}</tr>'
+        cells.append(None if cell is None else _block(cell, findings, row.layers, where))
+    return {
+        "label": layers_label(row),
+        "times": f"×{row.layers:,}" if row.layers > 1 else "",
+        "marks": [_mark(position, findings[position]) for position in row.findings],
+        "cells": cells,
+    }
 
 
-def _mark(position: int, findings: Sequence[Finding]) -> str:
-    finding = findings[position]
-    return (
-        f' <a class="mark is-{finding.severity}" href="#finding-{position + 1}" '
-        f'title="{escape(f"{finding.code} {finding.message}")}">{position + 1}</a>'
+def _mark(position: int, finding: Finding) -> Content:
+    title = f"{finding.code} {finding.message}"
+    return {"number": position + 1, "severity": finding.severity, "title": title}
+
+
+def _block(cell: Cell, findings: Sequence[Finding], layers: int, where: str) -> Content:
+    """A part's bands and words; a badge with the number of its worst finding where there is one."""
+    stored = _band(
+        cell.stored or cell.buffers, "stored buffer" if cell.buffers and not cell.stored else "stored"
     )
-
-
-def _block(cell: Cell, findings: Sequence[Finding], layers: int, where: str) -> str:
-    """A link to the worst finding where there is one, else a plain block that can be pointed at all the same."""
-    stored = cell.stored or cell.buffers
-    bands = _band(stored, "stored buffer" if cell.buffers and not cell.stored else "stored")
-    bands += _band(cell.runs, "runs")
-    bands += _band(cell.adapters, "adapter") if cell.adapters else ""
-    words = escape(describe(cell, findings, layers, where))
-    marked = " ".join(str(position + 1) for position in cell.findings)
-    common = f'title="{words}" aria-label="{words}" data-findings="{marked}"'
+    bands = [stored, _band(cell.runs, "runs"), *([_band(cell.adapters, "adapter")] if cell.adapters else [])]
+    content: Content = {"bands": bands, "words": describe(cell, findings, layers, where), "badge": ""}
     if not cell.findings:
-        return f'<span class="cell" role="img" tabindex="0" {common}>{bands}</span>'
+        return content
     first = cell.findings[0]
     more = f"+{len(cell.findings) - 1}" if len(cell.findings) > 1 else ""
-    badge = f'<b class="badge-number">{first + 1}{more}</b>'
-    severity = findings[first].severity
-    return f'<a class="cell flagged is-{severity}" href="#finding-{first + 1}" {common}>{bands}{badge}</a>'
+    return {
+        **content,
+        "badge": f"{first + 1}{more}",
+        "first": first + 1,
+        "severity": findings[first].severity,
+        "marked": " ".join(str(position + 1) for position in cell.findings),
+    }
 
 
-def _band(dtypes: Dtypes, kind: str) -> str:
-    pieces = "".join(f'<i class="{dtype_class(name)}">{escape(short(name))}</i>' for name in dtypes[:2])
-    return f'<span class="band {kind}">{pieces or "<i></i>"}</span>'
+def _band(dtypes: Dtypes, kind: str) -> Content:
+    return {"kind": kind, "pieces": [(dtype_class(name), short(name)) for name in dtypes[:2]]}
 
 
 def describe(cell: Cell, findings: Sequence[Finding], layers: int, where: str) -> str:
