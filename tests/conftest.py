@@ -53,6 +53,12 @@ def pytest_configure() -> None:
         pretend(name, pytest.MonkeyPatch())
 
 
+def pytest_collection_finish() -> None:
+    """What the imports have made stays to the end: no later collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: at the end one core would wait for them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -1,4 +1,4 @@
-"""The command line in forked processes, for programs that send signals to it.
+"""The command line in forked processes, for programs that send signals to it; without the check before the first step.
 
 Forking is only safe from a process in which no thread pool runs yet, so these are programs of their own and not
 tests; importing the libraries once instead of once a run is what makes many runs affordable.
@@ -27,6 +27,7 @@ from isotype.train.methods import METHODS
 
 METHODS["sft"].dataclass_types()
 METHODS["sft"].trainer_class()
+isotype.train.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
 
 
 def start(argv: Sequence[str], log: Path) -> int:

@@ -26,6 +26,8 @@ from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

@@ -27,6 +27,8 @@ from isotype.train.record import StepMeasures
 from isotype.train.saved import whole_checkpoints
 from tests.train.tiny import reward_by_words, rows, save_chat_model, save_rows
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:

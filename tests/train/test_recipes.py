@@ -25,6 +25,7 @@ from isotype.train.models import check_module_names, processing_class
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
+pytestmark = pytest.mark.usefixtures("unchecked")
 POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="bfloat16")
 
 

@@ -1,0 +1,15 @@
+"""What the tests of training share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without the check before their first step, for tests of what comes before and after it.
+
+    The check costs as much as ten steps of a tiny model. Runs with it are those of test_methods.py (each method in each
+    dtype), test_callback.py, test_preflight.py and tests/test_cli.py.
+    """
+    monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
