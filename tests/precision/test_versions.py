@@ -78,6 +78,17 @@ def test_demands_of_one_package_are_joined_and_names_normalised() -> None:
     assert [incompatibility.change for incompatibility in found] == ["hugging-face-hub<1,>=0.3"]
 
 
+def test_what_is_installed_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (installed(), incompatibilities(installed()))
+
+    def again(name: str) -> None:
+        raise AssertionError(f"{name} is read again")
+
+    for name in ("version", "requires", "distribution"):
+        monkeypatch.setattr(importlib.metadata, name, again)
+    assert (installed(), incompatibilities(installed())) == before
+
+
 def test_a_package_that_is_not_installed_demands_nothing() -> None:
     assert incompatibilities({"peft": None, "torch": "2.6"}, {"peft": ["torch>=99"]}) == []
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -196,6 +197,9 @@ _RUNTIME_MINIMUMS: tuple[tuple[str, str, str, str], ...] = (
 # --------------------------------------------------------------------------------------------- what is installed
 
 
+# Every check and every policy asks what is installed; to read it takes as long as a small trace, and while a process runs
+# it does not change.
+@cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -239,10 +243,12 @@ def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list
     """
     asked = {**versions, "isotype": _version("isotype")}
     here = [package for package, version in asked.items() if version and version == _version(package)]
-    return {
-        package: [*(importlib.metadata.requires(package) or ()), *_runtime_minimums(package)]
-        for package in here
-    }
+    return {package: list(_required(package)) for package in here}
+
+
+@cache
+def _required(package: str) -> tuple[str, ...]:
+    return (*(importlib.metadata.requires(package) or ()), *_runtime_minimums(package))
 
 
 # --------------------------------------------------------------------------------------------------- what clashes
@@ -270,7 +276,8 @@ def _holds(specifier: SpecifierSet, version: Version) -> bool:
     return specifier.contains(version, prereleases=True)
 
 
-def _demands(package: str, texts: Iterable[str]) -> tuple[dict[str, SpecifierSet], list[str]]:
+@lru_cache(maxsize=64)
+def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
     """What `package` demands of each other package, all its lines joined; and the lines that cannot be read."""
     demands, unreadable = dict[str, SpecifierSet](), list[str]()
     for text in texts:
@@ -292,7 +299,7 @@ def _declared(
         owner = labels.get(canonicalize_name(package))
         if owner is None:  # not installed, so it demands nothing
             continue
-        demands, unreadable = _demands(package, texts)
+        demands, unreadable = _demands(package, tuple(texts))
         for text in unreadable:
             fact = f"{owner} declares {text!r}, which is not a requirement; it was not compared"
             yield Incompatibility((owner,), fact, package, "warning")
