@@ -28,9 +28,9 @@ def adapted(saved: Saved, dtype: str, quantization: str | None) -> tuple[Any, Pr
     return isotype.add_lora(model, policy, r=4, modules_to_save=["lm_head"]), policy
 
 
-def work(model: Any, policy: PrecisionPolicy) -> tuple[list[float], torch.Tensor]:
+def work(model: Any, policy: PrecisionPolicy, steps: int = 6) -> tuple[list[float], torch.Tensor]:
     """Train, evaluate without autocast, generate: the losses and the tokens."""
-    losses = train(model, policy, tiny_batch(NAME))
+    losses = train(model, policy, tiny_batch(NAME), steps)
     loss = model(**tiny_batch(NAME)).loss
     loss.backward()
     model.zero_grad()
@@ -74,9 +74,9 @@ def test_two_interleaved(saved: Saved, quantization: str | None) -> None:
 def test_two_threads(saved: Saved, quantization: str | None) -> None:
     """Each thread has its own autocast and boundaries hold no shared state, so the results are those of one thread."""
     pairs = [adapted(saved, dtype, quantization) for dtype in ("bfloat16", "float16")]
-    expected = [work(*adapted(saved, dtype, quantization)) for dtype in ("bfloat16", "float16")]
+    expected = [work(*adapted(saved, dtype, quantization), steps=3) for dtype in ("bfloat16", "float16")]
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda pair: work(*pair), pairs))
+        results = list(pool.map(lambda pair: work(*pair, steps=3), pairs))
     for (losses, tokens), (expected_losses, expected_tokens) in zip(results, expected, strict=True):
         assert losses == expected_losses
         assert torch.equal(tokens, expected_tokens)
