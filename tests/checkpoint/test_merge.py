@@ -633,6 +633,19 @@ def test_a_base_of_another_architecture(make: Make, tmp_path: Path) -> None:
     assert "not found in the base model" in caught.value.problems[0].given
 
 
+def test_another_model_into_which_the_adapter_would_fit(base: Path, make: Make, tmp_path: Path) -> None:
+    other = save_base(
+        tmp_path / "other", num_attention_heads=8, head_dim=8, num_key_value_heads=4, vocab_size=80
+    )
+    with pytest.raises(CheckpointError) as caught:
+        merge_adapter(make(), tmp_path / "merged", base=other)
+    assert caught.value.headline == "the base is another model than the adapter was trained on"
+    differ = [problem.given.removeprefix(f"--base {other}: ") for problem in caught.value.problems]
+    assert differ == ["num_attention_heads 8", "num_key_value_heads 4", "head_dim 8", "vocab_size 80"]
+    assert caught.value.problems[-1].expected == f"64, as in {base}, which the adapter was trained on"
+    assert not (tmp_path / "merged").exists()
+
+
 def test_kinds_that_cannot_be_merged(base: Path, make: Make, tmp_path: Path) -> None:
     policy = resolve_precision(base, "float32", None, "cpu")
     config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")

@@ -30,6 +30,7 @@ from isotype.checkpoint.merge_report import (
     compare_logits,
 )
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.same_base import check_same_base
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, PrecisionError, Problem, SaveError, UsageError
 from isotype.core.staging import fsync_tree, publish_directory
@@ -85,6 +86,8 @@ def merge_adapter(
     source = str(saved.base if base is None else base)
     gc.collect()  # a PEFT model holds references to itself; without this two models would lie in memory
     model, weights, changes = merged(saved, source, policy, target)
+    if base is not None and logits is not None:  # the base that it was trained on can be read
+        check_same_base(saved, source)
     model_class = type(model)
     tokenizer = tokenizer or tokenizer_of(dense_source(source, policy.plain))
     with _staging(target_directory) as built:
