@@ -752,7 +752,7 @@ def test_what_the_terminal_shows() -> None:
         "lost to rounding  25.00% of a weight's update in the median, 50.00% in b.weight",
         "vanished          600 entries of the update (30.00%)",
         "logits            differ by at most 0, KL 0 nats, from the trained model's on 3 tokens",
-        "output            merged (2.0 MB)",
+        "output            merged (1.91 MiB)",
         "note: so",
         "warning: 30% of the update's entries vanish in bfloat16: they are smaller than half a unit in the",
         "last place of the weight; merge with --dtype float32, or keep the adapter apart",

@@ -24,14 +24,13 @@ from isotype.report.check.report import Report
 from isotype.report.check.text import (
     elide,
     fold_places,
-    format_count,
-    format_share,
     price_clauses,
     ranges,
     render,
     to_text,
     verdict,
 )
+from isotype.report.text import format_flops, format_share
 from isotype.rules.finding import Action, Fix, Price
 from isotype.trace.record import Memory
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_followed, too_large
@@ -219,7 +218,7 @@ def test_price_says_only_what_was_counted() -> None:
     assert price_clauses(Price(), "NVIDIA T4") == []
     assert price_clauses(Price(0.004, 0, 0, 12.4), "a CPU") == [
         "about 12x slower on a CPU",
-        "under 1 % of the FLOPs in a slower dtype",
+        "0.4 % of the FLOPs in a slower dtype",
     ]
 
 
@@ -259,10 +258,12 @@ def test_elided_names_fit_and_keep_their_ends(name: str, width: int) -> None:
 
 
 def test_numbers_as_words() -> None:
-    assert [format_count(n) for n in (0, 950, 1.24e12, 3e15, 7.1e9, 2.5e6)] == [
+    assert [format_flops(n) for n in (0, 950, 1.24e12, 3e15, 7.1e9, 2.5e6)] == [
         "0 FLOP", "950 FLOP", "1.24 TFLOP", "3.00 PFLOP", "7.10 GFLOP", "2.50 MFLOP",
     ]  # fmt: skip
-    assert [format_share(share) for share in (1, 0.624, 0.01, 0.001)] == ["100 %", "62 %", "1 %", "under 1 %"]
+    assert [format_share(share) for share in (1, 0.624, 0.0351, 0.01, 1e-4, 0)] == [
+        "100 %", "62 %", "3.5 %", "1.0 %", "under 0.1 %", "0 %",
+    ]  # fmt: skip
 
 
 # --- JSON -------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from isotype.report.doctor import (
     contradiction,
     cost_here,
     doctor_json,
-    format_flops,
+    format_rate,
     render_doctor,
     verdict,
 )
@@ -113,7 +113,7 @@ def test_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
         _text(_report())
         == """\
 isotype doctor
-  device  AMD EPYC (cpu), 8.0 GiB
+  device  AMD EPYC (cpu), 8.00 GiB
   torch   2.13.0+cpu, CPU build, 2 CPU threads
   python  Python 3.11.7, Linux x86_64
   source  measured on two cores of an AMD CPU, torch 2.13
@@ -255,8 +255,8 @@ def test_a_measurement_that_belies_the_profile_is_said() -> None:
     ("rate", "text"),
     [(95e9, "95.0 GFLOP/s"), (1.39e9, "1.4 GFLOP/s"), (65e12, "65.0 TFLOP/s"), (2.25e15, "2,250.0 TFLOP/s")],
 )
-def test_format_flops(rate: float, text: str) -> None:
-    assert format_flops(rate) == text
+def test_format_rate(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
 
 
 def test_json_is_plain_and_complete() -> None:

@@ -36,7 +36,7 @@ def test_trained_embeddings_are_a_note() -> None:
             parameter.requires_grad_(True)
     (finding,) = found(RULE, traced(model, batch(), autocast=BF16))
     assert finding.severity == "note"
-    assert finding.message == "2 trained weights are float32 in a bfloat16 model: 32 KiB more memory"
+    assert finding.message == "2 trained weights are float32 in a bfloat16 model: 32.0 KiB more memory"
 
 
 def test_one_dtype_throughout() -> None:

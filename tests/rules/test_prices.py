@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.rules.kit import prices
 from isotype.trace.record import Call, Operand, Origin
@@ -78,15 +79,15 @@ def test_root_goes_through_a_layer_that_casts_and_restores() -> None:
 
 @given(st.floats(min_value=0, max_value=1e17))
 def test_sizes_have_three_digits_and_a_unit(amount: float) -> None:
-    number, unit = prices.size_text(amount).split()
-    scale = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}[unit]
-    assert float(number) * 1024**scale == pytest.approx(amount, rel=0.006, abs=0.51)
+    number, unit = format_bytes(amount).split()
+    scale = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}[unit]
+    assert float(number.replace(",", "")) * 1024**scale == pytest.approx(amount, rel=0.006, abs=0.51)
 
 
-def test_size_texts() -> None:
-    assert [prices.size_text(n) for n in (0, 1023, 1536, 3 * 2**30)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1.5 KiB",
-        "3 GiB",
+def test_sizes_in_every_finding_and_report() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 * 2**30)] == [
+        "0 B",
+        "1,023 B",
+        "1.50 KiB",
+        "3.00 GiB",
     ]

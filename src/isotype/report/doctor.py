@@ -21,6 +21,7 @@ from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.versions import Incompatibility, pip_command
 from isotype.report.narrow import fitting
+from isotype.report.text import format_bytes
 
 # ------------------------------------------------------------------------------------------------- what it means
 
@@ -146,13 +147,13 @@ def _dtype_table(report: DoctorReport) -> Table:
         table.add_row(
             dtype_name(dtype),
             Text(support, style=_SUPPORT_STYLES[support]),
-            "-" if rate is None else format_flops(rate),
+            "-" if rate is None else format_rate(rate),
             Text(cost_here(dtype, report)),
         )
     return table
 
 
-def format_flops(rate: float) -> str:
+def format_rate(rate: float) -> str:
     """`95_000_000_000` FLOP/s -> `"95.0 GFLOP/s"`; TFLOP/s from 1000 GFLOP/s on."""
     if rate >= 1e12:
         return f"{rate / 1e12:,.1f} TFLOP/s"
@@ -161,7 +162,7 @@ def format_flops(rate: float) -> str:
 
 def _device_rows(report: DoctorReport) -> list[tuple[str, str]]:
     profile = report.profile
-    memory = f", {profile.memory_bytes / 2**30:.1f} GiB" if profile.memory_bytes else ", memory size unknown"
+    memory = f", {format_bytes(profile.memory_bytes)}" if profile.memory_bytes else ", memory size unknown"
     threads = torch.get_num_threads()
     cores = "1 CPU thread" if threads == 1 else f"{threads} CPU threads"
     where = profile.name if profile.present else f"profile {profile.name}; not in this machine"

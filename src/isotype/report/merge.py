@@ -10,6 +10,7 @@ from rich.text import Text
 
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.report.narrow import fitting
+from isotype.report.text import format_bytes
 
 if TYPE_CHECKING:
     from isotype.checkpoint.merge import MergeReport
@@ -55,4 +56,4 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
                 f"model's on {report.logits.tokens} tokens",
             )
         )
-    return [*rows, ("output", f"{report.output} ({report.bytes / 1e6:,.1f} MB)")]
+    return [*rows, ("output", f"{report.output} ({format_bytes(report.bytes)})")]

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import math
 
+from isotype.core.units import format_bytes
 from isotype.report.charts import format_number
 
-
-def format_bytes(amount: int) -> str:
-    """`512 B`, `1.50 KiB`, `34.5 MiB`, `1.84 GiB`."""
-    value, unit = float(amount), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return (
-        f"{amount:,} B"
-        if unit == "B"
-        else f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    )
+__all__ = ["format_bytes", "format_count", "format_duration", "format_flops", "format_share"]
 
 
 def format_duration(seconds: float) -> str:
@@ -33,8 +22,11 @@ def format_duration(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """`12.5 %`."""
-    return f"{format_number(100 * share, 3)} %"
+    """`62 %`, `3.5 %` below a tenth; one that rounds to nothing is `under 0.1 %`."""
+    percent = 100 * share
+    if 0 < percent < 0.05:
+        return "under 0.1 %"
+    return f"{percent:.1f} %" if 0 < percent < 9.95 else f"{percent:.0f} %"
 
 
 def format_count(count: int) -> str:
@@ -43,3 +35,11 @@ def format_count(count: int) -> str:
         if count >= size:
             return f"{format_number(count / (1000 if letter == 'k' else size), 3)} {letter}"
     return f"{count:,}"
+
+
+def format_flops(flops: float) -> str:
+    """`950 FLOP`, `1.24 TFLOP`."""
+    for name, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if flops >= unit:
+            return f"{format_number(flops / unit, 3)} {name}FLOP"
+    return f"{flops:,.0f} FLOP"

@@ -35,6 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short, starred
+from isotype.core.units import format_bytes
 from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
 from isotype.rules.kit import prices
 from isotype.rules.kit.words import cause_text
@@ -100,12 +101,12 @@ def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping
     return finding_at(
         "IST202",
         "warning",
-        f"frozen {before} weights are cast to {after} at every step: {prices.size_text(moved)}",
+        f"frozen {before} weights are cast to {after} at every step: {format_bytes(moved)}",
         first.call,
         [cast.call for cast in casts],
         cause=cause_text(first.operand.origin, owners),
         notes=(
-            f"{len(cast_weights)} weights, {prices.size_text(spare)} more memory than in {after}",
+            f"{len(cast_weights)} weights, {format_bytes(spare)} more memory than in {after}",
             *prices.costs_text(price, trace),
         ),
         fixes=(
@@ -148,7 +149,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[prices.Cast, Weight]]
     return Finding(
         code="IST202",
         severity="note",
-        message=f"inputs of adapters are cast to {wide} and by autocast back to {narrow}: {prices.size_text(moved)}",
+        message=f"inputs of adapters are cast to {wide} and by autocast back to {narrow}: {format_bytes(moved)}",
         module=up.module,
         op=first.call.op,
         phase=first.call.phase,

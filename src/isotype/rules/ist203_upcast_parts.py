@@ -37,6 +37,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, starred
+from isotype.core.units import format_bytes
 from isotype.rules.finding import Action, Finding, Fix, Price
 from isotype.rules.kit import prices
 from isotype.trace.record import Trace, Weight
@@ -100,7 +101,7 @@ def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: i
         code="IST203",
         severity="warning",
         message=f"{agree(len(wide), 'frozen weight', 'are')} float32 in a {target} model: "
-        f"{prices.size_text(extra)} more memory",
+        f"{format_bytes(extra)} more memory",
         module=largest.module,
         phase="load",
         cause=f"{largest.name} is float32",
@@ -132,7 +133,7 @@ def _masters(wide: Sequence[Weight], wanted: torch.dtype, extra: int) -> Finding
         code="IST203",
         severity="note",
         message=f"{agree(len(wide), 'trained weight', 'are')} float32 in a {narrow} model: "
-        f"{prices.size_text(extra)} more memory",
+        f"{format_bytes(extra)} more memory",
         module=largest.module,
         phase="load",
         cause=f"{largest.name} is float32",

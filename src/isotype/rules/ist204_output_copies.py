@@ -35,6 +35,7 @@ from collections.abc import Iterator, Sequence
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
+from isotype.core.units import format_bytes
 from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
 from isotype.rules.kit import prices
 from isotype.rules.kit.per_trace import per_trace
@@ -117,9 +118,9 @@ def _finding(trace: Trace, casts: Sequence[prices.Cast], size: int, unread: bool
     return finding_at(
         "IST204",
         "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
-        f"{len(casts)} outputs are copied to {wide}, {prices.size_text(size)}, which {what}"
+        f"{len(casts)} outputs are copied to {wide}, {format_bytes(size)}, which {what}"
         if len(casts) > 1
-        else f"an output is copied to {wide}, {prices.size_text(size)}, which {what}",
+        else f"an output is copied to {wide}, {format_bytes(size)}, which {what}",
         first.call,
         [cast.call for cast in casts],
         cause=f"a cast to {wide} at {short(first.call.source)}",

@@ -36,6 +36,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
+from isotype.core.units import format_bytes
 from isotype.rules.finding import Action, Finding, Fix, Price, Severity
 from isotype.rules.kit import prices
 from isotype.trace.record import FLOATS, Trace, Weight
@@ -89,7 +90,7 @@ def _finding(trace: Trace, weights: Sequence[Weight], said: torch.dtype, lies: t
         memory_bytes=extra,
         slowdown=prices.slowdown(trace, wide, said) if wide else None,
     )
-    costs = f": {prices.size_text(extra)} more memory" if extra else ""
+    costs = f": {format_bytes(extra)} more memory" if extra else ""
     return Finding(
         code="IST501",
         severity=_SEVERITIES[said, lies],

@@ -38,9 +38,9 @@ from functools import cache
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.units import format_bytes
 from isotype.rules.finding import Action, Finding, Fix, Price
 from isotype.rules.kit import prices
-from isotype.rules.kit.prices import size_text
 from isotype.trace.record import Trace, Weight
 
 TITLE = "The step does not fit into the device's memory"
@@ -64,15 +64,15 @@ def find(trace: Trace) -> Iterator[Finding]:
     over = peak - capacity
     kinds = sorted(trace.memory.phases[phase].items(), key=lambda item: -item[1])
     title = trace.setup.profile.title
-    fact = f"{size_text(peak)} at the peak of the {phase}, {title} has {size_text(capacity)}"
+    fact = f"{format_bytes(peak)} at the peak of the {phase}, {title} has {format_bytes(capacity)}"
     yield Finding(
         code="IST605",
         severity="error" if over > 0 else "warning",
         message=f"the step does not fit: {fact}" if over > 0 else f"the step only just fits: {fact}",
         phase=phase,
-        cause=f"{kinds[0][0]} take {size_text(kinds[0][1])}",
+        cause=f"{kinds[0][0]} take {format_bytes(kinds[0][1])}",
         notes=(
-            ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds if size >= peak / 100),
+            ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= peak / 100),
             *largest_tensors(trace),
         ),
         fixes=tuple(_fixes(trace, over)),
@@ -105,7 +105,7 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
 
 
 def _counted(size: int, times: int) -> str:
-    return f"{size_text(size)}{f', {times} of them' if times > 1 else ''}"
+    return f"{format_bytes(size)}{f', {times} of them' if times > 1 else ''}"
 
 
 @cache
@@ -126,7 +126,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
     for advice, saved, target, value in savings:
         enough = ", which is enough" if saved >= over > 0 else ""
         yield Fix(
-            f"{advice}: about {size_text(saved)} less{enough}",
+            f"{advice}: about {format_bytes(saved)} less{enough}",
             "unsafe" if target == "quantization" else "safe",
             actions=(Action("advice", target, value),),
         )

@@ -21,6 +21,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.narrow import NARROW, fitting, wrapped
 from isotype.report.run.record import PolicyRow, RunRecord, Sample
+from isotype.report.text import format_bytes, format_share
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
 from isotype.train.lengths import Lengths
@@ -119,9 +120,9 @@ def show_policy(
 def show_model(console: Console, model: Any) -> None:
     """How many parameters there are, how many learn, and how the weights lie."""
     total, trainable = parameter_counts(model)
-    lies = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in weight_bytes(model))
+    lies = ", ".join(f"{name} {format_bytes(size)}" for name, size in weight_bytes(model))
     console.print(
-        f"model: {total / 1e6:.1f} M parameters, {trainable / 1e6:.2f} M trainable ({100 * trainable / total:.2f} %); "
+        f"model: {total / 1e6:.1f} M parameters, {trainable / 1e6:.2f} M trainable ({format_share(trainable / total)}); "
         f"weights: {lies}",
         highlight=False,
     )
@@ -166,9 +167,9 @@ def unquantized_experts(model: Any) -> list[str]:
     experts = [p for p in model.parameters() if p.ndim == 3 and p.is_floating_point() and not p.requires_grad]
     if not quantized or not experts:
         return []
-    size = sum(p.numel() * p.element_size() for p in experts) / 2**20
+    size = sum(p.numel() * p.element_size() for p in experts)
     return [
-        f"{len(experts)} stacked expert weights ({size:.0f} MiB) stay in {dtype_name(experts[0].dtype)}: bitsandbytes "
+        f"{len(experts)} stacked expert weights ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: bitsandbytes "
         "quantizes linear layers, and these are parameters of their own"
     ]
 

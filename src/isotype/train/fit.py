@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from isotype.core.units import format_bytes
 from isotype.rules.finding import Fix
 from isotype.rules.ist605_memory import TIGHT
-from isotype.rules.kit.prices import size_text
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
@@ -57,7 +57,7 @@ def fitting(
         f"this fits: {shlex.join(tokens)}",
         "safe",
         verified=True,
-        outcome=f"at most {size_text(room)} are used",
+        outcome=f"at most {format_bytes(room)} are used",
     )
     findings = tuple(
         replace(finding, fixes=(fix, *finding.fixes)) if finding.code == "IST605" else finding

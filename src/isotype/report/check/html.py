@@ -32,8 +32,6 @@ from isotype.report.check.text import (
     counts,
     fix_scope,
     fold_places,
-    format_count,
-    format_share,
     next_steps,
     price_clauses,
     short_source,
@@ -42,7 +40,7 @@ from isotype.report.check.text import (
 )
 from isotype.report.html import package_file, render
 from isotype.report.palette import dtype_class, palette_css
-from isotype.report.text import format_bytes, format_duration
+from isotype.report.text import format_bytes, format_duration, format_flops, format_share
 from isotype.rules.finding import Finding, Fix
 from isotype.trace.record import MEMORY_KINDS, Memory, MemoryKind, Operand
 
@@ -116,7 +114,7 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
     return [
         ("Findings", counts(report).split(",")[0] or "none", ", ".join(counts(report).split(", ")[1:])),
         ("Peak memory", format_bytes(memory.peak) if memory.peak else "not measured", capacity),
-        ("Work", format_count(total), share),
+        ("Work", format_flops(total), share),
         ("Operators", f"{sum(call.repeats for call in report.trace.calls):,}", "a step"),
         ("Checked in", _duration(report.seconds), "fake tensors"),
     ]
@@ -218,13 +216,13 @@ def _work(report: Record) -> Content | None:
     ranked = sorted(report.flops.items(), key=lambda entry: -entry[1])
     parts = [Part(dtype_name(dtype), amount, dtype_class(dtype_name(dtype))) for dtype, amount in ranked]
     return {
-        "total": f"{format_count(total)} a step",
-        "bar": stacked_bar("FLOPs of a step by dtype", parts, format_count),
+        "total": f"{format_flops(total)} a step",
+        "bar": stacked_bar("FLOPs of a step by dtype", parts, format_flops),
         "rows": [
             {
                 "dtype": dtype_name(dtype),
                 "share": format_share(amount / total),
-                "flops": format_count(amount),
+                "flops": format_flops(amount),
                 "at_best": _at_best(amount, dtype, profile),
                 "support": profile.supports(dtype),
                 "reason": profile.reason(dtype),

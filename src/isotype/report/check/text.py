@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plural
-from isotype.report.charts import format_number
 from isotype.report.check.map import layer_counts, plain_name, split_layer
 from isotype.report.check.record import Record, repair_outlook
-from isotype.report.text import format_bytes
+from isotype.report.text import format_bytes, format_flops, format_share
 from isotype.rules.finding import Finding, Fix, Price, Scope, marked
 from isotype.trace.record import Operand, Setup
 
@@ -91,20 +90,6 @@ def price_clauses(price: Price, title: str) -> list[str]:
     if price.memory_bytes:
         clauses.append(f"{format_bytes(price.memory_bytes)} more memory at the peak")
     return clauses
-
-
-def format_share(share: float) -> str:
-    """`0.62` -> `"62 %"`, a share that rounds to nothing -> `"under 1 %"`."""
-    return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
-
-
-def format_count(flops: float) -> str:
-    """`1_240_000_000_000` -> `"1.24 TFLOP"`."""
-    unit = 1.0
-    for name, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if flops >= unit:
-            return f"{format_number(flops / unit, 3)} {name}FLOP"
-    return f"{flops:,.0f} FLOP"
 
 
 _SCOPES: Mapping[Scope, str] = {
@@ -213,7 +198,7 @@ def flops_words(report: Record) -> str:
         support = profile.supports(dtype)
         odd = "" if support == "native" else f" ({support})"
         shares.append(f"{format_share(count / total)} {dtype_name(dtype)}{odd}")
-    return f"{format_count(total)} a step: {', '.join(shares)}"
+    return f"{format_flops(total)} a step: {', '.join(shares)}"
 
 
 def trust(report: Record) -> list[tuple[str, str]]:

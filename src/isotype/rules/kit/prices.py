@@ -26,7 +26,6 @@ _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 _CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,6 @@ def elements(shape: Iterable[int]) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def size_text(amount: float) -> str:
-    """`1.5 GiB`; whole numbers below 1 KiB."""
-    unit = 0
-    while abs(amount) >= 1024 and unit < len(_UNITS) - 1:
-        amount /= 1024
-        unit += 1
-    return f"{amount:.3g} {_UNITS[unit]}" if unit else f"{amount:.0f} bytes"
 
 
 # -------------------------------------------------------------------------------------------------------- blame
