@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from isotype.report.run.card import model_card
 from isotype.report.run.charts import charts_of
 from isotype.report.run.files import write_run_report
 from isotype.report.run.html import to_html
-from isotype.report.run.json import from_json, to_json
+from isotype.report.run.json import to_json
 from isotype.report.run.record import (
+    SCHEMA_VERSION,
     DataSummary,
     EvalRecord,
     PolicyRow,
@@ -206,84 +207,23 @@ def refuse(name: str) -> None:
     raise AssertionError(f"{name} is not strict JSON")
 
 
-@given(records)
-@settings(deadline=None)
-def test_json_round_trip_is_exact_and_strict(record: RunRecord) -> None:
-    written = to_json(record)
-    json.loads(written, parse_constant=refuse)
-    # repr tells NaN, -0.0, 1 and 1.0, True and 1 apart, which == does not.
-    assert repr(from_json(written)) == repr(record)
-
-
 def test_non_finite_numbers_are_strings() -> None:
     written = json.loads(to_json(realistic(steps=losses(math.nan, math.inf, -math.inf))))
     assert [step["loss"] for step in written["steps"]] == ["NaN", "Infinity", "-Infinity"]
-    assert written["schema_version"] == 2
+    assert written["schema_version"] == SCHEMA_VERSION == 2
 
 
-def test_whole_numbers_are_read_as_floats_where_a_float_belongs() -> None:
-    content = json.loads(to_json(realistic(steps=losses(1.0))))
-    content["steps"][0]["loss"] = 2
-    assert from_json(json.dumps(content)).steps[0].loss == 2.0
+def plain(value: Any) -> Any:
+    """What JSON makes of a record: tuples are lists, what is no finite number is named."""
+    return json.loads(json.dumps(value), parse_constant=str)
 
 
-def test_a_damaged_report_names_every_field() -> None:
-    content = json.loads(to_json(realistic(steps=losses(1.0, 2.0))))
-    del content["device"]
-    content["colour"] = "red"
-    content["status"] = "done"
-    content["steps"][1]["loss"] = "nan"
-    content["steps"][1]["step"] = True
-    content["versions"][0] = ["torch"]
-    content["notes"] = "a" * 80
-    with pytest.raises(IsotypeError) as caught:
-        from_json(json.dumps(content))
-    restore = "fix       restore the file from the run that wrote it"
-    assert (
-        str(caught.value)
-        == f"""this run report is damaged
-  - device is missing
-    expected  a text
-    {restore}
-  - colour
-    expected  no such field
-    fix       remove it, or read the file with a later isotype
-  - status = 'done'
-    expected  one of 'running', 'finished', 'interrupted', 'failed'
-    {restore}
-  - versions[0] = ['torch']
-    expected  a list of 2
-    {restore}
-  - steps[1].step = True
-    expected  a whole number
-    {restore}
-  - steps[1].loss = 'nan'
-    expected  a number, "NaN", "Infinity" or "-Infinity"
-    {restore}
-  - notes = '{"a" * 56}...
-    expected  a list
-    {restore}"""
-    )
-
-
-@pytest.mark.parametrize("content", ["{", '{"schema_version": NaN}', "", "\ufeff{}"])
-def test_what_is_not_strict_json_is_refused(content: str) -> None:
-    with pytest.raises(IsotypeError, match=r"^this is not a run report\n"):
-        from_json(content)
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"schema_version": 3}', "null"])
-def test_another_schema_is_refused(content: str) -> None:
-    version = 3 if "3" in content else None
-    with pytest.raises(IsotypeError) as caught:
-        from_json(content)
-    assert str(caught.value) == (
-        "this is not a run report that this version of isotype reads\n"
-        f"  - schema_version {version}\n"
-        "    expected  schema_version 2\n"
-        "    fix       give the run_report.json that a run wrote, and read it with the isotype that wrote it or a"
-        " later one"
-    )
+@given(records)
+@settings(deadline=None)
+def test_json_holds_every_field_and_is_strict(record: RunRecord) -> None:
+    written = json.loads(to_json(record), parse_constant=refuse)
+    # repr tells -0.0, 1 and 1.0, True and 1 apart, which == does not.
+    assert repr(written) == repr({"schema_version": SCHEMA_VERSION, **plain(asdict(record))})
 
 
 def test_times_are_checked() -> None:
@@ -702,11 +642,11 @@ def test_write_run_report(tmp_path: Path) -> None:
         tmp_path / "new" / "run" / "run_report.html",
         tmp_path / "new" / "run" / "run_report.json",
     )
-    assert from_json(data.read_text(encoding="utf-8")) == record
+    assert data.read_text(encoding="utf-8") == to_json(record)
     assert html.read_text(encoding="utf-8") == to_html(record)
     assert sorted(path.name for path in html.parent.iterdir()) == ["run_report.html", "run_report.json"]
     write_run_report(realistic(notes=()), html.parent)
-    assert from_json(data.read_text(encoding="utf-8")).notes == ()
+    assert json.loads(data.read_text(encoding="utf-8"))["notes"] == []
 
 
 def test_a_failed_write_leaves_the_former_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A check as JSON."""
+"""A check as JSON; `schema.json` beside this file describes it."""
 
 from __future__ import annotations
 
