@@ -27,7 +27,7 @@ COMMAND = (
 
 
 def report_of(peak: int, room: int) -> Report:
-    report = report_with(Finding("IST605", "error", "the step does not fit"))
+    report = report_with(Finding("IST605", "error", "the step does not fit", kind="memory"))
     profile = replace(report.trace.setup.profile, memory_bytes=int(room / TIGHT) + 1)
     setup = replace(report.trace.setup, profile=profile)
     return replace(

@@ -228,7 +228,7 @@ def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Fi
     """
     if any((each.code, each.cause) == (finding.code, finding.cause) for each in after):
         return False
-    if any(each.code == "IST199" for each in after) and not any(each.code == "IST199" for each in before):
+    if any(each.kind == "untraced" for each in after) and not any(each.kind == "untraced" for each in before):
         return False
     errors = sum(each.severity == "error" for each in before)
     new_errors = sum(each.severity == "error" for each in after)

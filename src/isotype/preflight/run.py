@@ -17,13 +17,12 @@ from isotype.preflight.apply import apply_actions
 from isotype.preflight.repair import needs_the_caller
 from isotype.preflight.request import StepRequest
 from isotype.report.check.report import Report
-from isotype.rules import clears, judge
+from isotype.rules import clears, judge, unjudged
 from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.rules.kit.operands import settled
 from isotype.trace.fake.step import failed_trace, trace_step, untouched_by
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.record import Call, Setup, Trace, Weight
-from isotype.trace.source import first_line, line_of
 from isotype.trace.weights import weights_of
 
 
@@ -52,7 +51,7 @@ def run(request: StepRequest, *, verify: bool = True, seconds: float = math.inf)
         trace = tried.trace(deadline=time.monotonic() + seconds)
     except IsotypeError:
         raise
-    except Exception as error:  # noqa: BLE001 - a check never ends a script: IST199 says what it failed on
+    except Exception as error:  # noqa: BLE001 - a check never ends a script: a finding says what it failed on
         trace = failed_trace(request.model, setup, error)
         return Report(trace, judge(trace), time.perf_counter() - started)
     findings = judge(trace)
@@ -66,9 +65,7 @@ def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple
     try:
         return step.verified(trace, findings)
     except Exception as error:  # noqa: BLE001 - what was found stays, whatever trying its fixes met
-        said = f"{type(error).__name__}: {first_line(error)}"
-        message = f"the fixes could not be tried, because {said}"
-        return (*findings, Finding("IST199", "warning", message, source=line_of(error), cause=said))
+        return (*findings, unjudged("the fixes could not be tried", error))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 
-from isotype.rules.finding import SEVERITIES, Finding, by_preference
+from isotype.rules.finding import SEVERITIES, Finding, Kind, by_preference
+from isotype.rules.kit.claims import rule_modules
 from isotype.trace.record import Trace
 from isotype.trace.source import first_line, line_of
 
@@ -17,29 +16,30 @@ from isotype.trace.source import first_line, line_of
 class Rule:
     """A rule: the file `rules/ist101_….py` with `TITLE`, a docstring that is its page, and `find`.
 
+    Findings are about the step unless the file says another `KIND`.
+
     Attributes:
         code: `IST###`, from the file's name.
         title: the headline of its page.
         page: its documentation (Markdown).
         find: from a trace to findings.
+        kind: what its findings are about.
     """
 
     code: str
     title: str
     page: str
     find: Callable[[Trace], Iterable[Finding]]
+    kind: Kind = "step"
 
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, by code."""
-    rules = []
-    for info in iter_modules(__path__):
-        if info.name.startswith("ist"):
-            module = import_module(f"{__name__}.{info.name}")
-            code = info.name.split("_", 1)[0].upper()
-            rules.append(Rule(code, module.TITLE, module.__doc__ or "", module.find))
-    return tuple(sorted(rules, key=lambda rule: rule.code))
+    return tuple(
+        Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
+        for code, module in rule_modules().items()
+    )
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
@@ -54,16 +54,29 @@ def judge(trace: Trace) -> tuple[Finding, ...]:
 
 def _found(rule: Rule, trace: Trace) -> Iterator[Finding]:
     try:
-        yield from rule.find(trace)
+        yield from (replace(finding, kind=rule.kind) for finding in rule.find(trace))
     except Exception as error:  # noqa: BLE001 - the other rules' findings count; this one's failure is told
-        said = f"{type(error).__name__}: {first_line(error)}"
-        yield Finding(
-            "IST199",
-            "warning",
-            f"the rule {rule.code} could not judge the step, because {said}",
-            source=line_of(error),
-            cause=f"{rule.code}: {said}",
-        )
+        yield unjudged(f"the rule {rule.code} could not judge the step", error, f"{rule.code}: ")
+
+
+def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
+    """The finding that a part of the check itself failed with `error`: `what` could not be done.
+
+    Args:
+        what: a sentence without its reason.
+        error: what was raised.
+        whose: written before it where the finding names its cause.
+    """
+    said = f"{type(error).__name__}: {first_line(error)}"
+    code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
+    return Finding(
+        code,
+        "warning",
+        f"{what}, because {said}",
+        source=line_of(error),
+        cause=f"{whose}{said}",
+        kind="untraced",
+    )
 
 
 def clears(
@@ -77,11 +90,11 @@ def clears(
     """
     errors = {(each.code, each.cause) for each in before if each.severity == "error"}
     codes = {each.code for each in before}
-    let_pass = finding.code == "IST199" or costs
+    let_pass = finding.kind == "untraced" or costs
     return not any(
         (each.code, each.cause) == (finding.code, finding.cause)
         or (each.severity == "error" and (each.code, each.cause) not in errors)
-        or (each.code not in codes and (not let_pass or each.code == "IST199"))
+        or (each.code not in codes and (not let_pass or each.kind == "untraced"))
         for each in after
         if each.severity != "note"
     )

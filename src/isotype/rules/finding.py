@@ -12,7 +12,16 @@ from typing import Any, Literal
 from isotype.trace.record import Call, Operand
 
 Severity = Literal["error", "warning", "note"]
+Safety = Literal["safe", "unsafe"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+Kind = Literal[
+    "step",  # what the step does with its dtypes
+    "untraced",  # what could not be traced or judged
+    "memory",  # whether the step fits into the device's memory
+    "device",  # what the device lacks or runs slowly, whatever the step does
+    "versions",  # what is installed
+]
 
 ActionKind = Literal[
     "parameter",  # cast the parameter `target` to the dtype `value`
@@ -73,7 +82,7 @@ class Fix:
     """
 
     description: str
-    safety: Literal["safe", "unsafe"]
+    safety: Safety
     verified: bool = False
     actions: tuple[Action, ...] = ()
     outcome: str = ""
@@ -147,6 +156,7 @@ class Finding:
         operands: what the operator was given, for the picture in a terminal.
         price: of a silent finding.
         places: every module it surfaces in.
+        kind: what it is about, for readers that treat some findings in their own way; `judge` sets its rule's.
     """
 
     code: str
@@ -163,6 +173,7 @@ class Finding:
     operands: tuple[Operand, ...] = ()
     price: Price | None = None
     places: tuple[str, ...] = ()
+    kind: Kind = "step"
 
     @property
     def key(self) -> tuple[str, str, str]:

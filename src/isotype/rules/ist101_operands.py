@@ -26,15 +26,10 @@ bits: nothing that is stored loses digits. Casting a parameter down is offered a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.operands import contract_rule
 
 TITLE = "Activations of another dtype than the weights they meet"
+CLAIMS = (Claim("rest", lambda broken: True),)
 
-
-def find(trace: Trace) -> Iterator[Finding]:
-    """Operators that are given float operands of different dtypes."""
-    return operands.find(trace, "IST101", "{odd} meets {expected} in an operator that takes one dtype")
+find = contract_rule(__name__, "{odd} meets {expected} in an operator that takes one dtype")

@@ -26,15 +26,21 @@ can hold would be lost (IST801).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Broken, Claim
+from isotype.rules.kit.operands import contract_rule
+from isotype.trace.sides import is_adapter
 
 TITLE = "An adapter of another dtype than its layer"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    """Adapter weights that meet activations, or a base layer, of another dtype."""
-    return operands.find(trace, "IST102", "{odd} meets {expected} at an adapter")
+def _meets_an_adapter(broken: Broken) -> bool:
+    origins = (operand.origin for operand in broken.call.operands)
+    return any(
+        origin.kind in ("parameter", "buffer") and is_adapter(origin.name, broken.owners.get(origin.name))
+        for origin in origins
+    )
+
+
+CLAIMS = (Claim("operand", _meets_an_adapter),)
+
+find = contract_rule(__name__, "{odd} meets {expected} at an adapter")

@@ -23,15 +23,11 @@ every other result. The offered fixes return the outputs of the module that made
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.groups import SCATTERS
+from isotype.rules.kit.operands import contract_rule
 
 TITLE = "A scatter whose source has another dtype than its destination"
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS)),)
 
-
-def find(trace: Trace) -> Iterator[Finding]:
-    """index_put, index_add, scatter, masked_scatter and their kind with a source of another dtype."""
-    return operands.find(trace, "IST103", "{odd} meets {expected} where rows of one dtype are written")
+find = contract_rule(__name__, "{odd} meets {expected} where rows of one dtype are written")

@@ -22,15 +22,12 @@ bits only, so there casting to the compute dtype is the only way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.operands import contract_rule
 
 TITLE = "Attention operands or masks of different dtypes"
 
+_KERNELS = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*_KERNELS)),)
 
-def find(trace: Trace) -> Iterator[Finding]:
-    """Attention whose query, key, value or mask differ in dtype."""
-    return operands.find(trace, "IST104", "{odd} meets {expected} in attention")
+find = contract_rule(__name__, "{odd} meets {expected} in attention")

@@ -25,23 +25,20 @@ inside of the Function are yours to write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.operands import contract_rule
 
 TITLE = "A mismatch that only the backward meets"
+CLAIMS = (Claim("phase", lambda broken: broken.call.phase == "backward" and not broken.call.recomputed),)
 
+_HOW = (
+    "bring the operands to one dtype in the Function's backward (torch.amp.custom_fwd and custom_bwd), and "
+    "return each gradient in its parameter's dtype"
+)
 
-def find(trace: Trace) -> Iterator[Finding]:
-    """Operators of the backward with operands of different dtypes where the forward had none."""
-    for finding in operands.find(trace, "IST105", "{odd} meets {expected} in the backward"):
-        advice = Fix(
-            "bring the operands to one dtype in the Function's backward (torch.amp.custom_fwd and custom_bwd), and "
-            "return each gradient in its parameter's dtype",
-            "safe",
-            actions=(Action("advice", finding.source, "custom_bwd"),),
-        )
-        yield replace(finding, fixes=(*finding.fixes, advice))
+find = contract_rule(
+    __name__,
+    "{odd} meets {expected} in the backward",
+    lambda finding: advice(finding.source, _HOW, "custom_bwd"),
+)

@@ -21,15 +21,10 @@ tower is kept in float32 and the rest is not).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.operands import contract_rule
 
 TITLE = "A convolution whose input has another dtype than its weight"
+CLAIMS = (Claim("operator", lambda broken: broken.runs("conv")),)
 
-
-def find(trace: Trace) -> Iterator[Finding]:
-    """Convolutions with input, weight or bias of different dtypes."""
-    return operands.find(trace, "IST106", "{odd} meets {expected} in a convolution")
+find = contract_rule(__name__, "{odd} meets {expected} in a convolution")

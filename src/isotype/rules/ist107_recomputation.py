@@ -25,21 +25,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit import operands
+from isotype.rules.finding import Finding
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.fixes import advice, setting
+from isotype.rules.kit.operands import contract_rule
 from isotype.trace.record import Trace
 
 TITLE = "Recomputation in other dtypes than the forward"
+CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)
+
+_mismatches = contract_rule(
+    __name__, "{odd} meets {expected} while gradient checkpointing recomputes the forward"
+)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Operators that gradient checkpointing runs again, with operands of different dtypes, or that then fail."""
-    yield from operands.find(
-        trace, "IST107", "{odd} meets {expected} while gradient checkpointing recomputes the forward"
-    )
+    yield from _mismatches(trace)
     failure = trace.failure
     if failure is None or not failure.recomputed:
         return
+    kept = "under autocast a weight's cast is kept for the forward and made anew in the recomputation"
     yield Finding(
         code="IST107",
         severity="error",
@@ -48,16 +54,14 @@ def find(trace: Trace) -> Iterator[Finding]:
         phase=failure.phase,
         source=failure.source,
         cause=f"the forward ran, its recomputation raises {failure.error}",
-        notes=("under autocast a weight's cast is kept for the forward and made anew in the recomputation",)
-        if trace.setup.autocast is not None
-        else (),
+        notes=(kept,) if trace.setup.autocast is not None else (),
         fixes=(
-            Fix("run the step without autocast", "unsafe", actions=(Action("setting", "autocast", "None"),)),
-            Fix(
+            setting("run the step without autocast", "autocast", "None", "unsafe"),
+            advice(
+                "autocast cache",
                 "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a "
                 "selective policy",
-                "safe",
-                actions=(Action("advice", "autocast cache", "cache_enabled=False"),),
+                "cache_enabled=False",
             ),
         ),
         places=(failure.module,),

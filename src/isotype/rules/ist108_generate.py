@@ -22,17 +22,18 @@ pipeline or after training runs without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Broken, Claim
+from isotype.rules.kit.operands import contract_rule
 
 TITLE = "Evaluation or generation outside of autocast"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    """Operators of the generate phase with operands of different dtypes."""
-    return operands.find(
-        trace, "IST108", "{odd} meets {expected} in evaluation or generation, where autocast is off"
-    )
+def _lacks_autocast(broken: Broken) -> bool:
+    """Whether the training has an autocast that the call runs without."""
+    call = broken.call
+    return call.phase == "generate" and broken.trace.setup.autocast is not None and call.autocast is None
+
+
+CLAIMS = (Claim("phase", _lacks_autocast, settled=False),)
+
+find = contract_rule(__name__, "{odd} meets {expected} in evaluation or generation, where autocast is off")

@@ -26,26 +26,47 @@ from dataclasses import replace
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
-from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.kit import operands
-from isotype.rules.kit.groups import refused_as_unsafe
-from isotype.trace.record import Call, Trace
+from isotype.rules.finding import Finding, Fix, finding_at
+from isotype.rules.kit.claims import Broken, Claim
+from isotype.rules.kit.fixes import advice, fix
+from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.words import device_says
+from isotype.trace.record import UNSAFE, Call, Trace
 
 TITLE = "No kernel for this dtype"
 
 
+def _is_unsafe(call: Call) -> bool:
+    """Whether autocast refuses the function itself, in whatever dtype."""
+    return call.breach is not None and call.breach.message.endswith(UNSAFE)
+
+
+def _has_no_kernel(broken: Broken) -> bool:
+    # float8 is for storage: no operator promotes it.
+    return any(dtype.itemsize == 1 for dtype in broken.floats) or (broken.agrees and not broken.packed)
+
+
+CLAIMS = (
+    Claim("step", lambda broken: _is_unsafe(broken.call), grouped=False),
+    Claim("dtype", _has_no_kernel, refused="dtype", settled=False),
+)
+
+
+def _in_float32(finding: Finding) -> Fix:
+    return advice(
+        finding.source, f"call it in float32 at {short(finding.source)} and cast the result back", ".float()"
+    )
+
+
+_without_kernel = contract_rule(__name__, "{op} has no kernel for {odd} on this device", _in_float32)
+
+
 def find(trace: Trace) -> Iterator[Finding]:
     """Operators that the device has no kernel for in the dtype they are given."""
-    for finding in operands.find(trace, "IST109", "{op} has no kernel for {odd} on this device"):
-        where = short(finding.source)
-        advice = Fix(
-            f"call it in float32 at {where} and cast the result back",
-            "safe",
-            actions=(Action("advice", finding.source, ".float()"),),
-        )
-        cause = f"{finding.op} is called in {dtype_name(finding.operands[0].dtype)} at {where}"
-        yield replace(finding, cause=cause, fixes=(*finding.fixes, advice))
-    refused = {call.source: call for call in trace.breaches() if refused_as_unsafe(call)}
+    for finding in _without_kernel(trace):
+        given, where = dtype_name(finding.operands[0].dtype), short(finding.source)
+        yield replace(finding, cause=f"{finding.op} is called in {given} at {where}")
+    refused = {call.source: call for call in trace.breaches() if _is_unsafe(call)}
     yield from map(_unsafe, refused.values())
 
 
@@ -59,17 +80,18 @@ def _unsafe(call: Call) -> Finding:
         f"{call.op} is refused under autocast",
         call,
         cause=f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}",
-        notes=(f"the device says: {call.breach.message}",),
+        notes=device_says(call),
         fixes=(
-            Fix(
+            fix(
                 f"switch autocast off around {where} and call it in float32",
-                "safe",
-                actions=(Action("line", call.source, "float32"),),
+                "line",
+                (call.source,),
+                "float32",
             ),
-            Fix(
+            advice(
+                call.source,
                 "take the logits: drop the sigmoid, and call binary_cross_entropy_with_logits",
-                "safe",
-                actions=(Action("advice", call.source, "binary_cross_entropy_with_logits"),),
+                "binary_cross_entropy_with_logits",
             ),
         ),
     )

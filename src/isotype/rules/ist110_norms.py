@@ -23,15 +23,12 @@ bias was cast and the other was not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.operands import contract_rule
 
 TITLE = "A norm whose weight has another dtype than its input"
 
+_NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*_NORMS)),)
 
-def find(trace: Trace) -> Iterator[Finding]:
-    """Layer, group, batch and RMS norms with input and weight of different dtypes."""
-    return operands.find(trace, "IST110", "{odd} meets {expected} in a norm")
+find = contract_rule(__name__, "{odd} meets {expected} in a norm")

@@ -32,11 +32,12 @@ from collections.abc import Iterator
 
 from isotype.core.names import short
 from isotype.rules import ist403_packed_raw
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, Kind
 from isotype.rules.kit import operands
 from isotype.trace.record import Failure, Trace
 
 TITLE = "The step could not be followed to its end"
+KIND: Kind = "untraced"
 
 _DTYPES = re.compile(
     r"\bd?type\b.*\b(same|but|expected|got|found)\b|scalar type|\b(b?float([ -]?\d+)?|half|double)\b|"
@@ -55,7 +56,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if ist403_packed_raw.explains(trace, failure) or _without_state(trace, failure):
         return
     error = is_about_dtypes(failure)
-    blamed = operands.of_failure(trace, failure) if error else None
+    blamed = operands.of_failure(trace, failure, "IST199") if error else None
     if blamed is not None:
         yield blamed
         return

@@ -34,10 +34,12 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
 from isotype.trace.record import Trace, Weight
 
 TITLE = "GradScaler with float16 trainable parameters"
+CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
 
 
 def find(trace: Trace) -> Iterator[Finding]:

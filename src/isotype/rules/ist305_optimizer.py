@@ -29,12 +29,14 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short, starred
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.weight_sets import HALVES, advice, count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import cause_text
 from isotype.trace.fake.optimizers import OPTIMIZERS
 from isotype.trace.record import FLOATS, Call, Operand, Trace
 
 TITLE = "Mixed dtypes in the optimizer's step"
+CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -32,10 +32,12 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named, plural, short
 from isotype.rules.finding import Finding, Fix, finding_at
+from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.weight_sets import advice, count, finding_of
 from isotype.trace.record import Call, Failure, Operand, Trace, Weight
 
 TITLE = "Packed codes taken for a weight"
+CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped=False),)
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")

@@ -27,24 +27,30 @@ safe too, and slower. Only the owner of that code can change it, so the fix is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit import operands
-from isotype.trace.record import Trace
+from isotype.rules.finding import Finding, Fix
+from isotype.rules.kit.claims import Broken, Claim
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.operands import contract_rule
+from isotype.trace.record import SHARED
 
 TITLE = "A shared scratch tensor with another dtype"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    """Operators that are given a tensor from outside of the model, or of another module, in another dtype."""
-    for finding in operands.find(trace, "IST406", "a shared {odd} tensor meets {expected}"):
-        expected = finding.message.rpartition(" ")[2]
-        advice = Fix(
-            f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream "
-            "and dtype",
-            "safe",
-            actions=(Action("advice", finding.source, "key the buffer by dtype"),),
-        )
-        yield replace(finding, fixes=(*finding.fixes, advice))
+def _is_shared(broken: Broken) -> bool:
+    # What an optimizer was given from outside is its own state.
+    return broken.odd.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
+
+
+CLAIMS = (Claim("tensor", _is_shared, settled=False),)
+
+
+def _own_tensor(finding: Finding) -> Fix:
+    expected = finding.message.rpartition(" ")[2]
+    how = (
+        f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream "
+        "and dtype"
+    )
+    return advice(finding.source, how, "key the buffer by dtype")
+
+
+find = contract_rule(__name__, "a shared {odd} tensor meets {expected}", _own_tensor)

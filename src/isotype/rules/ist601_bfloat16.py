@@ -33,11 +33,12 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.names import short
-from isotype.rules.finding import Finding, finding_at
+from isotype.rules.finding import Finding, Kind, finding_at
 from isotype.rules.kit import devices
 from isotype.trace.record import Call, Trace
 
 TITLE = "bfloat16 on a device without it"
+KIND: Kind = "device"
 
 
 # Overloads that take the dtype of the result.

@@ -31,11 +31,12 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Finding, Kind
 from isotype.rules.kit import devices
 from isotype.trace.record import Trace
 
 TITLE = "float16 on a device without fast float16"
+KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -29,10 +29,11 @@ from collections.abc import Iterator
 from functools import cache
 
 from isotype.precision.versions import Incompatibility, incompatibilities, installed, pip_command, toolkits
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Action, Finding, Fix, Kind
 from isotype.trace.record import Trace
 
 TITLE = "Library versions that do not fit each other"
+KIND: Kind = "versions"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Action, Finding, Fix, finding_at
+from isotype.rules.finding import Action, Finding, Fix, Kind, finding_at
 from isotype.rules.kit import prices
 from isotype.rules.kit.devices import attention_calls
 from isotype.rules.kit.groups import Group
@@ -40,6 +40,7 @@ from isotype.rules.kit.words import cause_text, evidence
 from isotype.trace.record import Call, Trace
 
 TITLE = "An attention kernel that the device or the dtype rules out"
+KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

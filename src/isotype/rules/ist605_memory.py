@@ -39,11 +39,12 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.finding import Action, Finding, Fix, Kind, Price
 from isotype.rules.kit import prices
 from isotype.trace.record import Trace, Weight
 
 TITLE = "The step does not fit into the device's memory"
+KIND: Kind = "memory"
 
 TIGHT = 0.92
 """Share of the memory above which a step only just fits."""

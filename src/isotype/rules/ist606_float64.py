@@ -31,12 +31,13 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.names import short, starred
-from isotype.rules.finding import Action, ActionKind, Finding, Fix, finding_at
+from isotype.rules.finding import Action, ActionKind, Finding, Fix, Kind, finding_at
 from isotype.rules.kit.weight_sets import advice
 from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Call, Origin, Trace
 
 TITLE = "float64 on a device without it"
+KIND: Kind = "device"
 
 _ASKING = ("/transformers/models/", "/diffusers/")
 

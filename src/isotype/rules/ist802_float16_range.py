@@ -24,26 +24,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from isotype.core.names import agree
 from isotype.rules.finding import Finding
-from isotype.rules.kit import operands
-from isotype.rules.kit.weight_sets import advice, count, finding_of
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Values beyond float16's range"
+CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)
 
 LARGEST = torch.finfo(torch.float16).max
+
+_written_beyond = contract_rule(
+    __name__,
+    "a number beyond {odd}'s range is written into it",
+    lambda finding: advice(
+        finding.source, "write torch.finfo(tensor.dtype).min, of the tensor that is filled"
+    ),
+)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Weights that are not finite, weights that float16 cannot hold, norms that can carry activations past it."""
-    for finding in operands.find(trace, "IST802", "a number beyond {odd}'s range is written into it"):
-        how = advice(finding.source, "write torch.finfo(tensor.dtype).min, of the tensor that is filled")
-        yield replace(finding, fixes=(*finding.fixes, how))
+    yield from _written_beyond(trace)
     infinite = [weight for weight in trace.weights if _is_infinite(weight)]
     if infinite:
         yield finding_of(

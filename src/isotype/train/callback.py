@@ -104,8 +104,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """What the preflight found: its measured errors are judged, the rest is logged."""
         # What lies in the weights is the checkpoint's: the run's own checks of the loss speak of that.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
-        # What the device does natively the policy has said when it was decided (IST6xx).
-        costs = [finding for finding in report.warnings if not finding.code.startswith("IST6")]
+        # What the machine is like was known, and said, when the policy was decided.
+        known = ("device", "memory", "versions")
+        costs = [finding for finding in report.warnings if finding.kind not in known]
         for finding in (*assumed, *costs):
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
         certain = tuple(finding for finding in report.errors if finding not in assumed)

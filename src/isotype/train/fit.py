@@ -22,7 +22,7 @@ _LENGTHS = 64  # tokens that a length is a multiple of
 def fitting(
     report: Report, plan: Plan, length: int, command: Sequence[str], peak: Callable[[int, int], int]
 ) -> Report:
-    """The report with a command that fits as the first fix of IST605, where a smaller batch or length does.
+    """The report with a command that fits as the first fix of what does not fit, where a smaller batch or length does.
 
     Args:
         report: of a step that does not fit; another one is returned as it is.
@@ -60,7 +60,7 @@ def fitting(
         outcome=f"at most {format_bytes(room)} are used",
     )
     findings = tuple(
-        replace(finding, fixes=(fix, *finding.fixes)) if finding.code == "IST605" else finding
+        replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
         for finding in report.findings
     )
     return replace(report, findings=findings)

@@ -50,7 +50,6 @@ AGAIN_SECONDS = 60.0
 MENTIONED_FROM = 5.0
 """Seconds from which on a look ahead that found nothing is mentioned: the script waited for it."""
 
-_NOT_FOLLOWED = "IST199"
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 # How torch and its friends put it when dtypes do not fit.
 _ABOUT_DTYPES = re.compile(
@@ -122,7 +121,7 @@ class Diagnosis:
         self._say_ahead(report, time.perf_counter() - started)
         # That the step was not traced to its end was said.
         return replace(
-            report, findings=tuple(finding for finding in report.findings if finding.code != _NOT_FOLLOWED)
+            report, findings=tuple(finding for finding in report.findings if finding.kind != "untraced")
         )
 
     def _say_ahead(self, report: Report, seconds: float) -> None:
@@ -130,9 +129,7 @@ class Diagnosis:
         spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
         # What a part of a step costs says little about the whole; what it breaks is broken.
         found = [
-            each
-            for each in (*report.errors, *(() if spent else report.warnings))
-            if each.code != _NOT_FOLLOWED
+            each for each in (*report.errors, *(() if spent else report.warnings)) if each.kind != "untraced"
         ]
         if found:
             untried = "" if tried(report) else "; fixes were not tried yet"

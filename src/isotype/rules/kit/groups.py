@@ -1,24 +1,24 @@
 """Broken contracts by cause: one cause is one group, whatever it breaks.
 
-A group knows the operand to blame, how its dtype came about, and which rule it belongs to.
+A group knows the operand to blame, how its dtype came about, and which rule claims it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
+from isotype.rules.kit.claims import Broken, Refused, claimed
 from isotype.rules.kit.per_trace import per_trace
-from isotype.trace.record import FLOATS, SHARED, UNSAFE, Call, Operand, Origin, Trace, Weight
+from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.trace.sides import Sides, is_adapter, sides_of
 
 SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
-_ATTENTION = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
-_NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
+"""Operators that write rows into a tensor, by parts of their names."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Group:
         causes: who made the dtypes of all odd operands, one for each name or source; the first made the first's.
         expected: the dtype it should have had.
         side: the dtype of the part of the model that it does not fit.
+        refused: what was refused in the first call.
     """
 
     code: str
@@ -40,6 +41,7 @@ class Group:
     causes: tuple[Origin, ...]
     expected: torch.dtype
     side: torch.dtype
+    refused: Refused = "mixture"
 
     @property
     def cause(self) -> Origin:
@@ -51,7 +53,7 @@ class Group:
 def groups(trace: Trace) -> tuple[Group, ...]:
     """The broken contracts of a trace by cause, in the order in which they surface."""
     owners, sides = trace.owners, sides_in(trace)
-    found: dict[tuple[str, ...], list[tuple[str, Call, Operand]]] = {}
+    found: dict[tuple[str, ...], list[tuple[str, Refused, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
     for call in trace.breaches():
         if call.breach is None or call.breach.consequence:
@@ -62,23 +64,22 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         elif call.recomputed and here in forward:
             continue  # what broke in the forward breaks again when checkpointing recomputes it
         odd = odd_operand(call, side_at(call, sides), owners)
-        shared = odd.origin.cause.kind in SHARED and call.phase != "optimizer"
-        code = "IST406" if shared else code_of(call, owners)
-        if code is None:
-            continue
-        if code == "IST108" and (trace.setup.autocast is None or call.autocast is not None):
-            code = _by_operator(call, owners)
-        found.setdefault(_key(odd.origin.cause, owners), []).append((code, call, odd))
-    return tuple(
-        Group(
-            broken[0][0],
-            tuple(call for _, call, _ in broken),
-            broken[0][2],
-            distinct(odd.origin.cause for _, _, odd in broken),
-            _expected(broken[0][1], trace.setup.compute),
-            side_at(broken[0][1], sides),
-        )
-        for broken in found.values()
+        code, claim = claimed(Broken(call, odd, trace))
+        if claim.grouped:
+            found.setdefault(_key(odd.origin.cause, owners), []).append((code, claim.refused, call, odd))
+    return tuple(_group(broken, trace, sides) for broken in found.values())
+
+
+def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, sides: Sides) -> Group:
+    code, refused, first, odd = broken[0]
+    return Group(
+        code,
+        tuple(call for _, _, call, _ in broken),
+        odd,
+        distinct(each.origin.cause for *_, each in broken),
+        _expected(first, trace.setup.compute),
+        side_at(first, sides),
+        refused,
     )
 
 
@@ -142,25 +143,6 @@ def _layer(operand: Operand) -> str:
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
-def code_of(call: Call, owners: Mapping[str, Weight]) -> str | None:
-    """The rule that a broken contract belongs to; None where a rule of its own judges it (IST3xx, IST4xx)."""
-    floats = {operand.dtype for operand in call.operands if operand.dtype in FLOATS}
-    if call.phase in ("unscale", "optimizer") or refused_as_unsafe(call):
-        return None
-    if call.breach is not None and "without overflow" in call.breach.message:
-        return "IST802"
-    if any(dtype.itemsize == 1 for dtype in floats):
-        return "IST109"  # float8 is for storage: no operator promotes it
-    if len(floats) < 2 and not _refused_by_autocast(call):
-        packed = any(operand.dtype in (torch.uint8, torch.int8) for operand in call.operands)
-        return None if packed and floats else "IST109"
-    if call.recomputed:
-        return "IST107"
-    if call.phase == "backward":
-        return "IST105"
-    return "IST108" if call.phase == "generate" else _by_operator(call, owners)
-
-
 _OWNED = ("parameter", "buffer")
 
 
@@ -182,28 +164,6 @@ def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
         for step in operand.origin.way()
     )
     return operand.dtype == torch.float32 and (trained or operand.origin.cause.kind == "cast")
-
-
-def _by_operator(call: Call, owners: Mapping[str, Weight]) -> str:
-    families = (("IST103", SCATTERS), ("IST104", _ATTENTION), ("IST106", ("conv",)), ("IST110", _NORMS))
-    for code, names in families:
-        if any(name in call.op for name in names):
-            return code
-    adapters = any(
-        operand.origin.kind in _OWNED and _is_adapter(operand.origin.name, owners)
-        for operand in call.operands
-    )
-    return "IST102" if adapters else "IST101"
-
-
-def refused_as_unsafe(call: Call) -> bool:
-    """Whether autocast refuses the function itself, in whatever dtype: IST109 says so."""
-    return call.breach is not None and call.breach.message.endswith(UNSAFE)
-
-
-def _refused_by_autocast(call: Call) -> bool:
-    """Whether a 16-bit dtype met an autocast to the other one where it promotes (`at::autocast::prioritize`)."""
-    return call.breach is not None and "autocast" in call.breach.message
 
 
 def _is_adapter(name: str, owners: Mapping[str, Weight]) -> bool:

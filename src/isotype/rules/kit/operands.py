@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,35 +13,45 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, short, starred
 from isotype.rules.finding import Action, ActionKind, Finding, Fix
+from isotype.rules.kit.claims import all_claims, code_of
 from isotype.rules.kit.groups import SCATTERS, Group, distinct, groups, sides_in
 from isotype.rules.kit.siblings import modules_meant, weights_meant
 from isotype.rules.kit.words import cause_text, evidence
 from isotype.trace.record import FLOATS, Breach, Call, Failure, Operand, Origin, Trace, Weight
 
 
-def find(trace: Trace, code: str, headline: str) -> Iterator[Finding]:
-    """The findings of one code; `headline` may use {odd} and {expected}, names of dtypes, and {op}."""
-    owners = trace.owners
-    for group in groups(trace):
-        if group.code == code:
-            yield _finding(trace, group, headline, owners)
+def contract_rule(
+    module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
+) -> Callable[[Trace], Iterator[Finding]]:
+    """The `find` of a rule on broken contracts: the findings of those that it claims, one for each cause.
 
+    Args:
+        module: `__name__` of the rule's file.
+        headline: may use {odd} and {expected}, names of dtypes, and {op}.
+        advise: makes a last fix for each finding.
+    """
+    code = code_of(module)
 
-# Their findings come of nothing but the first call of a group, which no later phase changes.
-_SETTLED = ("IST101", "IST102", "IST103", "IST104", "IST105", "IST106", "IST110")
+    def find(trace: Trace) -> Iterator[Finding]:
+        """The broken contracts that are this rule's, by cause."""
+        for group in groups(trace):
+            if group.code == code:
+                found = _finding(trace, group, headline, trace.owners)
+                yield replace(found, fixes=(*found.fixes, advise(found))) if advise else found
+
+    return find
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
     """Code and cause of errors that the whole step's trace shows, too, given that of its first phases."""
+    codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
-        (group.code, cause_text(group.cause, trace.owners))
-        for group in groups(trace)
-        if group.code in _SETTLED
+        (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
     )
 
 
-def of_failure(trace: Trace, failure: Failure) -> Finding | None:
-    """The finding for a check of the model's own code that refused a dtype; None where no tensor at hand is odd."""
+def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
+    """What the rule `code` finds where a check of the model's own code refused a dtype; None where no tensor is odd."""
     taken = _named_dtypes(failure.error)
     at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
     compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in at_hand])
@@ -72,7 +83,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
         else min(taken, key=lambda dtype: (dtype.itemsize, str(dtype)))
     )
     causes = distinct(origin for o in odd for origin in _alike(o.origin.cause, owners))
-    group = Group("IST199", (call,), odd[0], causes, expected, compute)
+    group = Group(code, (call,), odd[0], causes, expected, compute, "by the model")
     return _finding(trace, group, "the model's own code refuses {odd}", owners)
 
 
@@ -208,7 +219,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
             written,
             expected,
         )
-    if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.code != "IST109":
+    if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.refused != "dtype":
         yield _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
     yield from _call_fixes(group, called, expected)
@@ -249,7 +260,7 @@ def _in_place(op: str) -> bool:
 
 def _wanted(group: Group) -> torch.dtype:
     """The dtype to bring the odd operand to: that of its side, or what it meets where it has that already."""
-    if group.code in ("IST109", "IST199"):
+    if group.refused != "mixture":
         return group.expected
     if group.odd.dtype != group.side:
         return group.side

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
-from isotype.trace.record import Origin, Weight
+from isotype.trace.record import Call, Origin, Weight
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
@@ -48,3 +48,8 @@ def evidence(origin: Origin) -> tuple[str, ...]:
             line += f" in {step.module}" if step.module else ""
         lines.append(line)
     return tuple(lines)
+
+
+def device_says(call: Call) -> tuple[str, ...]:
+    """What the device says of the contract that a call broke, as a note; none where it broke none."""
+    return () if call.breach is None else (f"the device says: {call.breach.message}",)

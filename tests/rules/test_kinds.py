@@ -1,0 +1,51 @@
+"""What sets some findings apart is said by their rule: nothing outside of its file knows a code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import isotype
+from isotype.rules import all_rules
+from isotype.rules.finding import Finding, Kind
+from tests.commands.test_check import report_with
+
+SOURCES = Path(isotype.__file__).parent
+
+
+def codes_in(path: Path) -> set[str]:
+    """The codes that stand in a file as strings of their own."""
+    constants = (
+        node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+    )
+    return {each for each in constants if isinstance(each, str) and re.fullmatch(r"IST\d{3}", each)}
+
+
+def test_a_code_is_known_to_the_file_of_its_rule_only() -> None:
+    elsewhere = {}
+    for path in SOURCES.rglob("*.py"):
+        own = path.stem.split("_", 1)[0].upper() if path.parent.name == "rules" else ""
+        if foreign := codes_in(path) - {own}:
+            elsewhere[str(path.relative_to(SOURCES))] = foreign
+    assert elsewhere == {}
+
+
+def test_kinds_of_rules() -> None:
+    kinds: dict[str, list[str]] = {}
+    for rule in all_rules():
+        kinds.setdefault(rule.kind, []).append(rule.code)
+    kinds.pop("step")
+    assert kinds == {
+        "untraced": ["IST199"],
+        "device": ["IST601", "IST602", "IST604", "IST606"],
+        "versions": ["IST603"],
+        "memory": ["IST605"],
+    }
+
+
+@pytest.mark.parametrize(("kind", "status"), [("memory", "does not fit"), ("step", "fails")])
+def test_what_an_error_is_about_decides_the_verdict_not_its_code(kind: Kind, status: str) -> None:
+    assert report_with(Finding("IST299", "error", "a new rule's", kind=kind)).status == status
