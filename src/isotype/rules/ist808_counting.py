@@ -1,0 +1,80 @@
+"""
+**What it means.** `torch.arange` counts in 16 bit, or its numbers are cast to 16 bit. bfloat16 holds every whole number up to
+256 and float16 up to 2048; beyond, neighbours become one number.
+
+**Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on bfloat16 knows only every fourth
+position. Nothing fails, and short test sequences show nothing.
+
+**An example that costs**
+
+    positions = torch.arange(hidden.shape[1], dtype=hidden.dtype)      # bfloat16: 255, 256, 256, 258, 260, 260, …
+
+**Repaired**
+
+    positions = torch.arange(hidden.shape[1])                          # whole numbers, or dtype=torch.float32
+
+**How safe is the fix?** Safe: what is made of the positions is rounded once, at its end, instead of at its start.
+
+**Seen in** EleutherAI/gpt-neox #1003.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short
+from isotype.rules.finding import Finding, finding_at
+from isotype.rules.kit.fixes import advice, fix
+from isotype.trace.record import Call, Trace
+
+TITLE = "Whole numbers beyond what 16 bits count"
+
+_EXACT = {torch.bfloat16: 256, torch.float16: 2048}
+"""Whole numbers up to here are themselves."""
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Ranges that are made in, or cast to, a 16-bit dtype and are too long for it, by the line that asks for them."""
+    angles = {
+        call.rounded_at for call in trace.calls if call.off
+    }  # told as what they do to the sines of positions
+    found: dict[tuple[str, torch.dtype], list[Call]] = {}
+    before: Call | None = None
+    for call in trace.calls:
+        now = call.phase in ("forward", "generate") and not call.recomputed and call.source not in angles
+        if now and (_counts(call) or (before is not None and _casts(call, before))) and _is_too_long(call):
+            found.setdefault((call.source, call.results[0][0]), []).append(call)
+        before = call
+    for (source, dtype), calls in found.items():
+        name, count = dtype_name(dtype), calls[0].results[0][1][0]
+        yield finding_at(
+            "IST808",
+            "warning",
+            f"{count:,} numbers in a row are counted in {name}: not all of them differ",
+            calls[0],
+            calls,
+            cause=f"torch.arange in {name} at {short(source)}",
+            notes=(f"{name} holds every whole number up to {_EXACT[dtype]:,}",),
+            fixes=(
+                fix(f"count in float32 at {short(source)}", "line", (source,), "float32"),
+                advice(source, f"count in whole numbers, and cast what is made of them to {name}"),
+            ),
+        )
+
+
+def _counts(call: Call) -> bool:
+    return call.op.startswith("aten.arange.")
+
+
+def _casts(call: Call, before: Call) -> bool:
+    """Whether a call casts what the one before it has counted, on the same line: nothing lies between the two."""
+    return _counts(before) and call.op.startswith("aten._to_copy.") and call.source == before.source
+
+
+def _is_too_long(call: Call) -> bool:
+    dtype, shape = call.results[0]
+    # Even one that starts below zero has equal neighbours when it is longer than this.
+    return dtype in _EXACT and len(shape) == 1 and shape[0] > 2 * _EXACT[dtype] + 1

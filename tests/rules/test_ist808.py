@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.rules.ist808_counting import find
+from tests.rules.traces import BF16, FP16, traced, verified
+
+
+class Positions(nn.Module):
+    """A layer over positions that are counted in one dtype and given in the layer's."""
+
+    def __init__(self, dtype: torch.dtype, counted: torch.dtype, cast: bool) -> None:
+        super().__init__()
+        self.layer, self.counted, self.cast = nn.Linear(1, 4).to(dtype), counted, cast
+
+    def forward(self, length: int) -> torch.Tensor:
+        if self.cast:
+            made = torch.arange(length).to(self.counted)
+        else:
+            made = torch.arange(length, dtype=self.counted)
+        positions: torch.Tensor = self.layer((made / length).to(self.layer.weight.dtype)[:, None])
+        return positions
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(BF16, 514), (FP16, 4098)])
+@pytest.mark.parametrize("cast", [False, True])
+def test_positions_that_run_into_each_other(dtype: torch.dtype, length: int, cast: bool) -> None:
+    assert torch.arange(length).to(dtype).unique().numel() < length
+    (finding,) = verified(Positions(dtype, dtype, cast), {"length": length}, "IST808")
+    name = str(dtype).removeprefix("torch.")
+    assert finding.message == f"{length:,} numbers in a row are counted in {name}: not all of them differ"
+    assert finding.cause.startswith(f"torch.arange in {name} at test_ist808.py:")
+    assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
+    assert finding.fixes[0].verified
+
+
+@pytest.mark.parametrize(("counted", "length"), [(BF16, 256), (FP16, 2048), (torch.float32, 4098)])
+def test_what_the_dtype_counts_exactly_is_silent(counted: torch.dtype, length: int) -> None:
+    assert torch.arange(length).to(counted).unique().numel() == length
+    trace = traced(Positions(BF16, counted, False), {"length": length}, phases=("forward",))
+    assert any(call.op.startswith("aten.arange.") for call in trace.calls)
+    assert list(find(trace)) == []
