@@ -32,8 +32,9 @@ from collections.abc import Iterator
 
 from isotype.core.names import short
 from isotype.rules import ist403_packed_raw
-from isotype.rules.finding import Action, Finding, Fix, Kind
+from isotype.rules.finding import Finding, Kind
 from isotype.rules.kit import operands
+from isotype.rules.kit.fixes import advice
 from isotype.trace.record import Failure, Trace
 
 TITLE = "The step could not be followed to its end"
@@ -75,10 +76,10 @@ def find(trace: Trace) -> Iterator[Finding]:
             else f"{followed} operators of the {failure.phase} were seen before; nothing after {_place(failure)} was judged",
         ),
         fixes=(
-            Fix(
+            advice(
+                "isotype run",
                 "run the real step under the live recorder: isotype run SCRIPT",
-                "safe",
-                actions=(Action("advice", "isotype run", "the training script"),),
+                "the training script",
             ),
         ),
         places=(failure.module,),

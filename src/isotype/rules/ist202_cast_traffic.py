@@ -34,10 +34,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short, starred
+from isotype.core.names import short
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
+from isotype.rules.finding import Finding, Fix, Price, finding_at
 from isotype.rules.kit import prices
+from isotype.rules.kit.fixes import actions, advice, safety_of_cast
+from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Trace, Weight
 
@@ -85,13 +87,11 @@ def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping
     before, after = dtype_name(first.before), dtype_name(first.after)
     # All of them together: embeddings left in float32 would promote what the others get.
     frozen = [weight for weight in trace.weights if _is_frozen(weight) and weight.dtype == first.before]
-    names = tuple(dict.fromkeys(starred(weight.name) for weight in frozen))
     cast_weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
     spare = sum(
         w.bytes * w.repeats * (w.dtype.itemsize - first.after.itemsize) // w.dtype.itemsize
         for w in cast_weights
     )
-    lossless = all(weight.holds == first.after for weight in frozen)
     moved = sum(cast.bytes for cast in casts)
     price = Price(
         cast_bytes=moved,
@@ -112,14 +112,10 @@ def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping
         fixes=(
             Fix(
                 f"store the frozen weights in {after}",
-                "safe" if lossless else "unsafe",
-                actions=tuple(Action("parameter", name, after) for name in names),
+                safety_of_cast(frozen, first.after),
+                actions=actions("parameter", names(frozen), after),
             ),
-            Fix(
-                f"load the model with dtype={after}",
-                "safe",
-                actions=(Action("advice", "dtype", after),),
-            ),
+            advice("dtype", f"load the model with dtype={after}", after),
         ),
         price=price,
     )
@@ -160,10 +156,10 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[prices.Cast, Weight]]
             *prices.costs_text(price, trace),
         ),
         fixes=(
-            Fix(
+            advice(
+                "cast_input_dtype_enabled",
                 f"switch PEFT's input cast off where autocast casts anyway: {_NO_INPUT_CAST}",
-                "safe",
-                actions=(Action("advice", "cast_input_dtype_enabled", "False"),),
+                "False",
             ),
         ),
         operands=first.call.operands,

@@ -38,8 +38,10 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, starred
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.finding import Finding, Fix, Price
 from isotype.rules.kit import prices
+from isotype.rules.kit.fixes import actions, advice, safety_of_cast
+from isotype.rules.kit.weight_sets import names
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
@@ -87,12 +89,11 @@ def _elements(weights: Sequence[Weight]) -> int:
 def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: int) -> Finding:
     largest = max(wide, key=lambda weight: weight.bytes * weight.repeats)
     target = dtype_name(wanted)
-    names = tuple(dict.fromkeys(starred(weight.name) for weight in wide))
     touched = {weight.module for weight in wide}
     bound = [
         c for c in prices.casts(trace) if c.call.module in touched and c.operand.origin.kind == "parameter"
     ]
-    lossless = all(weight.holds == wanted for weight in wide)
+    safety = safety_of_cast(wide, wanted)
     price = Price(cast_bytes=sum(cast.bytes for cast in bound), memory_bytes=extra)
     shown = ", ".join(
         starred(w.name) for w in sorted(_distinct(wide), key=lambda w: -w.bytes * w.repeats)[:3]
@@ -106,19 +107,23 @@ def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: i
         phase="load",
         cause=f"{largest.name} is float32",
         notes=(
-            f"float32: {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-            *(() if lossless else (f"whether {target} holds every value of them is not known or not so",)),
+            f"float32: {shown}" + (f" and {len(names(wide)) - 3} more" if len(names(wide)) > 3 else ""),
+            *(
+                ()
+                if safety == "safe"
+                else (f"whether {target} holds every value of them is not known or not so",)
+            ),
         ),
         fixes=(
             Fix(
                 f"cast them to {target}",
-                "safe" if lossless else "unsafe",
-                actions=tuple(Action("parameter", name, target) for name in names),
+                safety,
+                actions=actions("parameter", names(wide), target),
             ),
-            Fix(
+            advice(
+                "isotype.enforce",
                 "leave out prepare_model_for_kbit_training, or call isotype.enforce(model, policy) after it",
-                "safe",
-                actions=(Action("advice", "isotype.enforce", "model, policy"),),
+                "model, policy",
             ),
         ),
         price=price,

@@ -36,8 +36,9 @@ from collections.abc import Iterator, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
+from isotype.rules.finding import Finding, Price, finding_at
 from isotype.rules.kit import prices
+from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import Call, Origin, Trace
 
@@ -110,7 +111,7 @@ def _finding(trace: Trace, casts: Sequence[prices.Cast], size: int, unread: bool
     first = casts[0]
     wide, narrow = dtype_name(first.after), dtype_name(first.before)
     what = "nothing in the step reads" if unread else "the loss reads in pieces"
-    advice = (
+    how = (
         f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
         if unread
         else f"split first, then cast each piece to {wide}"
@@ -125,6 +126,6 @@ def _finding(trace: Trace, casts: Sequence[prices.Cast], size: int, unread: bool
         [cast.call for cast in casts],
         cause=f"a cast to {wide} at {short(first.call.source)}",
         notes=(f"{size / max(1, trace.memory.peak):.0%} of the peak memory of the step",),
-        fixes=(Fix(advice, "safe", actions=(Action("advice", short(first.call.source), advice),)),),
+        fixes=(advice(short(first.call.source), how),),
         price=Price(cast_bytes=sum(cast.bytes for cast in casts), memory_bytes=size),
     )

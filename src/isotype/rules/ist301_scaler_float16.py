@@ -32,10 +32,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import starred
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.kit.fixes import fix
+from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
 from isotype.trace.record import Trace, Weight
 
 TITLE = "GradScaler with float16 trainable parameters"
@@ -69,10 +69,9 @@ def _cast_by_the_step(weight: Weight) -> str:
 
 def _float32_inputs(moved: Sequence[Weight]) -> Iterator[Fix]:
     """What code casts its parameters to is what it is given: a cast of theirs would not last."""
-    modules = tuple(dict.fromkeys(starred(weight.module) for weight in moved))
-    if modules:
-        actions = tuple(Action("input", module, "float32") for module in modules)
-        yield Fix(f"take the inputs of {', '.join(modules)} in float32", "safe", actions=actions)
+    places = modules(moved)
+    if places:
+        yield fix(f"take the inputs of {', '.join(places)} in float32", "input", places, "float32")
 
 
 def _refused(trace: Trace) -> tuple[Weight, ...]:

@@ -30,8 +30,9 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import short, starred
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.weight_sets import HALVES, advice, count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import cause_text
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
+from isotype.rules.kit.words import cause_text, device_says
 from isotype.trace.fake.optimizers import OPTIMIZERS
 from isotype.trace.record import FLOATS, Call, Operand, Trace
 
@@ -64,7 +65,6 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _refused(trace: Trace, broken: list[Call]) -> Finding:
     first = broken[0]
-    assert first.breach is not None
     odd = _odd(first)
     floats = [operand for operand in first.operands if operand.dtype in FLOATS]
     dtypes = sorted({dtype_name(operand.dtype) for operand in floats})
@@ -76,7 +76,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         phase="optimizer",
         source=first.source,
         cause=_cause(first, odd, trace),
-        notes=(f"the device says: {first.breach.message}",),
+        notes=device_says(first),
         operands=tuple(operand for operand in floats if _entry(operand) == _entry(odd)),
         fixes=tuple(_fixes(trace, first, odd)),
         evidence=(f"{short(first.source)} {first.op}",) if first.source else (),

@@ -25,7 +25,8 @@ from collections.abc import Iterator
 
 from isotype.core.names import agree
 from isotype.rules.finding import Finding
-from isotype.rules.kit.weight_sets import advice, count, finding_of
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.trace.record import Trace
 
 TITLE = "A quantized layer without its quantization state"

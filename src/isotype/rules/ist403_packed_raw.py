@@ -33,7 +33,9 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named, plural, short
 from isotype.rules.finding import Finding, Fix, finding_at
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.weight_sets import advice, count, finding_of
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import count, finding_of
+from isotype.rules.kit.words import device_says
 from isotype.trace.record import Call, Failure, Operand, Trace, Weight
 
 TITLE = "Packed codes taken for a weight"
@@ -114,7 +116,6 @@ def _codes_in(call: Call) -> list[Operand]:
 
 def _product(call: Call, packed: Operand, total: int) -> Finding:
     float_dtype = next(o.dtype for o in call.operands if o.dtype.is_floating_point)
-    said = (f"the device says: {call.breach.message}",) if call.breach is not None else ()
     name = packed.origin.cause.name
     return finding_at(
         "IST403",
@@ -122,7 +123,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
         call,
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
-        notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *said),
+        notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *device_says(call)),
         fixes=(
             advice(name, "call the quantized layer, or dequantize its weight with its state, at that line"),
         ),

@@ -28,7 +28,8 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named
 from isotype.rules.finding import Finding
-from isotype.rules.kit.weight_sets import advice, count, finding_of
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Quantization scales that are not float32"

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.core.names import starred
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit.weight_sets import count, finding_of
+from isotype.rules.finding import Finding, Fix
+from isotype.rules.kit.fixes import fix
+from isotype.rules.kit.weight_sets import count, finding_of, modules
 from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit weights that an evaluation on this CPU repacks"
@@ -69,9 +69,4 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _keep(weights: list[Weight]) -> Fix:
-    targets = dict.fromkeys(starred(weight.module) for weight in weights)
-    return Fix(
-        "keep the layout that trains",
-        "safe",
-        actions=tuple(Action("layout", target, "training") for target in targets),
-    )
+    return fix("keep the layout that trains", "layout", modules(weights), "training")

@@ -35,10 +35,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import starred
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Action, Finding, Fix, Price, Severity
+from isotype.rules.finding import Finding, Fix, Price, Severity
 from isotype.rules.kit import prices
+from isotype.rules.kit.fixes import actions, advice, safety_of_cast
+from isotype.rules.kit.weight_sets import names
 from isotype.trace.record import FLOATS, Trace, Weight
 
 TITLE = "A checkpoint's dtype that did not survive loading"
@@ -81,8 +82,6 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _finding(trace: Trace, weights: Sequence[Weight], said: torch.dtype, lies: torch.dtype) -> Finding:
     name, wrong = dtype_name(said), dtype_name(lies)
     extra = sum(w.repeats * prices.elements(w.shape) * (lies.itemsize - said.itemsize) for w in weights)
-    lossless = all(weight.holds == said for weight in weights)
-    names = tuple(dict.fromkeys(starred(weight.name) for weight in weights))
     wide = [call for call in trace.calls if prices.run_dtype(call) == lies] if extra else []
     loss = _LOSSES.get((said, lies))
     price = Price(
@@ -106,10 +105,10 @@ def _finding(trace: Trace, weights: Sequence[Weight], said: torch.dtype, lies: t
         fixes=(
             Fix(
                 f"cast the frozen weights to {name}",
-                "safe" if lossless else "unsafe",
-                actions=tuple(Action("parameter", target, name) for target in names),
+                safety_of_cast(weights, said),
+                actions=actions("parameter", names(weights), name),
             ),
-            Fix(f"load the checkpoint with dtype={name}", "safe", actions=(Action("advice", "dtype", name),)),
+            advice("dtype", f"load the checkpoint with dtype={name}", name),
         ),
         price=price,
         places=tuple(dict.fromkeys(weight.module for weight in weights)),

@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import starred
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Finding, Fix
+from isotype.rules.kit.fixes import actions
+from isotype.rules.kit.weight_sets import names
 from isotype.trace.record import FLOATS, Trace
 
 TITLE = "Trained adapters of different dtypes"
@@ -52,7 +53,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     counts = ", ".join(
         f"{sum(w.repeats for w in trained if w.dtype == dtype)} in {dtype_name(dtype)}" for dtype in dtypes
     )
-    names = tuple(dict.fromkeys(starred(w.name) for w in narrow))
     yield Finding(
         code="IST502",
         severity="note",
@@ -65,7 +65,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             Fix(
                 f"cast every adapter to {target}",
                 "safe",
-                actions=tuple(Action("parameter", name, target) for name in names),
+                actions=actions("parameter", names(narrow), target),
             ),
         ),
         places=tuple(dict.fromkeys(w.module for w in narrow)),

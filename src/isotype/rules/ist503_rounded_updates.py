@@ -43,7 +43,8 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short, starred
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit.weight_sets import HALVES, advice, casts, count, finding_of, names, spacing
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import HALVES, casts, count, finding_of, names, spacing
 from isotype.trace.record import Call, Operand, Trace, Weight
 
 TITLE = "A 16-bit weight that is added to in place"

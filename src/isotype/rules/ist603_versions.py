@@ -29,7 +29,8 @@ from collections.abc import Iterator
 from functools import cache
 
 from isotype.precision.versions import Incompatibility, incompatibilities, installed, pip_command, toolkits
-from isotype.rules.finding import Action, Finding, Fix, Kind
+from isotype.rules.finding import Finding, Kind
+from isotype.rules.kit.fixes import advice
 from isotype.trace.record import Trace
 
 TITLE = "Library versions that do not fit each other"
@@ -49,7 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             phase="load",
             cause=" and ".join(incompatibility.packages),
             notes=(incompatibility.link,) if incompatibility.link else (),
-            fixes=(Fix(command, "safe", actions=(Action("advice", "pip", command),)),),
+            fixes=(advice("pip", command),),
         )
 
 

@@ -31,9 +31,10 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Action, Finding, Fix, Kind, finding_at
+from isotype.rules.finding import Finding, Kind, finding_at
 from isotype.rules.kit import prices
 from isotype.rules.kit.devices import attention_calls
+from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.groups import Group
 from isotype.rules.kit.operands import candidates
 from isotype.rules.kit.words import cause_text, evidence
@@ -71,13 +72,7 @@ def _absent(trace: Trace) -> Finding:
         phase="forward",
         cause=f"the model's config asks for {setup.attention}",
         notes=("FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU",),
-        fixes=(
-            Fix(
-                'load the model with attn_implementation="sdpa"',
-                "safe",
-                actions=(Action("advice", "attn_implementation", "sdpa"),),
-            ),
-        ),
+        fixes=(advice("attn_implementation", 'load the model with attn_implementation="sdpa"', "sdpa"),),
     )
 
 

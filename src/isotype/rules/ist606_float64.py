@@ -32,7 +32,7 @@ import torch
 
 from isotype.core.names import short, starred
 from isotype.rules.finding import Action, ActionKind, Finding, Fix, Kind, finding_at
-from isotype.rules.kit.weight_sets import advice
+from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Call, Origin, Trace
 

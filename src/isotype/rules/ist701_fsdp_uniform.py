@@ -31,7 +31,8 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit.weight_sets import advice, casts, finding_of, float32_masters, layer_of, trained
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained
 from isotype.trace.record import Trace, Weight
 
 TITLE = "FSDP1 over parameters of several dtypes"

@@ -27,7 +27,8 @@ from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
 from isotype.rules.finding import Finding
-from isotype.rules.kit.weight_sets import advice, count, finding_of
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.trace.record import Trace
 
 TITLE = "FSDP over integer codes"

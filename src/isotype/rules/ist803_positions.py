@@ -29,7 +29,8 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named, short
 from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.kit.weight_sets import HALVES, advice, count, finding_of, names
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import HALVES, count, finding_of, names
 from isotype.trace.record import Call, Trace, Weight
 
 TITLE = "Rotary positions in 16 bit"

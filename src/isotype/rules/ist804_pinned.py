@@ -26,7 +26,8 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree
 from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit.weight_sets import HALVES, advice, casts, count, finding_of, modules
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import HALVES, casts, count, finding_of, modules
 from isotype.trace.record import Trace, Weight
 
 TITLE = "A pinned parameter in 16 bit"

@@ -30,7 +30,8 @@ from collections.abc import Iterator, Mapping
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.kit.weight_sets import HALVES, advice
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import HALVES
 from isotype.rules.kit.words import evidence
 from isotype.trace.record import Call, Operand, Trace, Weight
 

@@ -16,7 +16,7 @@ from isotype.rules.finding import Action, ActionKind, Finding, Fix
 from isotype.rules.kit.claims import all_claims, code_of
 from isotype.rules.kit.groups import SCATTERS, Group, distinct, groups, sides_in
 from isotype.rules.kit.siblings import modules_meant, weights_meant
-from isotype.rules.kit.words import cause_text, evidence
+from isotype.rules.kit.words import cause_text, device_says, evidence
 from isotype.trace.record import FLOATS, Breach, Call, Failure, Operand, Origin, Trace, Weight
 
 
@@ -172,7 +172,7 @@ def _notes(group: Group, places: Sequence[str], unlike: str) -> tuple[str, ...]:
         where = f" in {len(places)} modules" if len(places) > 1 else ""
         plural = "s" if more > 1 else ""
         notes.append(f"{more} more operator{plural}{where} fail{'' if more > 1 else 's'} for the same cause")
-    notes.append(f"the device says: {first.breach.message}")
+    notes += device_says(first)
     if first.breach.assumed:
         family = "from the operator's family: not measured on this device"
         notes.append(f"assumed: {unlike}" if unlike else f"assumed {family}")

@@ -78,11 +78,6 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     return (alone, mixed) if adapters else (mixed, alone)
 
 
-def advice(target: str, how: str) -> Fix:
-    """Something only the user can change."""
-    return Fix(how, "safe", actions=(Action("advice", target, how),))
-
-
 def spacing(value: float, dtype: torch.dtype) -> float:
     """The distance from `value` to the next larger number that bfloat16 or float16 holds."""
     exponent = max(math.floor(math.log2(value)), _SMALLEST[dtype]) if value > 0 else _SMALLEST[dtype]
