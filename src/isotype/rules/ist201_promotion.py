@@ -40,6 +40,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
 from isotype.rules.kit import prices
+from isotype.rules.kit.fixes import and_its_like, safety_of_cast
 from isotype.rules.kit.groups import Group
 from isotype.rules.kit.operands import candidates
 from isotype.rules.kit.words import cause_text, evidence
@@ -178,14 +179,13 @@ def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]
     names = tuple(dict.fromkeys(starred(weight.name) for weight in weights if not weight.trainable))
     if names and inputs:
-        lossless = all(weight.holds == trace.setup.compute for weight in weights)
         actions = (
             *(Action("parameter", name, expected) for name in names),
             Action("input", "", expected),
         )
         yield Fix(
-            f"cast {names[0]}{' and its like' if len(names) > 1 else ''}, and what the model is given, to {expected}",
-            "safe" if lossless else "unsafe",
+            f"cast {and_its_like(names)}, and what the model is given, to {expected}",
+            safety_of_cast(weights, trace.setup.compute),
             actions=actions,
         )
     yield from candidates(trace, group, owners)

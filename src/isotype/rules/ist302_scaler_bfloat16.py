@@ -28,7 +28,8 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Finding
+from isotype.rules.kit.fixes import setting
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
 from isotype.trace.record import Trace
 
@@ -40,7 +41,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
     if not setup.scaler or "unscale" not in setup.phases:
         return
-    without = Fix("train without a GradScaler", "safe", actions=(Action("setting", "scaler", "False"),))
+    without = setting("train without a GradScaler", "scaler", "False")
     fp16 = torch.float16 in (setup.autocast, setup.compute)
     low = trained(trace, torch.bfloat16)
     if low:

@@ -30,7 +30,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import short, starred
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import cause_text, device_says
 from isotype.trace.fake.optimizers import OPTIMIZERS
@@ -146,8 +146,9 @@ def _fixes(trace: Trace, call: Call, odd: Operand) -> Iterator[Fix]:
     if not call.source:
         return  # torch's own code asked: there is no line to change
     written = dtype_name(call.operands[0].dtype)
-    yield Fix(
+    yield fix(
         f"cast the operands to {written}, the dtype of what is updated, at {short(call.source)}",
-        "safe",
-        actions=(Action("line", call.source, written),),
+        "line",
+        (call.source,),
+        written,
     )

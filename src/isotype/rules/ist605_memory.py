@@ -39,8 +39,9 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Action, Finding, Fix, Kind, Price
+from isotype.rules.finding import Finding, Fix, Kind, Price
 from isotype.rules.kit import prices
+from isotype.rules.kit.fixes import fix
 from isotype.trace.record import Trace, Weight
 
 TITLE = "The step does not fit into the device's memory"
@@ -126,10 +127,12 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
     savings = sorted(_savings(trace), key=lambda saving: -saving[1])
     for advice, saved, target, value in savings:
         enough = ", which is enough" if saved >= over > 0 else ""
-        yield Fix(
+        yield fix(
             f"{advice}: about {format_bytes(saved)} less{enough}",
+            "advice",
+            (target,),
+            value,
             "unsafe" if target == "quantization" else "safe",
-            actions=(Action("advice", target, value),),
         )
 
 

@@ -32,7 +32,7 @@ import torch
 
 from isotype.core.names import short, starred
 from isotype.rules.finding import Action, ActionKind, Finding, Fix, Kind, finding_at
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.fixes import advice, and_its_like
 from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Call, Origin, Trace
 
@@ -99,9 +99,8 @@ def _fixes(origins: list[Origin]) -> Iterator[Fix]:
         yield advice(first.name, f"make {first.name} float32 before it goes to the device")
     elif first.kind in _STORED:
         names = tuple(dict.fromkeys(starred(origin.name) for origin in origins))
-        like = " and its like" if len(names) > 1 else ""
         actions = tuple(Action(_STORED[first.kind], name, "float32") for name in names)
-        yield Fix(f"cast {names[0]}{like} to float32", "unsafe", actions=actions)
+        yield Fix(f"cast {and_its_like(names)} to float32", "unsafe", actions=actions)
     elif first.source:
         action = Action("line", first.source, "float32")
         yield Fix(f"write float32 instead of float64 at {short(first.source)}", "safe", actions=(action,))

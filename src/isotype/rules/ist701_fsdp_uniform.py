@@ -30,8 +30,8 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit.fixes import advice
+from isotype.rules.finding import Finding, Fix
+from isotype.rules.kit.fixes import advice, setting
 from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained
 from isotype.trace.record import Trace, Weight
 
@@ -85,11 +85,7 @@ def _fixes(trace: Trace, odd: list[Weight], most: torch.dtype) -> Iterator[Fix]:
         yield cast
     # FSDP2 reduces the gradients of a unit together, so that what is trained has to be of one dtype there too.
     if len({weight.dtype for weight in trained(trace)}) <= 1:
-        yield Fix(
-            "shard with FSDP2, which keeps each parameter's dtype",
-            "safe",
-            actions=(Action("setting", "fsdp", "2"),),
-        )
+        yield setting("shard with FSDP2, which keeps each parameter's dtype", "fsdp", "2")
     elif all(weight.trainable for weight in trace.weights if not weight.buffer):
         yield from float32_masters(trace, trained(trace))
     if not safe:

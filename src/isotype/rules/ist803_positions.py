@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named, short
 from isotype.rules.finding import Action, Finding, Fix, finding_at
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, names
 from isotype.trace.record import Call, Trace, Weight
 
@@ -101,7 +101,7 @@ _OFF = 0.5
 
 def _line_or_input(at: str, line: bool) -> tuple[Fix, ...]:
     if line:
-        return (Fix(f"keep it in float32 at {short(at)}", "safe", actions=(Action("line", at, "float32"),)),)
+        return (fix(f"keep it in float32 at {short(at)}", "line", (at,), "float32"),)
     return (advice(at, "give it as an integer or in float32, and cast what the sines make of it"),)
 
 

@@ -12,8 +12,9 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, short, starred
-from isotype.rules.finding import Action, ActionKind, Finding, Fix
+from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.claims import all_claims, code_of
+from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.groups import SCATTERS, Group, distinct, groups, sides_in
 from isotype.rules.kit.siblings import modules_meant, weights_meant
 from isotype.rules.kit.words import cause_text, device_says, evidence
@@ -192,35 +193,29 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
         safety: Literal["safe", "unsafe"] = (
             "safe" if blamed and all(_keeps_digits(weight, expected) for weight in blamed) else "unsafe"
         )
-        yield _fix(f"cast {what} {_listed(names)} to {expected}", safety, "buffer", names, expected)
+        yield fix(f"cast {what} {_listed(names)} to {expected}", "buffer", names, expected, safety)
         beside = tuple(name for name in _held_beside(trace, group) if name not in names)
         if beside:
             every = (*names, *beside)
-            yield _fix(f"cast {what}s {_listed(every)} to {expected}", "unsafe", "buffer", every, expected)
+            yield fix(f"cast {what}s {_listed(every)} to {expected}", "buffer", every, expected, "unsafe")
     if group.cause.kind == "state":
         stale = [
             starred(weight.module)
             for weight in trace.weights
             if weight.quantization is not None and weight.quantization.state == group.cause.dtype
         ]
-        yield _fix(
-            f"let the quantization states dequantize to {expected}", "safe", "state", stale or names, expected
-        )
+        yield fix(f"let the quantization states dequantize to {expected}", "state", stale or names, expected)
     yield from _hook_fixes(trace, group, expected)
     written = tuple(
         cause.source for cause in group.causes if cause.kind in ("cast", "constant") and cause.source
     )
     if written:
         where = _listed([short(source) for source in dict.fromkeys(written)])
-        yield _fix(
-            f"write {expected} instead of {dtype_name(group.odd.dtype)} at {where}",
-            "safe",
-            "line",
-            written,
-            expected,
+        yield fix(
+            f"write {expected} instead of {dtype_name(group.odd.dtype)} at {where}", "line", written, expected
         )
     if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.refused != "dtype":
-        yield _fix(f"run the step under autocast to {expected}", "safe", "setting", ("autocast",), expected)
+        yield fix(f"run the step under autocast to {expected}", "setting", ("autocast",), expected)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
     yield from _call_fixes(group, called, expected)
 
@@ -242,7 +237,7 @@ def _call_fixes(group: Group, called: Sequence[str], expected: str) -> Iterator[
         where = _listed([short(source) for source in called], 3)
         into = _written_into(group)
         what = f"the operands to {expected}" if into is None else f"what is written to {into}"
-        yield _fix(f"cast {what} at {where}", "safe", "line", called, into or expected)
+        yield fix(f"cast {what} at {where}", "line", called, into or expected)
 
 
 def _written_into(group: Group) -> str | None:
@@ -266,19 +261,6 @@ def _wanted(group: Group) -> torch.dtype:
         return group.side
     met = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != group.side)
     return next(met, group.side)
-
-
-def _fix(
-    description: str,
-    safety: Literal["safe", "unsafe"],
-    kind: ActionKind,
-    targets: Iterable[str],
-    value: str,
-) -> Fix:
-    """The same action on each target once."""
-    return Fix(
-        description, safety, actions=tuple(Action(kind, target, value) for target in dict.fromkeys(targets))
-    )
 
 
 def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
@@ -310,7 +292,7 @@ def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> 
     value, names = dtype_name(most), tuple(dict.fromkeys(starred(weight.name) for weight in few))
     exact = all(weight.dtype.itemsize < most.itemsize or weight.holds == most for weight in few)
     what = f"cast {_listed(names)} to {value}, the dtype of the other adapters"
-    yield _fix(what, "safe" if exact else "unsafe", "parameter", names, value)
+    yield fix(what, "parameter", names, value, "safe" if exact else "unsafe")
 
 
 def _adapted(module: str, modules: Mapping[str, str]) -> str:
@@ -329,22 +311,19 @@ def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> I
     modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
     first = weights[0]
     lossless = all(_keeps_digits(weight, expected) for weight in weights)
-    cast = _fix(
-        f"cast {_listed(names)} to {expected}", "safe" if lossless else "unsafe", "parameter", names, expected
+    cast = fix(
+        f"cast {_listed(names)} to {expected}", "parameter", names, expected, "safe" if lossless else "unsafe"
     )
     if lossless:
         yield cast
     if all(weight.kind == "norm" for weight in weights):
-        yield _fix(
-            f"return each {first.module_class}'s output in {expected}", "safe", "output", modules, expected
-        )
+        yield fix(f"return each {first.module_class}'s output in {expected}", "output", modules, expected)
     elif all(modules):
         what = _listed(modules)
         if (len(modules) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
             what = f"each {first.module_class} of {what}"
-        yield _fix(
+        yield fix(
             f"let {what} cast at its border and compute in {expected}",
-            "safe",
             "boundary",
             modules,
             f"compute:{expected}",
@@ -377,22 +356,14 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         made_in += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
     makers = tuple(dict.fromkeys(made_in))
     for targets in (*([makers] if len(makers) > 1 else []), *((module,) for module in makers)):
-        yield _fix(
-            f"return the outputs of {_listed(targets)} in {expected}", "safe", "output", targets, expected
-        )
+        yield fix(f"return the outputs of {_listed(targets)} in {expected}", "output", targets, expected)
     if group.cause.kind == "input":
-        yield _fix(f"give the model {group.cause.name} in {expected}", "safe", "input", ("",), expected)
+        yield fix(f"give the model {group.cause.name} in {expected}", "input", ("",), expected)
     # The whole model's input is named above where it is the cause; what a loss does comes after it.
     called = [call.module for call in group.calls if call.module and not _is_own(group.odd, call)]
     places = modules_meant(trace, called)
     if places:
-        yield _fix(
-            f"take the inputs of {_listed(places)} in {expected}",
-            "safe",
-            "input",
-            places,
-            expected,
-        )
+        yield fix(f"take the inputs of {_listed(places)} in {expected}", "input", places, expected)
 
 
 def _is_own(odd: Operand, call: Call) -> bool:
