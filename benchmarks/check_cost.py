@@ -190,7 +190,7 @@ def main(runs: int = 3, *names: str) -> None:
         print(
             f"{name:<18} {found['seconds']:>7.2f} {spread:>13} {found['cpu_seconds']:>7.2f} {found['peak_mib']:>9.0f} "
             f"{found['check_seconds']:>8.2f} {found['operators']:>10,}  {found['status']}"
-            + ("" if found["complete"] else " (not followed to the end)"),
+            + ("" if found["complete"] else " (not traced to the end)"),
             flush=True,
         )
     print(json.dumps(results))

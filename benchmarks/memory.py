@@ -132,7 +132,7 @@ def measure(case: Case) -> dict[str, Any]:
             for phase, kinds in real.phases.items()
             if phase in foreseen.memory.phases
         },
-        "not_followed": None if foreseen.complete else str(foreseen.trace.failure),
+        "not_traced": None if foreseen.complete else str(foreseen.trace.failure),
     }
 
 

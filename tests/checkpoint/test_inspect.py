@@ -16,7 +16,7 @@ from isotype.checkpoint.inspect import _natural, folded_name, gather, inspect_ch
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.cli.main import main
-from isotype.report.inspect import inspection_json, odd_lines
+from isotype.report.inspect import inspection_json, mismatch_lines
 
 
 def group(inspection, name):
@@ -45,7 +45,7 @@ def test_groups_totals_and_what_is_mismatched(mixed_checkpoint):
         ("float32", 1, 32),
     ]
     assert (inspection.bytes, inspection.tensors, inspection.values) == (3104, 13, 1544)
-    assert odd_lines(inspection) == [
+    assert mismatch_lines(inspection) == [
         "mismatched: model.layers.2.mlp.up_proj.weight, model.layers.10.mlp.up_proj.weight are float16, the other 10 "
         "bfloat16",
         "mismatched: model.norm.weight is float32 in a bfloat16 checkpoint",
@@ -60,7 +60,7 @@ def test_shards_are_one_checkpoint(saved, tmp_path):
     sharded = inspect_checkpoint(save_tiny("llama", tmp_path, torch.bfloat16, max_shard_size="40kB"))
     assert (tmp_path / "model.safetensors.index.json").is_file()
     assert (sharded.groups, sharded.totals) == (whole.groups, whole.totals)
-    assert odd_lines(whole) == []
+    assert mismatch_lines(whole) == []
 
 
 @pytest.mark.parametrize(("quantization", "double"), [("nf4", True), ("fp4", None), ("int8", None)])

@@ -90,12 +90,12 @@ def test_fsdp_is_a_version_or_what_the_trainer_takes(argv, version):
     assert plan("m", *argv).fsdp == version
 
 
-def test_what_is_not_followed_as_asked_is_said():
+def test_what_is_not_traced_as_asked_is_said():
     found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True")
     assert found.attention is None
     assert found.notes == (
-        "flash_attention_2 is followed as scaled_dot_product_attention, whose dtypes are wider",
-        "packed rows are followed as rows of their full length",
+        "flash_attention_2 is traced as scaled_dot_product_attention, whose dtypes are wider",
+        "packed rows are traced as rows of their full length",
     )
 
 

@@ -220,7 +220,7 @@ def test_without_a_look_ahead_the_live_recorder_explains(capsys: pytest.CaptureF
 def test_the_larger_of_two_models_says_what_the_step_computes_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A small float32 projection runs first and feeds a bfloat16 model: the projection is odd, not the model."""
+    """A small float32 projection runs first and feeds a bfloat16 model: the projection is mismatched, not the model."""
     script = tmp_path / "two.py"
     script.write_text(
         "import torch\nfrom torch import nn\n"

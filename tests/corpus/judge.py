@@ -34,7 +34,7 @@ class Verdict:
         real: how the broken set-up fails or what it costs, on this machine; "" where only another device refuses it.
         code: the code it was found under, "" where it was not.
         cause: the cause that was named.
-        fix: the fix that mended it.
+        fix: the fix that resolved it.
         problems: everything that did not go as it should.
     """
 
@@ -87,7 +87,7 @@ def judge_scenario(scenario: Scenario) -> Verdict:
     problems += wrong
     if finding is None:
         return Verdict(real, "", "", "", tuple(problems))
-    fix = _mended(scenario, broken, report, finding, problems)
+    fix = _fixed(scenario, broken, report, finding, problems)
     return Verdict(real, finding.code, finding.cause, fix, tuple(problems))
 
 
@@ -118,7 +118,7 @@ def _reality(scenario: Scenario, problems: list[str]) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _mended(scenario: Scenario, broken: Broken, report: Report, finding: Finding, problems: list[str]) -> str:
+def _fixed(scenario: Scenario, broken: Broken, report: Report, finding: Finding, problems: list[str]) -> str:
     if scenario.advice is not None:
         return _advised(scenario, finding, problems)
     verified = [fix for fix in finding.fixes if fix.verified]

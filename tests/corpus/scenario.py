@@ -1,4 +1,4 @@
-"""A case of the public corpus as something that runs: the broken set-up, what is wrong with it, what mends it."""
+"""A case of the public corpus as something that runs: the broken set-up, what is wrong with it, what fixes it."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class Scenario:
 
     Attributes:
         case: id in the corpus (`automodel-1540`).
-        build: makes the broken set-up anew each time.
+        build: makes the broken set-up again each time.
         codes: codes of which one has to be found (`IST101`); the first is the best.
         cause: a regular expression that the finding's `cause` (or its evidence) has to match.
         crashes: a regular expression that the real error has to match, at present on this CPU; "" for a silent case
             or one that only another device refuses.
         phase: where the real step raises, "" for silent cases.
         cost: for silent cases: says what it really costs here (a measured fact: bytes, dtype of an output, values
-            that did not move), or None once it is mended. Raises nothing.
+            that did not move), or None once it is fixed. Raises nothing.
         fix: a regular expression that the description of the first verified fix has to match.
         advice: the cure is an argument or a file that only the user can change: the set-up as it is after the user
-            followed the advice, built anew; None where `isotype.repair` mends the model itself.
+            followed the advice, built again; None where `isotype.repair` fixes the model itself.
     """
 
     case: str

@@ -34,7 +34,7 @@ def _one_of_each_class() -> list[str]:
 
 @pytest.mark.parametrize("case", _one_of_each_class())
 @pytest.mark.filterwarnings("ignore")
-def test_a_report_is_found_explained_and_mended(case: str) -> None:
+def test_a_report_is_found_explained_and_fixed(case: str) -> None:
     assert judge_scenario(all_scenarios()[case]).problems == ()
 
 

@@ -70,11 +70,11 @@ def test_is_predicted_with_its_cause(scenario: Scenario) -> None:
 )
 def test_advice_really_cures(scenario: Scenario) -> None:
     assert scenario.advice is not None
-    mended = scenario.advice()
+    fixed = scenario.advice()
     if scenario.cost is not None:
-        assert scenario.cost(mended) is None
+        assert scenario.cost(fixed) is None
     else:
-        assert run(mended).error is None
+        assert run(fixed).error is None
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: scenario.case)

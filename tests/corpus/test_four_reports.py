@@ -133,7 +133,7 @@ REPORTS: tuple[Scenario, ...] = (
         r"base_layer",
         crashes=r"same dtype, but got:? (c10::)?Half (and|!=) (c10::)?BFloat16",
         phase="backward",
-        notes="Both faults at once: the scaler's is only reached once the backward is mended.",
+        notes="Both faults at once: the scaler's is only reached once the backward is fixed.",
     ),
     Scenario(
         "QLoRA float16 compute, dequantized weights",

@@ -1,4 +1,4 @@
-"""A vision tower in another dtype than the text model: the tower or the connector is the cause, and mended there."""
+"""A vision tower in another dtype than the text model: the tower or the connector is the cause, and fixed there."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def too_large() -> Report:
     return Report(replace(seen, memory=memory(activations=21_000)), (), 0.44)
 
 
-def not_followed() -> Report:
+def not_traced() -> Report:
     failure = Failure(
         "forward", "model.layers.3.mlp.experts", "modeling_jetmoe.py:163",
         "RuntimeError: split_with_sizes expects split_sizes to sum exactly to 4096",
@@ -352,6 +352,6 @@ SAMPLES = {
     "costly": costly,
     "clean": clean,
     "too_large": too_large,
-    "not_followed": not_followed,
+    "not_traced": not_traced,
     "mixed_layers": mixed_layers,
 }

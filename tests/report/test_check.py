@@ -33,7 +33,7 @@ from isotype.report.check.text import (
 from isotype.report.text import format_flops, format_share
 from isotype.rules.finding import Action, Fix, Price
 from isotype.trace.record import Memory
-from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_followed, too_large
+from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_traced, too_large
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 UPDATE = "ISOTYPE_UPDATE_SNAPSHOTS"
@@ -59,7 +59,7 @@ def same_as_snapshot(name: str, text: str) -> None:
         ("costly", "costs", True, True, True),
         ("clean", "clean", True, True, True),
         ("too_large", "does not fit", True, True, False),
-        ("not_followed", "unknown", True, False, True),
+        ("not_traced", "unknown", True, False, True),
         ("mixed_layers", "fails", False, True, True),
     ],
 )
@@ -78,7 +78,7 @@ def test_findings_are_told_apart_by_severity() -> None:
 
 
 def test_verdict_of_a_step_that_fails_in_every_way() -> None:
-    seen = replace(crash().trace, failure=not_followed().trace.failure, memory=too_large().trace.memory)
+    seen = replace(crash().trace, failure=not_traced().trace.failure, memory=too_large().trace.memory)
     report = replace(crash(), trace=seen)
     assert verdict(report) == (
         "This step fails on NVIDIA T4: 1 error; followed only up to forward of model.layers.3.mlp.experts; "
@@ -269,7 +269,7 @@ def test_numbers_as_words() -> None:
 # --- JSON -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["costly", "not_followed", "mixed_layers", "clean", "too_large"])
+@pytest.mark.parametrize("name", ["costly", "not_traced", "mixed_layers", "clean", "too_large"])
 def test_json(name: str) -> None:
     text = SAMPLES[name]().to_json()
     same_as_snapshot(f"check_{name}.json", text.replace(f'"{__version__}"', '"VERSION"', 1))

@@ -67,7 +67,7 @@ def test_layers_that_differ_are_rows_of_their_own() -> None:
 
 
 def test_layers_after_the_end_of_the_trace_are_told_from_those_before() -> None:
-    rows = stack_of(dtype_map(SAMPLES["not_followed"]().trace, ())).rows
+    rows = stack_of(dtype_map(SAMPLES["not_traced"]().trace, ())).rows
     assert [(row.first, row.last) for row in rows] == [(0, 2), (3, 29)]
     assert rows[1].cells["mlp.up_proj"].runs == ()
 

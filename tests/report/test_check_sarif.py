@@ -11,7 +11,7 @@ import pytest
 from isotype import __version__
 from isotype.report.check.sarif import SCHEMA
 from isotype.rules import all_rules
-from tests.report.check_samples import SAMPLES, costly, crash, not_followed
+from tests.report.check_samples import SAMPLES, costly, crash, not_traced
 
 LEVELS = {"none", "note", "warning", "error"}  # 3.27.10
 
@@ -94,13 +94,13 @@ def test_a_code_of_no_shipped_rule_is_given_without_a_page() -> None:
     assert described == {"id": "ACME1"}
 
 
-def test_a_step_not_followed_is_an_unsuccessful_execution() -> None:
-    (invocation,) = run_of("not_followed")["invocations"]
+def test_a_step_not_traced_is_an_unsuccessful_execution() -> None:
+    (invocation,) = run_of("not_traced")["invocations"]
     assert invocation["executionSuccessful"] is False
     texts = [notice["message"]["text"] for notice in invocation["toolExecutionNotifications"]]
-    failure = not_followed().trace.failure
+    failure = not_traced().trace.failure
     assert failure is not None
-    assert [*not_followed().trace.notes] == texts[:-1]
+    assert [*not_traced().trace.notes] == texts[:-1]
     assert texts[-1].endswith(failure.error)
 
 

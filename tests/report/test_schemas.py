@@ -24,7 +24,7 @@ from isotype.report.run.record import SCHEMA_VERSION, DataSummary, RunRecord
 from isotype.rules.finding import SCOPES, SEVERITIES, ActionKind
 from isotype.trace.record import MEMORY_KINDS, OriginKind, Phase
 from tests.report import test_run_report
-from tests.report.check_samples import SAMPLES, costly, crash, not_followed
+from tests.report.check_samples import SAMPLES, costly, crash, not_traced
 
 Content = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -45,7 +45,7 @@ def full_check() -> Content:
     model = torch.nn.Linear(4, 4)
     policy = isotype.resolve_precision(model, dtype="float16", device="t4")
     seen = replace(
-        trace, failure=not_followed().trace.failure, setup=replace(trace.setup, policy=policy, details=("rank 8",))
+        trace, failure=not_traced().trace.failure, setup=replace(trace.setup, policy=policy, details=("rank 8",))
     )  # fmt: skip
     report = replace(costly(), trace=seen, findings=(*crash().findings, *costly().findings))
     content: Content = json.loads(report.to_json())

@@ -50,7 +50,7 @@ def test_autocast_hides_it() -> None:
 
 
 def test_a_layers_weight_and_bias_are_cast_together() -> None:
-    """The bias is what `addmm` is given first; cast alone it would leave the weight as odd as before."""
+    """The bias is what `addmm` is given first; cast alone it would leave the weight as mismatched as before."""
     model = nn.Sequential(
         nn.Linear(4, 32).to(BF16), nn.Sequential(nn.Linear(32, 4), nn.ReLU(), nn.Linear(4, 2))
     )

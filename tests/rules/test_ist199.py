@@ -8,13 +8,13 @@ from torch import nn
 
 import isotype
 from isotype.rules.finding import Finding
-from isotype.rules.ist199_not_followed import is_about_dtypes
+from isotype.rules.ist199_not_traced import is_about_dtypes
 from isotype.trace.record import Failure
 from tests.rules import samples
 from tests.rules.traces import batch, found, llama, traced
 from tests.small import BF16
 
-RULE = "ist199_not_followed"
+RULE = "ist199_not_traced"
 
 
 class Refusing(nn.Module):
@@ -38,7 +38,7 @@ def test_an_error_about_dtypes() -> None:
     (finding,) = refused(TypeError("kernel expects bfloat16 queries, got float32"))
     assert finding.severity == "error"
     assert finding.message == (
-        "the step was not followed beyond the forward: TypeError: kernel expects bfloat16 queries, got float32"
+        "the step was not traced beyond the forward: TypeError: kernel expects bfloat16 queries, got float32"
     )
     assert finding.source.rpartition("/")[2].startswith("test_ist199.py:")
 

@@ -117,5 +117,5 @@ def test_the_optimizer_and_what_only_comes_of_a_weight_are_silent() -> None:
     itself = operand(BF16, "parameter", base.name, base.shape)
     stepped = call("aten.add_.Tensor", itself, itself, phase="optimizer")
     activation = call("aten.add_.Tensor", operand(BF16, "parameter", base.name, (2, 16, 64)))
-    anew = call("aten.add.Tensor", itself, operand(FP32, "parameter", delta.name, delta.shape))
-    assert found(RULE, trace([base, delta], [stepped, activation, anew])) == []
+    again = call("aten.add.Tensor", itself, operand(FP32, "parameter", delta.name, delta.shape))
+    assert found(RULE, trace([base, delta], [stepped, activation, again])) == []

@@ -15,7 +15,7 @@ from tests.rules.traces import batch, cast, llama
 
 
 def test_adapters_that_stand_still() -> None:
-    (finding,) = find(trace([adapter(BF16, typical=0.06)], learning_rate=1e-5))
+    (finding,) = find(trace([adapter(BF16, median_magnitude=0.06)], learning_rate=1e-5))
     assert finding.severity == "warning"
     assert finding.message == "updates of 1e-05 are lost in 1 of 1 trainable parameters"
     assert finding.notes == (
@@ -24,28 +24,35 @@ def test_adapters_that_stand_still() -> None:
 
 
 def test_norms_alone_get_a_border() -> None:
-    weights = [norm(BF16, trainable=True, typical=1.0), weight(trainable=True, typical=1e-3)]
+    weights = [
+        norm(BF16, trainable=True, median_magnitude=1.0),
+        weight(trainable=True, median_magnitude=1e-3),
+    ]
     (finding,) = find(trace(weights, learning_rate=1e-4))
     assert [action.kind for action in finding.fixes[0].actions] == ["parameter", "boundary"]
 
 
 @pytest.mark.parametrize(
     ("given", "rate"),
-    [(adapter(FP32, typical=1.0), 1e-6), (adapter(BF16, typical=0.06), 1e-3), (adapter(BF16), 1e-6)],
+    [
+        (adapter(FP32, median_magnitude=1.0), 1e-6),
+        (adapter(BF16, median_magnitude=0.06), 1e-3),
+        (adapter(BF16), 1e-6),
+    ],
 )
 def test_masters_and_larger_rates_are_silent(given: object, rate: float) -> None:
     assert not list(find(trace([given], learning_rate=rate)))  # type: ignore[list-item]
 
 
 def test_unknown_rates_and_other_optimizers_are_silent() -> None:
-    lost = adapter(BF16, typical=1.0)
+    lost = adapter(BF16, median_magnitude=1.0)
     assert not list(find(trace([lost])))
     assert not list(find(trace([lost], learning_rate=1e-6, optimizer="sgd")))
 
 
 def test_a_learning_rate_of_zero_says_nothing() -> None:
     """A schedule's warm-up begins with it: no update is lost that nobody asked for."""
-    assert not list(find(trace([adapter(BF16, typical=1.0)], learning_rate=0.0)))
+    assert not list(find(trace([adapter(BF16, median_magnitude=1.0)], learning_rate=0.0)))
 
 
 def test_in_warm_up_the_rate_it_leads_to_counts() -> None:

@@ -7,7 +7,7 @@ from tests.rules.samples import BF16, FP32, call, operand, trace, weight, with_m
 NAME = "model.rotary_emb.inv_freq"
 
 
-def test_cast_frequencies_are_computed_anew() -> None:
+def test_cast_frequencies_are_computed_again() -> None:
     (finding,) = find(trace([weight(NAME, BF16, buffer=True, module_class="LlamaRotaryEmbedding")]))
     assert finding.severity == "warning"
     assert finding.cause == "the buffer model.rotary_emb.inv_freq is bfloat16"

@@ -13,7 +13,7 @@ SECTIONS = (
     ("What it means.",),
     ("Why",),
     ("An example",),
-    ("Repaired", "What to do"),  # a step that could not be followed has no repaired one
+    ("Repaired", "What to do"),  # a step that could not be traced has no repaired one
     ("How safe",),
     ("Seen in",),
 )

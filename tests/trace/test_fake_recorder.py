@@ -207,9 +207,9 @@ def test_a_tensor_that_the_loss_brings_is_not_one_that_the_model_keeps(inside: b
         return (given(HALF.to(BF16)) @ table).sum()
 
     call = next(on("cpu", model, plain if inside else bringing).breaches())
-    odd = next(operand for operand in call.operands if operand.dtype == FP32)
-    assert isinstance(odd.origin, Origin)
-    assert odd.origin.kind == ("outside" if inside else "data")
+    mismatched = next(operand for operand in call.operands if operand.dtype == FP32)
+    assert isinstance(mismatched.origin, Origin)
+    assert mismatched.origin.kind == ("outside" if inside else "data")
 
 
 def test_a_second_model_that_the_loss_brings_has_the_names_of_its_weights() -> None:
@@ -219,8 +219,8 @@ def test_a_second_model_that_the_loss_brings_has_the_names_of_its_weights() -> N
         return (given(HALF.to(BF16)) - teacher(HALF.to(BF16))).sum()
 
     call = next(on("cpu", Doing(lambda x: x, BF16), distilled).breaches())
-    odd = [operand.origin for operand in call.operands if operand.dtype == FP32]
-    assert {(origin.kind, origin.name) for origin in odd if isinstance(origin, Origin)} == {
+    mismatched = [operand.origin for operand in call.operands if operand.dtype == FP32]
+    assert {(origin.kind, origin.name) for origin in mismatched if isinstance(origin, Origin)} == {
         ("data", "teacher.weight"),
         ("data", "teacher.bias"),
     }

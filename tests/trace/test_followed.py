@@ -1,4 +1,4 @@
-"""Steps that could not be followed once, and errors that come of another one."""
+"""Steps that could not be traced once, and errors that come of another one."""
 
 from __future__ import annotations
 

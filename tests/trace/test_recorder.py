@@ -224,7 +224,7 @@ def test_an_error_that_the_model_itself_catches() -> None:
 def way(trace: Trace, op: str, role: str) -> list[Origin]:
     """From the first origin to the last of the operand `role` of the first call of `op`."""
     call = next(call for call in trace.calls if call.op == op)
-    return list(reversed(next(each for each in call.operands if each.role == role).origin.way()))
+    return list(reversed(next(each for each in call.operands if each.role == role).origin.path()))
 
 
 def described(
@@ -321,14 +321,14 @@ def test_a_quantization_state() -> None:
 
     trace = traced(Dequantizing(), {"x": torch.ones(2, 64, dtype=BF16, requires_grad=True)})
     (call, *_) = breaches(trace)
-    odd = next(operand for operand in call.operands if operand.dtype == FP16)
-    assert (odd.origin.cause.kind, odd.origin.cause.name) == ("state", "proj")
+    mismatched = next(operand for operand in call.operands if operand.dtype == FP16)
+    assert (mismatched.origin.cause.kind, mismatched.origin.cause.name) == ("state", "proj")
 
 
 def test_the_way_of_a_dtype_does_not_grow_with_the_layers() -> None:
     def longest(layers: int) -> int:
         trace = traced(wide_norms(layers), ids())
-        return max(len(operand.origin.way()) for call in trace.calls for operand in call.operands)
+        return max(len(operand.origin.path()) for call in trace.calls for operand in call.operands)
 
     assert longest(12) == longest(3) <= 8
 
@@ -404,5 +404,7 @@ class Layer(nn.Module):
 
 def test_memory_that_another_module_allocated_in_its_dtype() -> None:
     (call, *_) = breaches(traced(Scratch(), {"x": torch.ones(2, 8)}))
-    odd = next(operand.origin.cause for operand in call.operands if operand.origin.cause.kind == "scratch")
-    assert (odd.dtype, odd.name, call.module) == (FP32, "layers.0", "layers.1")
+    mismatched = next(
+        operand.origin.cause for operand in call.operands if operand.origin.cause.kind == "scratch"
+    )
+    assert (mismatched.dtype, mismatched.name, call.module) == (FP32, "layers.0", "layers.1")

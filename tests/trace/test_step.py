@@ -133,10 +133,10 @@ def test_nothing_trainable_is_a_note() -> None:
     assert phases_seen(trace) == ["forward"]
 
 
-def test_an_optimizer_that_is_not_followed_is_a_note() -> None:
+def test_an_optimizer_that_is_not_traced_is_a_note() -> None:
     trace = trace_step(nn.Linear(WIDTH, 2), X, replace(SETUP, optimizer="adamw_bnb_8bit"))
     assert trace.notes == (
-        "the step of optimizer adamw_bnb_8bit is not followed: it runs in kernels of its own",
+        "the step of optimizer adamw_bnb_8bit is not traced: it runs in kernels of its own",
     )
 
 
@@ -241,7 +241,7 @@ def test_magnitudes_come_from_the_real_weights() -> None:
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(3.0)
     (weight,) = trace_step(model, {"input": torch.ones(1, 1)}, SETUP).weights
-    assert (weight.largest, weight.typical, weight.holds) == (3.0, 3.0, BF16)
+    assert (weight.largest, weight.median_magnitude, weight.holds) == (3.0, 3.0, BF16)
 
 
 def test_a_line_that_casts_to_another_dtype() -> None:

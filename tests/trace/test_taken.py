@@ -160,7 +160,7 @@ def test_the_evidence_says_who_took_it_and_where():
 
     (group,) = groups(traced(Block(TAKEN["to"]), X, phases=("forward",)))
     assert (
-        evidence(group.odd.origin)[-1]
+        evidence(group.mismatched.origin)[-1]
         == f"to takes that dtype at test_taken.py:{TAKEN['to'].__code__.co_firstlineno}"
     )
 

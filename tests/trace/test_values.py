@@ -133,7 +133,7 @@ def test_a_number_that_the_code_makes_is_a_value_and_no_constant_of_the_mode() -
     assert followed(program, {"x": X}) == (None, 6.0)
 
 
-def test_large_tensors_are_not_followed() -> None:
+def test_large_tensors_are_not_traced() -> None:
     size = LIMIT + 1
     assert followed(lambda x: int(x.sum()), {"x": torch.zeros(size, dtype=torch.long)}) == 1
     assert followed(lambda x: int(x.sum()), {"x": torch.zeros(LIMIT, dtype=torch.long)}) == 0

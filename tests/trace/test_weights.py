@@ -96,11 +96,11 @@ def _linear(values: torch.Tensor, trainable: bool = True) -> Weight:
 
 def test_magnitudes() -> None:
     weight = _linear(torch.tensor([[-8.0, 0.0, 0.5, 2.0]]))
-    assert (weight.largest, weight.typical) == (8.0, 2.0)
+    assert (weight.largest, weight.median_magnitude) == (8.0, 2.0)
     frozen = _linear(torch.tensor([[-8.0, 0.5]]), trainable=False)
-    assert (frozen.largest, frozen.typical) == (8.0, None)
+    assert (frozen.largest, frozen.median_magnitude) == (8.0, None)
     zeros = _linear(torch.zeros(2, 2))
-    assert (zeros.largest, zeros.typical) == (0.0, None)
+    assert (zeros.largest, zeros.median_magnitude) == (0.0, None)
 
 
 @pytest.mark.parametrize("where", ["meta", "fake"])
@@ -108,12 +108,12 @@ def test_magnitudes_of_weights_without_values_are_unknown(where: str) -> None:
     model = nn.Linear(2, 2)
     made = model.to("meta") if where == "meta" else twin_of(model, fake_mode())
     for weight in weights_of(made):
-        assert (weight.largest, weight.typical, weight.holds) == (None, None, None)
+        assert (weight.largest, weight.median_magnitude, weight.holds) == (None, None, None)
 
 
 def test_empty_weights() -> None:
     weight = _linear(torch.zeros(0, 2))
-    assert (weight.largest, weight.typical, weight.holds) == (None, None, None)
+    assert (weight.largest, weight.median_magnitude, weight.holds) == (None, None, None)
 
 
 @pytest.mark.parametrize("values", [torch.tensor([[float("nan"), 1.0]]), torch.tensor([[float("inf"), 1.0]])])

@@ -1,4 +1,4 @@
-"""`isotype check`: one training step followed on fake tensors, judged, and reported."""
+"""`isotype check`: one training step traced on fake tensors, judged, and reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """0, or 1 where something was found at or above `fail_on`, does not fit, or could not be followed."""
+    """0, or 1 where something was found at or above `fail_on`, does not fit, or could not be traced."""
     found = report.errors or not report.complete or report.fits is False
     return 1 if found or (fail_on == "warning" and report.warnings) else 0
 

@@ -162,7 +162,7 @@ def _next_open(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Without the fixes that a later one makes superfluous: with its cause gone, what it led to needs no mending."""
+    """Without the fixes that a later one makes superfluous: with its cause gone, what it led to needs no fix."""
     assert report.again is not None
     present = {(each.code, each.cause) for each in after if each.severity != "note"}
     kept = list(chosen)

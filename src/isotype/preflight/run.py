@@ -114,8 +114,8 @@ class _Step:
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """The findings with fixes that were tried and work, and with what only the user can do."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
-        mended = [replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings]
-        return _roots(mended, tried, _order(trace))
+        fixed = [replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings]
+        return _roots(fixed, tried, _order(trace))
 
     def _working(
         self,
@@ -124,7 +124,7 @@ class _Step:
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
     ) -> tuple[Fix, ...]:
         good: list[Fix] = []
-        dear: list[Fix] = []
+        costly: list[Fix] = []
         advice = [fix for fix in finding.fixes if _only_advice(fix)]
         for fix in finding.fixes:
             if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
@@ -133,8 +133,8 @@ class _Step:
             if after is not None and clears(finding, findings, after):
                 good.append(replace(fix, verified=True, outcome=_outcome(after)))
             elif after is not None and finding.severity == "error" and clears(finding, findings, after, True):
-                dear.append(replace(fix, verified=True, outcome=_priced(findings, after)))
-        return (*(good or dear[:1]), *advice)
+                costly.append(replace(fix, verified=True, outcome=_priced(findings, after)))
+        return (*(good or costly[:1]), *advice)
 
     def _with(
         self,
@@ -182,11 +182,11 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """The findings without the errors that come of another one.
+    """The findings without downstream errors.
 
-    An error comes of another where that one's fix clears both, and none of its own fixes clears the other; what the
-    step meets first comes of nothing that it meets later. A change of the step's arguments or of a line says nothing
-    here: it may mend several causes at once.
+    An error is downstream of another where that one's fix clears both, and none of its own fixes clears the other; what the
+    step meets first is downstream of nothing that it meets later. A change of the step's arguments or of a line says nothing
+    here: it may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     met = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
@@ -200,7 +200,7 @@ def _roots(
                 left.remove(other)
                 come.setdefault(root.key, []).append(other)
     return tuple(
-        replace(finding, notes=(*finding.notes, _come_of_it(come[finding.key])))
+        replace(finding, notes=(*finding.notes, _downstream(come[finding.key])))
         if finding.key in come
         else finding
         for finding in findings
@@ -231,14 +231,14 @@ def _cleared(
     return found
 
 
-def _come_of_it(errors: Sequence[Finding]) -> str:
+def _downstream(errors: Sequence[Finding]) -> str:
     places = [f"{each.code} at {each.source.rpartition('/')[2] or each.module}" for each in errors]
     more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-    plural = "s come" if len(places) > 1 else " comes"
-    return f"{len(places)} more error{plural} of it: {', '.join(places[:3])}{more}"
+    plural = "s" if len(places) > 1 else ""
+    return f"{len(places)} downstream error{plural}: {', '.join(places[:3])}{more}"
 
 
-# Tried in order of preference: more ways than these to mend the same thing help nobody, and each costs a trace.
+# Tried in order of preference: more ways than these to fix the same thing help nobody, and each costs a trace.
 _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
@@ -252,7 +252,7 @@ def _outcome(after: Sequence[Finding]) -> str:
 def _priced(before: Sequence[Finding], after: Sequence[Finding]) -> str:
     known = {each.code for each in before}
     new = sorted({each.code for each in after if each.severity == "warning" and each.code not in known})
-    return f"it is gone, at the price of {', '.join(new)}"
+    return f"it is gone, at a cost of {', '.join(new)}"
 
 
 def _only_advice(fix: Fix) -> bool:

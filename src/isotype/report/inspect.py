@@ -13,7 +13,7 @@ from isotype.checkpoint.inspect import Group, Inspection
 from isotype.report.narrow import fitting, wrapped
 from isotype.report.text import format_bytes
 
-_ODD_SHOWN = 4
+_NAMES_SHOWN = 4
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
@@ -31,11 +31,11 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
     for name, text in facts:
         if text:
             console.print(Text.assemble((f"{name:<14}", "dim"), text), soft_wrap=True)
-    for line in odd_lines(inspection):
+    for line in mismatch_lines(inspection):
         console.print(Text(wrapped(line, console), style="yellow"), soft_wrap=True)
 
 
-def odd_lines(inspection: Inspection) -> list[str]:
+def mismatch_lines(inspection: Inspection) -> list[str]:
     """One line for each group with tensors stored otherwise, and for each note."""
     lines = [
         f"mismatched: {_names([mismatched.name for mismatched in some])} {'is' if len(some) == 1 else 'are'} {dtype}, "
@@ -67,8 +67,8 @@ def _by_dtype(group: Group) -> dict[str, list[Any]]:
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(names[:_ODD_SHOWN])
-    return f"{shown} and {len(names) - _ODD_SHOWN} more" if len(names) > _ODD_SHOWN else shown
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return f"{shown} and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else shown
 
 
 def _group_table(inspection: Inspection) -> Table:

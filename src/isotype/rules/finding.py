@@ -26,7 +26,7 @@ Kind = Literal[
 ActionKind = Literal[
     "parameter",  # cast the parameter `target` to the dtype `value`
     "gradient",  # the parameter `target` accumulates its gradient in `value`
-    "buffer",  # cast the buffer `target` to `value`; rotary frequencies are computed anew
+    "buffer",  # cast the buffer `target` to `value`; rotary frequencies are computed again
     "output",  # the module `target` returns its float outputs in `value`
     "input",  # the module `target` takes its float inputs in `value`
     "state",  # the quantization state of the layer `target` dequantizes to `value`

@@ -32,4 +32,4 @@ from isotype.rules.kit.operands import contract_rule
 TITLE = "Activations of another dtype than the weights they meet"
 CLAIMS = (Claim("rest", lambda broken: True),)
 
-find = contract_rule(__name__, "{odd} meets {expected} in an operator that takes one dtype")
+find = contract_rule(__name__, "{given} meets {expected} in an operator that takes one dtype")

@@ -43,4 +43,4 @@ def _meets_an_adapter(broken: Broken) -> bool:
 
 CLAIMS = (Claim("operand", _meets_an_adapter),)
 
-find = contract_rule(__name__, "{odd} meets {expected} at an adapter")
+find = contract_rule(__name__, "{given} meets {expected} at an adapter")

@@ -30,4 +30,4 @@ from isotype.rules.kit.operands import contract_rule
 TITLE = "A scatter whose source has another dtype than its destination"
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS)),)
 
-find = contract_rule(__name__, "{odd} meets {expected} where rows of one dtype are written")
+find = contract_rule(__name__, "{given} meets {expected} where rows of one dtype are written")

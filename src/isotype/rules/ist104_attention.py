@@ -30,4 +30,4 @@ TITLE = "Attention operands or masks of different dtypes"
 _KERNELS = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*_KERNELS)),)
 
-find = contract_rule(__name__, "{odd} meets {expected} in attention")
+find = contract_rule(__name__, "{given} meets {expected} in attention")

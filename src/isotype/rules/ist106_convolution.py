@@ -27,4 +27,4 @@ from isotype.rules.kit.operands import contract_rule
 TITLE = "A convolution whose input has another dtype than its weight"
 CLAIMS = (Claim("operator", lambda broken: broken.runs("conv")),)
 
-find = contract_rule(__name__, "{odd} meets {expected} in a convolution")
+find = contract_rule(__name__, "{given} meets {expected} in a convolution")

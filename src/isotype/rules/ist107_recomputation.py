@@ -35,7 +35,7 @@ TITLE = "Recomputation in other dtypes than the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)
 
 _mismatches = contract_rule(
-    __name__, "{odd} meets {expected} while gradient checkpointing recomputes the forward"
+    __name__, "{given} meets {expected} while gradient checkpointing recomputes the forward"
 )
 
 
@@ -45,7 +45,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     failure = trace.failure
     if failure is None or not failure.recomputed:
         return
-    kept = "under autocast a weight's cast is kept for the forward and made anew in the recomputation"
+    kept = "under autocast a weight's cast is kept for the forward and made again in the recomputation"
     yield Finding(
         code="IST107",
         severity="error",

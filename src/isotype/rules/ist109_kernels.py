@@ -58,7 +58,7 @@ def _in_float32(finding: Finding) -> Fix:
     )
 
 
-_without_kernel = contract_rule(__name__, "{op} has no kernel for {odd} on this device", _in_float32)
+_without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on this device", _in_float32)
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ class _Wide:
     """A matmul in a wide dtype: the operand to blame, and who made the dtypes of all its wide operands."""
 
     call: Call
-    odd: Operand
+    mismatched: Operand
     roots: tuple[Origin, ...]
 
 
@@ -100,7 +100,7 @@ def _quantized_modules(trace: Trace) -> frozenset[str]:
 
 
 def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Whether it is an adapter's weight itself, as it lies or transposed."""
+    """Whether it is an adapter's weight itself, as stored or transposed."""
     weight = owners.get(operand.origin.name) if operand.origin.kind == "parameter" else None
     return weight is not None and weight.adapter and sorted(weight.shape) == sorted(operand.shape)
 
@@ -145,12 +145,12 @@ def _price(trace: Trace, calls: list[Call]) -> Price:
 def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str, Weight]) -> Finding:
     first = group[0]
     cause = first.roots[0]
-    wide, narrow = dtype_name(first.odd.dtype), dtype_name(trace.setup.compute)
+    wide, narrow = dtype_name(first.mismatched.dtype), dtype_name(trace.setup.compute)
     places = tuple(dict.fromkeys(wide.call.module for wide in group))
     blamed = Group(
         "IST201",
         tuple(wide.call for wide in group),
-        first.odd,
+        first.mismatched,
         tuple({starred(o.name) + o.source: o for wide in group for o in wide.roots}.values()),
         trace.setup.compute,
         trace.setup.compute,
@@ -161,7 +161,7 @@ def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str
         f"{price.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
         first.call,
         cause=cause_text(cause, owners),
-        evidence=evidence(first.odd.origin),
+        evidence=evidence(first.mismatched.origin),
         notes=(
             f"{sum(wide.call.repeats for wide in group)} matmuls in {len(places)} modules",
             *prices.costs_text(price, trace),

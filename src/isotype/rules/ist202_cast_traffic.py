@@ -43,7 +43,7 @@ from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Trace, Weight
 
-TITLE = "Weights or adapter inputs that are cast anew at every step"
+TITLE = "Weights or adapter inputs that are cast again at every step"
 
 _LEAST_SHARE = 0.02
 

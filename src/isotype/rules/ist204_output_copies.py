@@ -85,7 +85,7 @@ def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
         if prices.is_view(call.op):
             continue
         for operand in call.operands:
-            for step in operand.origin.way():
+            for step in operand.origin.path():
                 if step.kind in ("cast", "autocast") and step.before is not None:
                     found.setdefault((id(step.before), step.source, step.module), []).append(call)
     return found

@@ -65,7 +65,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _refused(trace: Trace, broken: list[Call]) -> Finding:
     first = broken[0]
-    odd = _odd(first)
+    mismatched = _mismatched(first)
     floats = [operand for operand in first.operands if operand.dtype in FLOATS]
     dtypes = sorted({dtype_name(operand.dtype) for operand in floats})
     return Finding(
@@ -75,10 +75,10 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         op=first.op,
         phase="optimizer",
         source=first.source,
-        cause=_cause(first, odd, trace),
+        cause=_cause(first, mismatched, trace),
         notes=device_says(first),
-        operands=tuple(operand for operand in floats if _entry(operand) == _entry(odd)),
-        fixes=tuple(_fixes(trace, first, odd)),
+        operands=tuple(operand for operand in floats if _entry(operand) == _entry(mismatched)),
+        fixes=tuple(_fixes(trace, first, mismatched)),
         evidence=(f"{short(first.source)} {first.op}",) if first.source else (),
     )
 
@@ -88,7 +88,7 @@ def _entry(operand: Operand) -> str:
     return "".join(operand.role.partition("[")[1:])
 
 
-def _odd(call: Call) -> Operand:
+def _mismatched(call: Call) -> Operand:
     """What to blame where a parameter, its gradient and its state differ: a state that was there, else the gradient."""
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     updated: dict[str, torch.dtype] = {}
@@ -106,22 +106,22 @@ def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
     if operand.origin.kind != "gradient":
         return ""
     beside = [each.origin for each in call.operands if _entry(each) == _entry(operand)]
-    origins = [each for each in beside if each.kind == "parameter"] + list(operand.origin.way())
+    origins = [each for each in beside if each.kind == "parameter"] + list(operand.origin.path())
     return next((each.name for each in origins if each.kind == "parameter" or each.name in trace.owners), "")
 
 
-def _cause(call: Call, odd: Operand, trace: Trace) -> str:
-    dtype = dtype_name(odd.dtype)
-    if odd.origin.kind == "gradient":
-        return f"the gradient of {_parameter(call, odd, trace) or odd.origin.name} is {dtype}"
+def _cause(call: Call, mismatched: Operand, trace: Trace) -> str:
+    dtype = dtype_name(mismatched.dtype)
+    if mismatched.origin.kind == "gradient":
+        return f"the gradient of {_parameter(call, mismatched, trace) or mismatched.origin.name} is {dtype}"
     return (
-        f"{odd.origin.name} is {dtype}"
-        if odd.origin.kind == "outside"
-        else cause_text(odd.origin.cause, trace.owners)
+        f"{mismatched.origin.name} is {dtype}"
+        if mismatched.origin.kind == "outside"
+        else cause_text(mismatched.origin.cause, trace.owners)
     )
 
 
-def _fixes(trace: Trace, call: Call, odd: Operand) -> Iterator[Fix]:
+def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
     unlike = {
         name: trace.owners[name].dtype
         for operand in call.operands
@@ -133,9 +133,9 @@ def _fixes(trace: Trace, call: Call, odd: Operand) -> Iterator[Fix]:
         yield Fix(
             "accumulate each gradient in its parameter's dtype", "safe", actions=tuple(dict.fromkeys(actions))
         )
-    if odd.origin.kind == "outside":
+    if mismatched.origin.kind == "outside":
         yield advice(
-            "optimizer", "make the optimizer after the model has got its dtypes, or load its state anew"
+            "optimizer", "make the optimizer after the model has got its dtypes, or load its state again"
         )
     optimizer = trace.setup.optimizer
     if optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer):

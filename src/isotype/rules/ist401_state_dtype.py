@@ -58,7 +58,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: list[Weight]) -> Finding:
     crashes = sum(
-        any(_is_dequantized(step) for operand in call.operands for step in operand.origin.way())
+        any(_is_dequantized(step) for operand in call.operands for step in operand.origin.path())
         for call in trace.breaches()
     )
     return finding_of(

@@ -77,7 +77,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             "error",
             f"{agree(count(bare), f'plain {bare[0].module_class} layer', 'hold')} packed {dtype_name(bare[0].dtype)} codes",
             bare,
-            cause=f"{bare[0].name} is {dtype_name(bare[0].dtype)}, its layer multiplies with it as it lies",
+            cause=f"{bare[0].name} is {dtype_name(bare[0].dtype)}, its layer multiplies with the packed bytes",
             fixes=(
                 advice(
                     bare[0].module,

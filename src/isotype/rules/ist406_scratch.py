@@ -19,7 +19,7 @@ is float16.
 
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
 
-**How safe is the fix?** A buffer for each device, stream and dtype gives every model its own; allocating anew each time is
+**How safe is the fix?** A buffer for each device, stream and dtype gives every model its own; allocating again each time is
 safe too, and slower. Only the owner of that code can change it, so the fix is advice.
 
 **Seen in** unslothai/unsloth #4026.
@@ -38,7 +38,7 @@ TITLE = "A shared scratch tensor with another dtype"
 
 def _is_shared(broken: Broken) -> bool:
     # What an optimizer was given from outside is its own state.
-    return broken.odd.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
+    return broken.mismatched.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
 
 
 CLAIMS = (Claim("tensor", _is_shared, settled=False),)
@@ -53,4 +53,4 @@ def _own_tensor(finding: Finding) -> Fix:
     return advice(finding.source, how, "key the buffer by dtype")
 
 
-find = contract_rule(__name__, "a shared {odd} tensor meets {expected}", _own_tensor)
+find = contract_rule(__name__, "a shared {given} tensor meets {expected}", _own_tensor)

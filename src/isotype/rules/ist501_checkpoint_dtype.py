@@ -22,7 +22,7 @@ that the device does not run natively; a float32 checkpoint in 16 bits, which on
 elements x difference of the item sizes.
 
 **How safe is the fix?** Safe where the checkpoint's dtype holds every value of the weights (as it does when they came
-from it), else unsafe. Digits that were rounded away come back only by loading anew.
+from it), else unsafe. Digits that were rounded away come back only when the weights are loaded again.
 
 **Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
 """

@@ -8,7 +8,7 @@ again does not bring the base back: merged and unmerged before each rollout, as 
 (by 1 % of its weights' size after one round in bfloat16, by two thirds after a thousand). A moving average with decay
 0.999 takes a thousandth of the difference at a time and never moves. A count in bfloat16 stops at 256.
 
-**Why it happens.** The base is loaded in 16 bits to be trained, and merged as it lies; the average is a copy of a
+**Why it happens.** The base is loaded in 16 bits to be trained, and merged in that dtype; the average is a copy of a
 16-bit model; `model.to(bfloat16)` casts buffers along.
 
 **An example that costs**
@@ -22,7 +22,7 @@ again does not bring the base back: merged and unmerged before each rollout, as 
     isotype merge …                              # added in float32, rounded once, the loss reported
     average = copy.deepcopy(model).float()       # averages and statistics in float32
 
-**What is not reported.** Updates that the optimizer makes (IST801); sums that are made anew in each forward and not
+**What is not reported.** Updates that the optimizer makes (IST801); sums that are made again in each forward and not
 stored; weights whose sum is float32.
 
 **How safe is the fix?** A cast of an average to float32 keeps every digit. Digits that were rounded away come back only
@@ -85,7 +85,7 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
 
 
 def _of_adapter(operand: Operand, trace: Trace) -> bool:
-    owners = (trace.owners.get(step.name) for step in operand.origin.way())
+    owners = (trace.owners.get(step.name) for step in operand.origin.path())
     return any(weight is not None and weight.adapter for weight in owners)
 
 

@@ -65,7 +65,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """The float64 that did not come of other float64: operands that were given, or what the call makes."""
+    """The float64 that was not made from other float64: operands that were given, or what the call makes."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         if operand.shape and operand.origin.kind in _GIVEN:

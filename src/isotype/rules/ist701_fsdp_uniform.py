@@ -56,25 +56,25 @@ def find(trace: Trace) -> Iterator[Finding]:
             # Codes can be packed in any dtype: they follow the others.
             sizes[weight.dtype] += 0 if weight.quantization else weight.bytes // weight.dtype.itemsize
     most = max(sizes, key=lambda dtype: sizes[dtype])
-    odd = [weight for weights in mixed.values() for weight in weights if weight.dtype != most]
+    mismatched = [weight for weights in mixed.values() for weight in weights if weight.dtype != most]
     dtypes = " and ".join(dtype_name(dtype) for dtype in sizes)
     where = f"{len(mixed)} units" if len(mixed) > 1 else next(iter(mixed)) or "the outermost unit"
     yield finding_of(
         "IST701",
         "error",
         f"FSDP1 flattens {dtypes} in {where}",
-        odd,
+        mismatched,
         phase="load",
         notes=(
             f"FSDP says: Must flatten tensors with uniform dtype but got {' and '.join(map(str, sizes))}",
         ),
-        fixes=tuple(_fixes(trace, odd, most)),
+        fixes=tuple(_fixes(trace, mismatched, most)),
     )
 
 
-def _fixes(trace: Trace, odd: list[Weight], most: torch.dtype) -> Iterator[Fix]:
-    packed = [weight for weight in odd if weight.quantization is not None]
-    plain = [weight for weight in odd if weight.quantization is None]
+def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterator[Fix]:
+    packed = [weight for weight in mismatched if weight.quantization is not None]
+    plain = [weight for weight in mismatched if weight.quantization is None]
     if packed:
         how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and keep all else in it too"
         yield advice("bnb_4bit_quant_storage", how)
@@ -90,7 +90,7 @@ def _fixes(trace: Trace, odd: list[Weight], most: torch.dtype) -> Iterator[Fix]:
         yield from float32_masters(trace, trained(trace))
     if not safe:
         yield cast
-    if any(weight.adapter for weight in odd):
+    if any(weight.adapter for weight in mismatched):
         yield advice(
             "auto_wrap_policy", "wrap adapters by themselves: peft.utils.other.fsdp_auto_wrap_policy(model)"
         )

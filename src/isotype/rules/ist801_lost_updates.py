@@ -62,7 +62,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     worst = max(lost, key=lambda weight: sizes[weight.name])
     size = sizes[worst.name]
     step = spacing(size, worst.dtype)
-    known = "values" if worst.typical is not None else "not loaded; initialised, its values are"
+    known = "values" if worst.median_magnitude is not None else "not loaded; initialised, its values are"
     yield finding_of(
         "IST801",
         "warning",
@@ -87,8 +87,8 @@ def _size(weight: Weight, trace: Trace) -> float:
     A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): of `n`
     values drawn with transformers' deviation of 0.02, or torch's 1 / sqrt(3 n), whichever is less.
     """
-    if weight.typical is not None:
-        return weight.typical
+    if weight.median_magnitude is not None:
+        return weight.median_magnitude
     if "magnitude" not in weight.name:
         return 0.0
     layer = weight.name.partition("magnitude")[0].rpartition(".")[0]

@@ -13,7 +13,7 @@ bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. Where the batch's own valu
 
 **Repaired**
 
-    isotype.repair(model, isotype.check(model, batch))      # frequencies are computed anew in float32
+    isotype.repair(model, isotype.check(model, batch))      # frequencies are computed again in float32
 
 **How safe is the fix?** The frequencies come from the config, in float32; a buffer is a few hundred bytes.
 
@@ -108,7 +108,7 @@ def _line_or_input(at: str, line: bool) -> tuple[Fix, ...]:
 def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
     if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
         actions = tuple(Action("buffer", name, "float32") for name in names(rounded))
-        return (Fix("compute the rotary frequencies anew in float32", "safe", actions=actions),)
+        return (Fix("compute the rotary frequencies again in float32", "safe", actions=actions),)
     return (
         advice(
             rounded[0].module,

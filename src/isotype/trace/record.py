@@ -87,7 +87,7 @@ class Origin:
     before: Origin | None = None
     like: Origin | None = None
 
-    def way(self) -> tuple[Origin, ...]:
+    def path(self) -> tuple[Origin, ...]:
         """From this origin back to the first."""
         steps: list[Origin] = [self]
         while (earlier := steps[-1].like or steps[-1].before) is not None:
@@ -96,7 +96,7 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The origin to blame for the dtype: the first one on the way back that chose it.
+        """The origin to blame for the dtype: the first one on the path back that chose it.
 
         A promotion passes the blame on to the operand that won, a cast to another tensor's dtype to that tensor; a
         cast to a dtype that the code writes out, a parameter or an input chose.
@@ -212,8 +212,8 @@ class Weight:
 
     Attributes:
         name: fully qualified name, without the parts that wrappers add.
-        dtype: as it lies.
-        shape: as it lies (packed, for 4-bit weights).
+        dtype: the current one.
+        shape: as stored (packed, for 4-bit weights).
         buffer: whether it is a buffer.
         trainable: whether it requires a gradient.
         adapter: whether it belongs to an adapter (PEFT) or is a trained copy of a module.
@@ -225,7 +225,7 @@ class Weight:
         tied: other names of the same tensor.
         repeats: how many weights it stands for in a folded model.
         largest: largest absolute value; None where the values are not known.
-        typical: median absolute value of the nonzero values; None where they are not known.
+        median_magnitude: median absolute value of the nonzero values; None where they are not known.
         holds: a 16-bit dtype that holds every value of a float32 weight exactly; None where there is none, or where
             the values are not known.
         was: its dtype before the step, where the step's own code has cast it; else None.
@@ -245,7 +245,7 @@ class Weight:
     tied: tuple[str, ...] = ()
     repeats: int = 1
     largest: float | None = None
-    typical: float | None = None
+    median_magnitude: float | None = None
     holds: torch.dtype | None = None
     was: torch.dtype | None = None
 
@@ -340,7 +340,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a step could not be followed to its end: an error that no dtype explains.
+    """Why a step could not be traced to its end: an error that no dtype explains.
 
     Attributes:
         phase, module, source: where.
@@ -370,7 +370,7 @@ class Trace:
         modules: fully qualified name -> class name.
         memory: peaks.
         failure: where it ended early, or None.
-        notes: what was not followed, and why.
+        notes: what was not traced, and why.
         left: what the trace could not put back as it was, a sentence each.
         model: name of the model or its class.
         given: float dtypes of the step's inputs.

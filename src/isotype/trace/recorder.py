@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that writes down every operator of a step, with the way of its operands' dtypes.
+"""The recorder: a dispatch mode that writes down every operator of a step, with the dtype path of its operands.
 
 It sees operators below autograd, so forward, backward and optimizer look alike; a backward operator finds the forward
 call it belongs to by the sequence number that autograd gives both. `fake_recorder` runs a step on fake tensors, `live`
@@ -420,7 +420,7 @@ def _tells(operand: Operand) -> int:
     they are joined with tells more. So does a weight that meets an input of the step in the same dtype: the input could
     not have had another one there.
     """
-    kinds = {step.kind for step in operand.origin.way()}
+    kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind
     return 3 if cause == "constant" else 2 if "gradient" in kinds else 1 if cause == "input" else 0
 

@@ -38,7 +38,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
             if known is not None:
                 rows[id(tensor)] = _tied(known, full)
                 continue
-            largest, typical = _magnitudes(tensor, buffer)
+            largest, median_magnitude = _magnitudes(tensor, buffer)
             rows[id(tensor)] = Weight(
                 name=full,
                 dtype=tensor.dtype,
@@ -53,7 +53,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
                 quantization=_quantization(place, own),
                 repeats=standing[place.name],
                 largest=largest,
-                typical=typical,
+                median_magnitude=median_magnitude,
                 holds=_holds(tensor, buffer),
             )
     return tuple(rows.values())
@@ -159,7 +159,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float | None]:
-    """Largest and typical absolute value of float weights whose values are at hand."""
+    """Largest absolute value and median magnitude of float weights whose values are at hand."""
     if not _has_values(tensor) or not tensor.is_floating_point() or not 0 < tensor.numel() <= _LOOKED_AT:
         return None, None
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16) or buffer:

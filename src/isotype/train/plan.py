@@ -25,7 +25,7 @@ DEFAULT_LENGTH = 1024
 """Tokens a row where nothing says another number; TRL's own default of `--max_length`."""
 
 _DESCRIPTION = """\
-Follow one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
+Trace one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
 weights, a GPU or a data set.
 
   isotype check MODEL [flags]           a directory, config.json, GGUF file, embedded:NAME or hub id
@@ -46,7 +46,7 @@ class Options:
     Attributes:
         model: the positional argument, or None.
         batch, length: rows and tokens of the step, None where the training's arguments decide.
-        generate: whether generation is followed too.
+        generate: whether generation is traced too.
         fsdp: 0, 1 or 2; None where the training's arguments decide.
         json, sarif, html: outputs; of sarif `-` is standard output.
         fix: whether the repaired command is shown.
@@ -83,7 +83,7 @@ class Plan:
         fsdp: 0, 1 or 2.
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
-        notes: what is not followed as asked.
+        notes: what is not traced as asked.
         data: what the rows' lengths say, "" where no data set was opened.
     """
 
@@ -165,7 +165,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch", type=int, default=None, help="rows a step; the training's own, or 1 for a bare MODEL")
     add("--length", type=int, default=None, help=f"tokens a row; --max_length, or {DEFAULT_LENGTH}")
-    add("--generate", action="store_true", help="follow generation too")
+    add("--generate", action="store_true", help="trace generation too")
     add("--json", action="store_true", help="print JSON")
     add("--sarif", metavar="PATH", default=None, help="write SARIF, for code scanning; - prints it")
     add("--html", type=Path, metavar="PATH", default=None, help="write the report as one HTML file")
@@ -282,12 +282,12 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
     completion = getattr(training, "max_completion_length", 0) or 0
     attention, notes = model.attn_implementation, []
     if attention is not None and "flash" in attention:
-        notes.append(f"{attention} is followed as scaled_dot_product_attention, whose dtypes are wider")
+        notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
         attention = None
     if getattr(training, "packing", False) or getattr(training, "padding_free", False):
-        notes.append("packed rows are followed as rows of their full length")
+        notes.append("packed rows are traced as rows of their full length")
     if training.deepspeed:
-        notes.append("DeepSpeed's own casts and sharding are not followed")
+        notes.append("DeepSpeed's own casts and sharding are not traced")
     return Plan(
         source=str(model.model_name_or_path),
         method=method,

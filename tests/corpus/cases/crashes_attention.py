@@ -95,7 +95,7 @@ def axolotl_qlora() -> Broken:
 
 
 def cast_each_forward() -> Broken:
-    """The same model with a patch that casts: it runs, at the price of the casts."""
+    """The same model with a patch that casts: it runs, at a cost of the casts."""
     return qlora_decoder(CastingFlashAttention, ("norm", "embed_tokens", "lm_head"))
 
 

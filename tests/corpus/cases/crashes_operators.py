@@ -92,7 +92,7 @@ class WanBlock(nn.Module):
 
 
 def wan_fp8(merged: torch.dtype = torch.float8_e4m3fn) -> Broken:
-    """Training runs; the hook that merges a LoRA for sampling adds its bfloat16 product to the weight as it lies.
+    """Training runs; the hook that merges a LoRA for sampling adds its bfloat16 product to the weight in the current dtypes.
 
     Args:
         merged: dtype that the hook takes the weight in.
@@ -166,7 +166,7 @@ def _save_casts(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkpoi
 
 
 def selective_checkpoint() -> Broken:
-    """autocast's cache of cast weights: the second region hits it in the forward, and casts anew when recomputed."""
+    """autocast's cache of cast weights: the second region hits it in the forward, and casts again when recomputed."""
     torch.manual_seed(0)
     return Broken(SharedHead(), {"hidden": normal(2, 16, HIDDEN)}, BF16)
 

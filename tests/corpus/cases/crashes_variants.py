@@ -279,7 +279,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         r"prefix|crashes_variants\.py",
         crashes=r"same dtype, but got query\.dtype: c10::Half key\.dtype: float",
         phase="forward",
-        notes="Today's PEFT reads the base's dtype anew; the dtype that is remembered here is the report's.",
+        notes="Today's PEFT reads the base's dtype again; the dtype that is remembered here is the report's.",
     ),
     Scenario(
         "peft-2433",

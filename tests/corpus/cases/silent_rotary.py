@@ -75,7 +75,7 @@ def neox_in_half() -> Broken:
     return Broken(model, lambda module: module(ids()))
 
 
-def neox_mended() -> Broken:
+def neox_fixed() -> Broken:
     """The same with frequencies and positions in float32."""
     broken = neox_in_half()
     for layer in broken.model.layers:  # type: ignore[union-attr]
@@ -151,7 +151,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST803",),
         r"inv_freq|silent_rotary",
         cost=angles_off,
-        advice=neox_mended,
+        advice=neox_fixed,
         notes="The positions take the buffer's dtype, as they do in the report's code.",
     ),
     Scenario(

@@ -101,7 +101,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def tried(report: Report) -> bool:
-    """Whether the fixes were tried: one that was says what came of it."""
+    """Whether the fixes were tried: one that was says how that ended."""
     fixes = [fix for finding in report.findings for fix in finding.fixes if repairable(fix)]
     return not fixes or any(fix.outcome for fix in fixes)
 

@@ -346,8 +346,8 @@ class Diagnosis:
         )
         self._plain(f"  --> {where}")
         for operand in call.operands:
-            way = "; ".join(evidence(operand.origin))
-            self._plain(f"   |   {operand.role}  {dtype_name(operand.dtype)}  {list(operand.shape)}   {way}")
+            path = "; ".join(evidence(operand.origin))
+            self._plain(f"   |   {operand.role}  {dtype_name(operand.dtype)}  {list(operand.shape)}   {path}")
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
@@ -388,8 +388,8 @@ def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Cal
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.dtype == torch.float16:
             gradient = parameter.grad
-            way = Origin("gradient", gradient.dtype, name, before=origin(parameter))
-            operands.append(Operand("grad", gradient.dtype, tuple(gradient.shape), way))
+            path = Origin("gradient", gradient.dtype, name, before=origin(parameter))
+            operands.append(Operand("grad", gradient.dtype, tuple(gradient.shape), path))
     breach = Breach(f"{_UNSCALE_REFUSED}.", False, None)
     return Call("GradScaler.unscale_", "unscale", "", "", tuple(operands), (), breach=breach)
 

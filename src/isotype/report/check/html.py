@@ -51,7 +51,7 @@ _STATUS = {
     "fails": ("failed", "✕ fails"),
     "does not fit": ("failed", "✕ does not fit"),
     "unknown": ("interrupted", "? not known"),
-    "costs": ("interrupted", "◐ runs at a price"),
+    "costs": ("interrupted", "◐ runs with warnings"),
     "clean": ("finished", "✓ runs clean"),
 }
 _ACTIONS_SHOWN = 3

@@ -47,7 +47,7 @@ def _encode(report: Record) -> dict[str, Any]:
         "operators": sum(call.repeats for call in trace.calls),
         "assumed": list(report.assumed),
         "doubts": doubts(trace.setup.profile),
-        "not_followed": list(trace.notes),
+        "not_traced": list(trace.notes),
         "failure": None
         if failure is None
         else {

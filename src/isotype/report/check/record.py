@@ -51,12 +51,12 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error finding; `complete` says whether the step was followed to its end."""
+        """Whether there is no error finding; `complete` says whether the step was traced to its end."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """Whether the step was followed to its end: what lies behind `trace.failure` was not judged."""
+        """Whether the step was traced to its end: what lies behind `trace.failure` was not judged."""
         return self.trace.failure is None
 
     @property

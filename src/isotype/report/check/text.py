@@ -67,7 +67,7 @@ def verdict(report: Record) -> str:
         case "unknown":
             return f"Not known whether this step runs on {title}: {'; '.join([unseen, *([found] if found else [])])}"
         case "costs":
-            return f"This step runs on {title}, at a price: {found}"
+            return f"This step runs on {title}, with {found}"
         case "clean":
             operators = sum(call.repeats for call in report.trace.calls)
             seen = f"{plural(operators, 'operator')} checked"
@@ -196,8 +196,8 @@ def flops_words(report: Record) -> str:
     shares = []
     for dtype, count in sorted(report.flops.items(), key=lambda entry: -entry[1]):
         support = profile.supports(dtype)
-        odd = "" if support == "native" else f" ({support})"
-        shares.append(f"{format_share(count / total)} {dtype_name(dtype)}{odd}")
+        remark = "" if support == "native" else f" ({support})"
+        shares.append(f"{format_share(count / total)} {dtype_name(dtype)}{remark}")
     return f"{format_flops(total)} a step: {', '.join(shares)}"
 
 
@@ -329,7 +329,7 @@ def _finding(finding: Finding, title: str, layers: Mapping[tuple[str, int], int]
     found += _operands(finding.operands)
     found += _field("cause", finding.cause, width)
     for number, step in enumerate(finding.evidence):
-        found += _field("way" if number == 0 else "", step, width)
+        found += _field("path" if number == 0 else "", step, width)
     found += _field("where", _places(finding.places, layers), width)
     for note in finding.notes:
         found += _field("note", note, width)

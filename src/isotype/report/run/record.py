@@ -246,7 +246,7 @@ def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], tuple[str, ...]]
     """Two sentences, on the training loss and on the held-back loss.
 
     Returns:
-        Each sentence in pieces, `"".join(pieces)` being the text; pieces at odd positions are its numbers.
+        Each sentence in pieces, `"".join(pieces)` being the text; pieces at odd-numbered places are its numbers.
     """
     return _training_sentence(record), _held_back_sentence(record.evals)
 

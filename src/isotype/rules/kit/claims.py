@@ -36,12 +36,12 @@ class Broken:
 
     Attributes:
         call: the operator.
-        odd: the operand to blame.
+        mismatched: the operand to blame.
         trace: of the step.
     """
 
     call: Call
-    odd: Operand
+    mismatched: Operand
     trace: Trace
 
     @property

@@ -28,8 +28,8 @@ class Group:
     Attributes:
         code: which rule it belongs to: that of the first call.
         calls: in order of execution.
-        odd: the operand to blame in the first call.
-        causes: who made the dtypes of all odd operands, one for each name or source; the first made the first's.
+        mismatched: the operand to blame in the first call.
+        causes: who made the dtypes of all mismatched operands, one for each name or source; the first made the first's.
         expected: the dtype it should have had.
         side: the dtype of the part of the model that it does not fit.
         refused: what was refused in the first call.
@@ -37,7 +37,7 @@ class Group:
 
     code: str
     calls: tuple[Call, ...]
-    odd: Operand
+    mismatched: Operand
     causes: tuple[Origin, ...]
     expected: torch.dtype
     side: torch.dtype
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def cause(self) -> Origin:
-        """Who made the dtype of the first odd operand."""
+        """Who made the dtype of the first mismatched operand."""
         return self.causes[0]
 
 
@@ -63,19 +63,21 @@ def groups(trace: Trace) -> tuple[Group, ...]:
             forward.add(here)
         elif call.recomputed and here in forward:
             continue  # what broke in the forward breaks again when checkpointing recomputes it
-        odd = odd_operand(call, side_at(call, sides), owners)
-        code, claim = claimed(Broken(call, odd, trace))
+        mismatched = mismatched_operand(call, side_at(call, sides), owners)
+        code, claim = claimed(Broken(call, mismatched, trace))
         if claim.grouped:
-            found.setdefault(_key(odd.origin.cause, owners), []).append((code, claim.refused, call, odd))
+            found.setdefault(_key(mismatched.origin.cause, owners), []).append(
+                (code, claim.refused, call, mismatched)
+            )
     return tuple(_group(broken, trace, sides) for broken in found.values())
 
 
 def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, sides: Sides) -> Group:
-    code, refused, first, odd = broken[0]
+    code, refused, first, mismatched = broken[0]
     return Group(
         code,
         tuple(call for _, _, call, _ in broken),
-        odd,
+        mismatched,
         distinct(each.origin.cause for *_, each in broken),
         _expected(first, trace.setup.compute),
         side_at(first, sides),
@@ -111,7 +113,7 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
     return converted or compute
 
 
-def odd_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
+def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
     """The operand to blame: the first float one that is not in the dtype of its side.
 
     In an adapter it is the frozen part that did not become float32 with the trained ones.
@@ -130,7 +132,7 @@ def odd_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> 
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # One without dimensions gives its dtype to nothing that it meets.
     foreign = [operand for operand in foreign if operand.shape] or foreign
-    # What the model itself did explains more than a gradient or a conversion that came of it.
+    # What the model itself did explains more than a gradient or a conversion downstream of it.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
     first = (telling or foreign or floats)[0]
     # Of one layer's own weights the matrix stands for all: `addmm` is given the bias first.
@@ -161,7 +163,7 @@ def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
     """Whether it is float32 because an adapter's trained weight is, or because its layer casts to that dtype."""
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
-        for step in operand.origin.way()
+        for step in operand.origin.path()
     )
     return operand.dtype == torch.float32 and (trained or operand.origin.cause.kind == "cast")
 

@@ -1,4 +1,4 @@
-"""What the rules on broken contracts (IST1xx) share: from a group of breaches to a finding, and what would mend it."""
+"""What the rules on broken contracts (IST1xx) share: from a group of breaches to a finding, and what would fix it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def contract_rule(
 
     Args:
         module: `__name__` of the rule's file.
-        headline: may use {odd} and {expected}, names of dtypes, and {op}.
+        headline: may use {given} and {expected}, names of dtypes, and {op}.
         advise: makes a last fix for each finding.
     """
     code = code_of(module)
@@ -52,19 +52,19 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
-    """What the rule `code` finds where a check of the model's own code refused a dtype; None where no tensor is odd."""
+    """What the rule `code` finds where a check of the model's own code refused a dtype; None where no tensor is mismatched."""
     taken = _named_dtypes(failure.error)
     at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
     compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in at_hand])
     refused = _refused_dtypes(failure.error) if not taken else frozenset()
     if refused:
-        odd = [o for o in at_hand if o.dtype in refused][-1:]
+        mismatched = [o for o in at_hand if o.dtype in refused][-1:]
     elif taken:
         # The one that was made last is the nearest to the line that raised.
-        odd = [o for o in at_hand if o.dtype not in taken][-1:]
+        mismatched = [o for o in at_hand if o.dtype not in taken][-1:]
     else:
-        odd = [o for o in at_hand if o.dtype != compute]
-    if not odd:
+        mismatched = [o for o in at_hand if o.dtype != compute]
+    if not mismatched:
         return None
     owners = trace.owners
     call = Call(
@@ -83,9 +83,9 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
         if compute in taken or not taken
         else min(taken, key=lambda dtype: (dtype.itemsize, str(dtype)))
     )
-    causes = distinct(origin for o in odd for origin in _alike(o.origin.cause, owners))
-    group = Group(code, (call,), odd[0], causes, expected, compute, "by the model")
-    return _finding(trace, group, "the model's own code refuses {odd}", owners)
+    causes = distinct(origin for o in mismatched for origin in _alike(o.origin.cause, owners))
+    group = Group(code, (call,), mismatched[0], causes, expected, compute, "by the model")
+    return _finding(trace, group, "the model's own code refuses {given}", owners)
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
@@ -141,7 +141,9 @@ def _said(said: re.Match[str] | None) -> frozenset[torch.dtype]:
 def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Weight]) -> Finding:
     first = group.calls[0]
     assert first.breach is not None
-    others = [dtype_name(o.dtype) for o in first.operands if o.dtype in FLOATS and o.dtype != group.odd.dtype]
+    others = [
+        dtype_name(o.dtype) for o in first.operands if o.dtype in FLOATS and o.dtype != group.mismatched.dtype
+    ]
     places = tuple(dict.fromkeys(call.module for call in group.calls))
     # Which kernel attention ran with on the fakes says nothing about the device that is asked about.
     op = "torch.scaled_dot_product_attention" if "_scaled_dot_product" in first.op else first.op
@@ -149,14 +151,16 @@ def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Wei
         code=group.code,
         severity="error",
         message=headline.format(
-            odd=dtype_name(group.odd.dtype), expected=(others or [dtype_name(group.expected)])[0], op=op
+            given=dtype_name(group.mismatched.dtype),
+            expected=(others or [dtype_name(group.expected)])[0],
+            op=op,
         ),
         module=first.module,
         op=op,
         phase=first.phase,
         source=first.source,
         cause=cause_text(group.cause, owners),
-        evidence=evidence(group.odd.origin),
+        evidence=evidence(group.mismatched.origin),
         notes=_notes(group, places, trace.setup.profile.unlike),
         fixes=tuple(candidates(trace, group, owners)),
         operands=first.operands,
@@ -212,7 +216,10 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
     if written:
         where = _listed([short(source) for source in dict.fromkeys(written)])
         yield fix(
-            f"write {expected} instead of {dtype_name(group.odd.dtype)} at {where}", "line", written, expected
+            f"write {expected} instead of {dtype_name(group.mismatched.dtype)} at {where}",
+            "line",
+            written,
+            expected,
         )
     if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.refused != "dtype":
         yield fix(f"run the step under autocast to {expected}", "setting", ("autocast",), expected)
@@ -221,7 +228,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
 
 
 def _held_beside(trace: Trace, group: Group) -> Iterator[str]:
-    """Buffers and plain tensors that lie beside those that are odd, in the same dtype: a scale and its zero point."""
+    """Buffers and plain tensors that lie beside those that are mismatched, in the same dtype: a scale and its zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     held = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -254,10 +261,10 @@ def _in_place(op: str) -> bool:
 
 
 def _wanted(group: Group) -> torch.dtype:
-    """The dtype to bring the odd operand to: that of its side, or what it meets where it has that already."""
+    """The dtype to bring the mismatched operand to: that of its side, or what it meets where it has that already."""
     if group.refused != "mixture":
         return group.expected
-    if group.odd.dtype != group.side:
+    if group.mismatched.dtype != group.side:
         return group.side
     met = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != group.side)
     return next(met, group.side)
@@ -272,7 +279,7 @@ def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> 
     most = max(counts, key=lambda dtype: counts[dtype], default=None)
     if most is None or 2 * counts[most] <= counts.total():
         return
-    steps = (step for call in group.calls for operand in call.operands for step in operand.origin.way())
+    steps = (step for call in group.calls for operand in call.operands for step in operand.origin.path())
     met = {step.name for step in steps if step.kind == "parameter"}
     layers = {
         _adapted(owners[name].module, trace.modules)
@@ -343,7 +350,9 @@ def _keeps_digits(weight: Weight, expected: str) -> bool:
 
 def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     owners = trace.owners
-    made_in = [step.module for step in group.odd.origin.way() if step.module and step.kind != "conversion"]
+    made_in = [
+        step.module for step in group.mismatched.origin.path() if step.module and step.kind != "conversion"
+    ]
     made_in += [cause.module for cause in group.causes if cause.module]
     # What flows out of a layer has the dtype of its weight; of norms `_parameter_fixes` says so.
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
@@ -351,7 +360,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     # Where one layer of many has another dtype, only what it led to is meant.
     alone = len(meant) == 1 and "*" not in meant[0]
     made_in = made_in if alone else list(map(starred, made_in))
-    if not _is_own(group.odd, group.calls[0]):
+    if not _is_own(group.mismatched, group.calls[0]):
         flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
         made_in += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
     makers = tuple(dict.fromkeys(made_in))
@@ -360,16 +369,16 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     if group.cause.kind == "input":
         yield fix(f"give the model {group.cause.name} in {expected}", "input", ("",), expected)
     # The whole model's input is named above where it is the cause; what a loss does comes after it.
-    called = [call.module for call in group.calls if call.module and not _is_own(group.odd, call)]
+    called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)
     if places:
         yield fix(f"take the inputs of {_listed(places)} in {expected}", "input", places, expected)
 
 
-def _is_own(odd: Operand, call: Call) -> bool:
+def _is_own(mismatched: Operand, call: Call) -> bool:
     """Whether an operand is a parameter, buffer or plain tensor that the calling module itself holds."""
-    holds = odd.origin.kind in ("parameter", "buffer", "attribute")
-    return holds and odd.origin.name.rpartition(".")[0] == call.module
+    holds = mismatched.origin.kind in ("parameter", "buffer", "attribute")
+    return holds and mismatched.origin.name.rpartition(".")[0] == call.module
 
 
 def _listed(names: Iterable[str], shown: int = 2) -> str:

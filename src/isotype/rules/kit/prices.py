@@ -99,7 +99,7 @@ def root(origin: Origin) -> Origin:
         down = next(
             (
                 step
-                for step in blamed.way()[1:]
+                for step in blamed.path()[1:]
                 if step.kind in ("cast", "autocast")
                 and step.dtype.itemsize < blamed.dtype.itemsize
                 and step.module == blamed.module

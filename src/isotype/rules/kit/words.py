@@ -34,9 +34,9 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
-    """The way of a dtype from where it was made to the operand, first step first."""
+    """The path of a dtype from where it was made to the operand, first step first."""
     lines = []
-    for step in reversed(origin.way()):
+    for step in reversed(origin.path()):
         line = cause_text(step)
         if step.like is not None:
             line = f"{step.name} takes that dtype at {short(step.source)}"

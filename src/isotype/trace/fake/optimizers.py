@@ -66,14 +66,16 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
     if isinstance(asked, torch.optim.Optimizer):
         closure = inspect.signature(type(asked).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            return f"the step of optimizer {type(asked).__name__} is not followed: it computes the loss by itself"
+            return (
+                f"the step of optimizer {type(asked).__name__} is not traced: it computes the loss by itself"
+            )
         known = inspect.signature(type(asked).__init__).parameters
         return type(asked)(parameters, **{k: v for k, v in asked.defaults.items() if k in known})
     if callable(asked):
         return asked(parameters)
     make = OPTIMIZERS.get(asked)
     if make is None:
-        return f"the step of optimizer {asked} is not followed: it runs in kernels of its own"
+        return f"the step of optimizer {asked} is not traced: it runs in kernels of its own"
     return make(parameters, **given)
 
 

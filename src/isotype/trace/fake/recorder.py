@@ -255,9 +255,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
             return (_as_measured(result, verdict.results) if mixed and not breach else result), breach
-        target, mended = self._target(func, tensors, edited)
+        target, fixed = self._target(func, tensors, edited)
         said = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
-        breach = None if mended else Breach(said or verdict.message, verdict.assumed, target)
+        breach = None if fixed else Breach(said or verdict.message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
@@ -289,8 +289,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
             if len(floats) < 2 or not says_dtypes(error):
                 raise
-            target, mended = self._target(func, tensors, edited)
-            breach = None if mended else Breach(first_line(error), False, target)
+            target, fixed = self._target(func, tensors, edited)
+            breach = None if fixed else Breach(first_line(error), False, target)
             return self._run_converted(func, args, kwargs, target), breach
 
     def _target(
@@ -351,7 +351,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         # Autocast refuses a 16-bit dtype other than its own where it promotes (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         alone = len(floats) + (cast is not None) < 2
-        # Of one 16-bit dtype that a function takes not at all (`torch.fft`, `torch.quantile`) there is float32's way.
+        # Of one 16-bit dtype that a function takes not at all (`torch.fft`, `torch.quantile`) there is float32's kernel.
         if not floats or not says_dtypes(error) or (alone and not self._lacks(func, floats)):
             return None
         edited = self._edited(self._place())

@@ -64,7 +64,7 @@ def trace_step(
     untouched: Untouched | None = None,
     enough: Callable[[Trace], bool] | None = None,
 ) -> Trace:
-    """Follow one step of `model` on a weightless twin.
+    """Trace one step of `model` on a weightless twin.
 
     Args:
         model: any module, real or on the meta device; it is not touched.
@@ -162,7 +162,9 @@ def _with_history(
         values = known.get(weight.name)
         if values is None:
             return weight
-        return replace(weight, largest=values.largest, typical=values.typical, holds=values.holds)
+        return replace(
+            weight, largest=values.largest, median_magnitude=values.median_magnitude, holds=values.holds
+        )
 
     return tuple(map(told, faked))
 
@@ -199,7 +201,7 @@ def _no_autocast() -> Iterator[None]:
     """Autocast off and outermost: within another one, what is left does not forget the casts it has kept.
 
     The real step's autocast ends with the forward, and casts of weights that it kept end with it: in the backward a
-    recomputation makes them anew, in the dtype that it then runs in, and they take no memory there.
+    recomputation makes them again, in the dtype that it then runs in, and they take no memory there.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):

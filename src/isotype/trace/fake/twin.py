@@ -36,7 +36,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def forget_fakes(mode: FakeTensorMode) -> None:
-    """Let go of the fakes that the mode has made anew: `Module.to` cannot swap a parameter for one that is remembered."""
+    """Let go of the fakes that the mode has made again: `Module.to` cannot swap a parameter for one that is remembered."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 

@@ -37,7 +37,7 @@ from isotype.rules.kit import operands
 from isotype.rules.kit.fixes import advice
 from isotype.trace.record import Failure, Trace
 
-TITLE = "The step could not be followed to its end"
+TITLE = "The step could not be traced to its end"
 KIND: Kind = "untraced"
 
 _DTYPES = re.compile(
@@ -89,7 +89,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _message(failure: Failure) -> str:
     if failure.phase == "load":
         return f"the step could not be checked, because {failure.error}"
-    return f"the step was not followed beyond the {failure.phase}: {failure.error}"
+    return f"the step was not traced beyond the {failure.phase}: {failure.error}"
 
 
 def _without_state(trace: Trace, failure: Failure) -> bool:
