@@ -11,7 +11,7 @@ import pytest
 import isotype
 from isotype.rules import all_rules
 from isotype.rules.finding import Finding, Kind
-from tests.commands.test_check import report_with
+from tests.cli.test_check import report_with
 
 SOURCES = Path(isotype.__file__).parent
 

@@ -10,6 +10,6 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without the check before their first step, for tests of what comes before and after it.
 
     The check costs as much as ten steps of a tiny model. Runs with it are those of test_methods.py (each method in each
-    dtype), test_callback.py, test_preflight.py and tests/test_cli.py.
+    dtype), test_callback.py, tests/preflight/test_from_trainer.py and tests/cli/test_main.py.
     """
     monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)

@@ -25,7 +25,7 @@ from isotype.preflight.script.options import Options
 from isotype.preflight.script.traceback import cleaned
 from tests.train.tiny import save_chat_model
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 _NOTHING_SEEN = (
     "isotype: no training step was seen: no module was called with parameters that require a gradient\n"
 )

@@ -12,7 +12,7 @@ from isotype.rules.ist605_memory import TIGHT
 from isotype.trace.record import Memory
 from isotype.train.fit import fitting
 from isotype.train.plan import parse_options, plan_of
-from tests.commands.test_check import report_with
+from tests.cli.test_check import report_with
 
 COMMAND = (
     "isotype",

@@ -72,7 +72,7 @@ KILLED = """
 import itertools, os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import tests.checkpoint.test_staging as cases
+import tests.core.test_staging as cases
 
 def kill_at(last, after):
     count = itertools.count()
