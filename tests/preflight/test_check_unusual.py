@@ -178,7 +178,7 @@ def test_a_failure_of_the_check_itself_is_a_finding() -> None:
     (finding,) = [finding for finding in report.findings if finding.code == "IST199"]
     assert finding.severity == "warning"
     assert finding.message == "the step could not be checked, because KeyError: 'no buffers here'"
-    assert finding.source.rpartition("/")[2].startswith("test_preflight_unusual.py:")
+    assert finding.source.rpartition("/")[2].startswith("test_check_unusual.py:")
     assert report.status == "unknown"
     assert "could not be checked" in str(report)
     report.to_json()
