@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ def refusing() -> list[str]:
 def test_an_operator_is_quoted_word_for_word(op: str) -> None:
     if TABLE is None or torch.__version__ != TABLE.torch_version:
         pytest.skip("the table is another torch's")
+    if os.environ.get("ISOTYPE_TEST_CPU"):
+        pytest.skip("the table is a pretended CPU's, and this one has words of its own")
     for example in RECORDED[op]:
         recorded = "".join("f" for tensor in tensors_in(example) if is_float(tensor))
         mixed = [letters for letters in combinations(recorded, False) if len(set(letters)) == 2][:6]
