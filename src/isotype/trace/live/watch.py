@@ -9,7 +9,6 @@ as if nothing had been there.
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import threading
@@ -26,6 +25,14 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from isotype.trace.fake.optimizers import learning_rate_of
+from isotype.trace.live.forward import (
+    enumerate_inputs,
+    has_parameters,
+    in_backward,
+    kwargs_of,
+    named_inputs,
+    trains,
+)
 from isotype.trace.live.modes import is_simulated, put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 from isotype.trace.record import Failure, Memory, Phase, Setup, Trace
@@ -217,21 +224,21 @@ class Watch:
             return
         inside = self.recorder is not None and self.recorder.inside
         if self.state != "watching" and not inside:
-            if _trains(module):
+            if trains(module):
                 self._end_evaluation()
-                self._begin(module, args, _kwargs_of(frame))
+                self._begin(module, args, kwargs_of(frame))
             elif self._may_evaluate(module):
-                self._evaluate(module, args, _kwargs_of(frame))
+                self._evaluate(module, args, kwargs_of(frame))
             else:
                 self._end_evaluation()
                 return
         recorder = self.recorder
         assert recorder is not None
         if not inside:
-            if recorder.phase == "backward" and not _in_backward():
+            if recorder.phase == "backward" and not in_backward():
                 self._pause()
                 return
-            self._know(module, args, _kwargs_of(frame))
+            self._know(module, args, kwargs_of(frame))
         recorder.enter(self._names.get(id(module), type(module).__name__))
 
     def _leaves(self) -> None:
@@ -250,7 +257,7 @@ class Watch:
         What is forked off while a step is watched (a data loader's worker) is another process.
         """
         process, thread = self._mine or (os.getpid(), threading.get_ident())
-        mine = process == os.getpid() and (thread == threading.get_ident() or _in_backward())
+        mine = process == os.getpid() and (thread == threading.get_ident() or in_backward())
         return mine and not is_simulated() and torch._C._get_tracing_state() is None
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -278,7 +285,7 @@ class Watch:
         if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
             return False
         compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        return not compiled and _has_parameters(module)
+        return not compiled and has_parameters(module)
 
     def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._evaluations[id(module)] += 1
@@ -441,53 +448,3 @@ class _Filter:
 def _filtered(message: str) -> _Filter:
     warnings.filterwarnings("ignore", message=message)
     return _Filter(warnings.filters[0])
-
-
-def _in_backward() -> bool:
-    return torch._C._current_autograd_node() is not None
-
-
-def _trains(module: nn.Module) -> bool:
-    """Whether a forward of `module` may be the beginning of a training step."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(p.requires_grad and not p.is_meta for p in module.parameters())
-
-
-def _kwargs_of(frame: Any) -> Mapping[str, Any]:
-    """The keyword arguments of a module's call, which the hooks for all modules are not given."""
-    kwargs: Mapping[str, Any] = frame.f_locals.get("kwargs", {})
-    return kwargs
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    """Whether it is a model; transforms and metrics are modules, too."""
-    return any(not p.is_meta for p in module.parameters())
-
-
-def named_inputs(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """What a forward is called with by argument name, so that `module(**inputs)` is the same call; else None."""
-    if not args:
-        return dict(kwargs)
-    try:
-        signature = inspect.signature(module.forward)
-        bound = signature.bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return None
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
-        elif kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
-            return None
-        else:
-            named[name] = value
-    return named
-
-
-def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Inputs whose names cannot be told, by their position."""
-    return [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]

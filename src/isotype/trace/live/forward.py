@@ -1,0 +1,60 @@
+"""What a forward of a running script was given, and whether it trains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def in_backward() -> bool:
+    return torch._C._current_autograd_node() is not None
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether a forward of `module` may be the beginning of a training step."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(p.requires_grad and not p.is_meta for p in module.parameters())
+
+
+def kwargs_of(frame: Any) -> Mapping[str, Any]:
+    """The keyword arguments of a module's call, which the hooks for all modules are not given."""
+    kwargs: Mapping[str, Any] = frame.f_locals.get("kwargs", {})
+    return kwargs
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether it is a model; transforms and metrics are modules, too."""
+    return any(not p.is_meta for p in module.parameters())
+
+
+def named_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What a forward is called with by argument name, so that `module(**inputs)` is the same call; else None."""
+    if not args:
+        return dict(kwargs)
+    try:
+        signature = inspect.signature(module.forward)
+        bound = signature.bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
+            return None
+        else:
+            named[name] = value
+    return named
+
+
+def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Inputs whose names cannot be told, by their position."""
+    return [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]
