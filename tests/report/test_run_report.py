@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isotype.core.errors import IsotypeError, SaveError
+from isotype.core.units import format_bytes
 from isotype.report.run.card import model_card
 from isotype.report.run.charts import charts_of
 from isotype.report.run.files import write_run_report
@@ -39,7 +40,7 @@ from isotype.report.run.record import (
     loss_sentences,
     summarize,
 )
-from isotype.report.text import format_bytes, format_duration
+from isotype.report.text import format_duration
 
 STEPS = 150
 

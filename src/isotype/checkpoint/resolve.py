@@ -60,10 +60,17 @@ def resolve_precision(
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
         CheckpointError: `model` names no checkpoint.
     """
-    facts = facts_of(model, revision=revision)
-    profile = device_profile(device)
-    request = PrecisionRequest(dtype, quantization, trainable, **storage)
-    return decide(facts, profile, request, _obstacles(facts, profile, quantization))
+    return resolve_request(
+        model, PrecisionRequest(dtype, quantization, trainable, **storage), device, revision
+    )
+
+
+def resolve_request(
+    model: Any, request: PrecisionRequest, device: str | torch.device = "auto", revision: str | None = None
+) -> PrecisionPolicy:
+    """`resolve_precision` of what was asked as one value; the same errors."""
+    facts, profile = facts_of(model, revision=revision), device_profile(device)
+    return decide(facts, profile, request, _obstacles(facts, profile, request.quantization))
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:

@@ -147,25 +147,14 @@ def build(plan: Plan) -> tuple[PrecisionPolicy, Any, int]:
         PrecisionError: a policy that the device or the model refuses.
         CheckpointError, UsageError: as `isotype.train.weightless.weightless_model`.
     """
-    from isotype.checkpoint.resolve import resolve_precision
+    from isotype.checkpoint.resolve import resolve_request
     from isotype.checkpoint.weightless import model_config
     from isotype.train.methods import METHODS as TRAINERS
     from isotype.train.weightless import weightless_model
 
     trainer = TRAINERS[plan.method]
     source = _source(plan)
-    asked = plan.precision
-    policy = resolve_precision(
-        source,
-        asked.dtype,
-        asked.quantization,
-        plan.device,
-        asked.trainable,
-        master=asked.master,
-        double_quant=asked.double_quant,
-        quant_storage=asked.quant_storage,
-        revision=plan.revision,
-    )
+    policy = resolve_request(source, plan.precision, plan.device, plan.revision)
     config = model_config(source, revision=plan.revision)
     model_class = None
     if trainer.auto_class:

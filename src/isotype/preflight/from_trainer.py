@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 from isotype.core.errors import Problem, UsageError
+from isotype.core.random_states import random_states_kept
 from isotype.preflight.request import StepRequest
 from isotype.trace.fake.step import LossOf
 from isotype.trace.loss import loss_of
@@ -144,7 +143,7 @@ _NO_DATA = ("does not contain any data", "num_samples should be a positive integ
 
 
 def _first_batch(trainer: Any) -> Any:
-    with _order_kept():
+    with random_states_kept():  # what the data loader draws must not move the order of training
         try:
             batch = next(iter(trainer.get_train_dataloader()), None)
         except ValueError as error:
@@ -163,17 +162,3 @@ def _call(positional: int, model: nn.Module, given: Any) -> torch.Tensor:
     """The model on inputs whose first ones come by position."""
     values = list(given.values())[:positional]
     return loss_of(model(*values, **dict(list(given.items())[positional:])))
-
-
-@contextlib.contextmanager
-def _order_kept() -> Iterator[None]:
-    """The data loader is asked for its first batch; what it draws must not move the order of training."""
-    import numpy
-
-    python, arrays, tensors = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
-        torch.set_rng_state(tensors)

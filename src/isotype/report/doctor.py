@@ -16,12 +16,12 @@ from rich.text import Text
 
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
+from isotype.core.units import format_bytes
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.versions import Incompatibility, pip_command
 from isotype.report.narrow import fitting
-from isotype.report.text import format_bytes
 
 # ------------------------------------------------------------------------------------------------- what it means
 

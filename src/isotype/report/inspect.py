@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
+from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting, wrapped
-from isotype.report.text import format_bytes
 
 _NAMES_SHOWN = 4
 

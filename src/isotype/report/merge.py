@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting
-from isotype.report.text import format_bytes
 
 if TYPE_CHECKING:
     from isotype.checkpoint.merge import MergeReport

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 
-from isotype.core.units import format_bytes
 from isotype.report.charts import format_number
-
-__all__ = ["format_bytes", "format_count", "format_duration", "format_flops", "format_share"]
 
 
 def format_duration(seconds: float) -> str:

@@ -16,12 +16,13 @@ from rich.text import Text
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.terminal import as_typed
+from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.narrow import NARROW, fitting, wrapped
 from isotype.report.run.record import PolicyRow, RunRecord, Sample
-from isotype.report.text import format_bytes, format_share
+from isotype.report.text import format_share
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
 from isotype.train.lengths import Lengths

@@ -80,7 +80,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
     """
-    from isotype.checkpoint.resolve import resolve_precision
+    from isotype.checkpoint.resolve import resolve_request
     from isotype.data.load import load_training_data
 
     settings, start = start_of(settings)
@@ -98,17 +98,7 @@ def run(settings: Settings, console: Console) -> Outcome:
         columns=settings.extra.columns,
     )
     data = hold_back(settings, data)
-    asked = settings.precision
-    policy = resolve_precision(
-        settings.model.model_name_or_path,
-        asked.dtype,
-        asked.quantization,
-        settings.extra.device,
-        asked.trainable,
-        master=asked.master,
-        double_quant=asked.double_quant,
-        quant_storage=asked.quant_storage,
-    )
+    policy = resolve_request(settings.model.model_name_or_path, settings.precision, settings.extra.device)
     check_policy(settings, policy)
     check_weights(settings.model.model_name_or_path)
     check_resume(settings, policy, resume)

@@ -18,6 +18,7 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
+from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.request import StepRequest, compute_dtype
 from isotype.preflight.script.ahead import (
@@ -34,7 +35,6 @@ from isotype.preflight.script.family import Family
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render, short_source
 from isotype.report.narrow import wrapped
-from isotype.report.text import format_bytes
 from isotype.rules import judge
 from isotype.rules.finding import Finding
 from isotype.rules.kit.words import evidence

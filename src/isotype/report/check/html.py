@@ -14,6 +14,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
+from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.report.charts import (
     Area,
@@ -40,7 +41,7 @@ from isotype.report.check.text import (
 )
 from isotype.report.html import package_file, render
 from isotype.report.palette import dtype_class, palette_css
-from isotype.report.text import format_bytes, format_duration, format_flops, format_share
+from isotype.report.text import format_duration, format_flops, format_share
 from isotype.rules.finding import Finding, Fix
 from isotype.trace.record import MEMORY_KINDS, Memory, MemoryKind, Operand
 

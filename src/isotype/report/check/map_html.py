@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from isotype.core.units import format_bytes
 from isotype.report.check.map import Block, Cell, Dtypes, Row, Stack
 from isotype.report.palette import dtype_class
-from isotype.report.text import format_bytes
 from isotype.rules.finding import Finding
 
 Content = dict[str, object]

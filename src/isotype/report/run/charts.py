@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
+from isotype.core.units import format_bytes
 from isotype.report.charts import format_number
 from isotype.report.run.record import JSON_NAME, RunRecord, StepRecord, format_loss, summarize
-from isotype.report.text import format_bytes
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from isotype.core.units import format_bytes
 from isotype.report.charts import Part, format_number, stacked_bar
 from isotype.report.html import package_file, render
 from isotype.report.palette import dtype_class, palette_css
@@ -22,7 +23,7 @@ from isotype.report.run.record import (
     parse_time,
     summarize,
 )
-from isotype.report.text import format_bytes, format_count, format_duration, format_share
+from isotype.report.text import format_count, format_duration, format_share
 
 _MEMORY = (
     "Peak memory is the most that was in use during a step. On a GPU it is what torch had allocated there; on a CPU "

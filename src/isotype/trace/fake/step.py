@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from isotype.contracts.contract import contracts_of
 from isotype.core.compiler import uncompiled
+from isotype.core.random_states import random_states_kept
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
 from isotype.trace.fake.optimizers import kept_states, make_optimizer
@@ -172,15 +172,12 @@ def _with_history(
 @contextlib.contextmanager
 def _untouched_globals() -> Iterator[None]:
     """Random states as they were, nothing compiled, no gradient mode or autocast left over from outside."""
-    import numpy
-
-    python, arrays = random.getstate(), numpy.random.get_state()
     # It prints a traceback of every error that is caught here.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     with (
-        torch.random.fork_rng(devices=[]),
+        random_states_kept(),
         torch.enable_grad(),
         _no_autocast(),
         uncompiled(),
@@ -191,8 +188,6 @@ def _untouched_globals() -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(python)
-            numpy.random.set_state(arrays)
             logger.setLevel(level)
 
 
