@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.cli.check import exit_status, function_arguments, repaired_command
+from isotype.cli.check import exit_status
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.precision.devices.profile import device_profile
+from isotype.preflight.from_function import function_arguments
 from isotype.report.check.report import Report
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.trace.record import Failure, Memory, Setup, Trace
+from isotype.train.command import repaired_command
 from tests.models import CONFIGS
 
 SCRIPT = """

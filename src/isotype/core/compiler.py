@@ -105,6 +105,26 @@ def uncompiled() -> Iterator[None]:
             deferred.eager = False
 
 
+def import_uncompiled(name: str) -> None:
+    """Import a package, if it is there, without compiling what it hands to `torch.compile` meanwhile.
+
+    bitsandbytes 0.50.2 hands it two operators (backends/default/ops.py), which imports the compiler.
+    """
+    if name in sys.modules or importlib.util.find_spec(name) is None:
+        return
+    before = torch.compile
+    torch.compile = _as_written  # type: ignore[assignment]
+    try:
+        importlib.import_module(name)
+    finally:
+        torch.compile = before
+
+
+def _as_written(function: Any = None, **_: Any) -> Any:
+    """`torch.compile` that compiles nothing."""
+    return _as_written if function is None else function
+
+
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
     """`torch._dynamo.disable`: while there is no compiler, what it may not compile is just called."""
     if function is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from isotype.core.units import format_bytes
 from isotype.rules.finding import Fix
 from isotype.rules.ist605_memory import TIGHT
+from isotype.train.command import set_flag, without_flag
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
@@ -50,7 +51,7 @@ def fitting(
     if plan.length is not None and not plan.data:
         flags = {"--max_length": length, **flags}
     # The command is for the machine that was judged; a profile's name means nothing there.
-    tokens = list(command) if report.trace.setup.profile.present else _without(command, "--device")
+    tokens = list(command) if report.trace.setup.profile.present else without_flag(command, "--device")
     for name, value in flags.items():
         tokens = set_flag(tokens, name, str(value))
     fix = Fix(
@@ -87,22 +88,3 @@ def _largest(measure: Callable[[int], int], high: int, at_high: int, room: int) 
         else:
             high, at_high = guess, value
     return low
-
-
-def _without(command: Sequence[str], name: str) -> list[str]:
-    kept, skip = [], False
-    for token in command:
-        if not skip and token != name and not token.startswith(f"{name}="):
-            kept.append(token)
-        skip = token == name
-    return kept
-
-
-def set_flag(tokens: list[str], name: str, value: str) -> list[str]:
-    """`tokens` with the argument `name` set to `value`, in place of a former value or at the end."""
-    for at, token in enumerate(tokens):
-        if token == name:
-            return [*tokens[: at + 1], value, *tokens[at + 2 :]]
-        if token.startswith(f"{name}="):
-            return [*tokens[:at], f"{name}={value}", *tokens[at + 1 :]]
-    return [*tokens, name, value]

@@ -1,0 +1,133 @@
+"""The step that a plan describes, checked: its policy, its weightless model, a batch, and what the report says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from isotype.checkpoint.resolve import resolve_request
+from isotype.checkpoint.weightless import model_config
+from isotype.precision.policy import PrecisionPolicy
+from isotype.preflight.request import StepRequest
+from isotype.preflight.run import run
+from isotype.report.check.report import Report
+from isotype.train.fit import fitting
+from isotype.train.methods import METHODS
+from isotype.train.plan import DEFAULT_LENGTH, Plan
+from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
+from isotype.train.weightless import weightless_model
+
+
+def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Report:
+    """The report on the step of a plan; what does not fit into memory gets a `command` that fits as its first fix.
+
+    Raises:
+        PrecisionError: a policy that the device or the model refuses.
+        CheckpointError, UsageError: as `isotype.train.weightless.weightless_model`.
+    """
+    source = _source(plan)
+    config = model_config(source, revision=plan.revision)
+    policy = resolve_request(source, plan.precision, plan.device, plan.revision)
+    model = _model(plan, config, policy)
+    length = row_length(plan, config)
+
+    def request(rows: int, tokens: int) -> StepRequest:
+        return StepRequest(
+            model,
+            _inputs(replace(plan, rows=rows), model, tokens),
+            policy,
+            plan.device,
+            autocast=policy.autocast or False,
+            scaler=policy.loss_scaling,
+            optimizer=plan.optimizer,
+            learning_rate=plan.learning_rate,
+            phases=phases,
+            fsdp=plan.fsdp,
+        )
+
+    def peak(rows: int, tokens: int) -> int:
+        return run(request(rows, tokens), verify=False).memory.peak
+
+    report = fitting(run(request(plan.rows, length)), plan, length, command, peak)
+    trace = replace(
+        report.trace,
+        setup=replace(report.trace.setup, data=plan.data),
+        model=plan.source,
+        notes=(*report.trace.notes, *plan.notes, *_notes(plan, model, length)),
+    )
+    return replace(report, trace=trace)
+
+
+def _source(plan: Plan) -> Any:
+    """What the facts are read from: a config.json is read as a config, everything else as it was given."""
+    path = Path(plan.source)
+    return model_config(plan.source) if path.name == "config.json" and path.is_file() else plan.source
+
+
+def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
+    """The weightless model under the policy, folded and in training mode."""
+    method = METHODS[plan.method]
+    model = weightless_model(
+        config,
+        policy,
+        model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
+        lora=plan.lora,
+        fold=True,
+        attn_implementation=plan.attention,
+        **dict(method.model_kwargs),
+    )
+    model.config.use_cache = False
+    if plan.checkpointing is not None:
+        _checkpoint_gradients(model, plan)
+    model.train()
+    return model
+
+
+def _checkpoint_gradients(model: Any, plan: Plan) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        return
+    if plan.lora is not None:
+        model.enable_input_require_grads()  # as TRL's trainers do for PEFT models
+    arguments = dict(plan.checkpointing or {}) or None
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers' name for it, as in its Trainer
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def row_length(plan: Plan, config: Any) -> int:
+    """Tokens of a row: as asked, else the default, within the positions that the model has."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        positions = None
+    default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
+    wanted = plan.length or default
+    return wanted if positions is None else min(wanted, positions)
+
+
+def _inputs(plan: Plan, model: Any, length: int) -> Any:
+    return step_inputs(
+        plan.method,
+        model,
+        plan.rows,
+        length,
+        completion=min(plan.completion, length - 1),
+        reference=plan.reference,
+    )
+
+
+def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:
+    notes = [*batch_notes(model.config), *getattr(model, "adapter_notes", ())]
+    if plan.length is not None and plan.length > length:
+        notes.append(f"rows of {length} tokens, not {plan.length}: the model has no more positions")
+    if plan.reference and plan.lora is None and plan.method in ("dpo", "kto"):
+        notes.append("the reference model is not counted in the memory: it is a second copy of the weights")
+    if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
+        notes.append(f"{type(model).__name__} has no gradient checkpointing: its activations are all kept")
+    if plan.method != "reward":
+        notes.append("TRL computes the loss in tiles and keeps no logits; the memory here includes them")
+    return tuple(notes)
