@@ -1,0 +1,191 @@
+"""Measured value ranges of a model, as data: what the policy for float16 is decided from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from isotype.core.errors import CheckpointError, Problem
+from isotype.core.files import write_whole
+
+FLOAT16_LARGEST = 65504.0
+"""The largest number of float16."""
+FLOAT16_FLUSHED = 2.0**-25
+"""Float16's smallest number is 2^-24; what is below half of it is rounded to zero."""
+
+FORMAT = 1
+"""Number of the layout of a saved measurement: one of another layout is measured again."""
+
+MATMULS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "convolution",
+    "_grouped_mm",
+    "_scaled_dot_product",
+)
+"""Beginnings of the names of operators that autocast runs in 16 bits: their operands and results are rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorRange:
+    """Magnitudes of one operator in one place of a step, the largest of all batches.
+
+    Attributes:
+        module: fully qualified name, in the base model, of the innermost module it runs in ("" is the model
+            itself); in the backward, the module of the forward call.
+        op: `aten.mm.default`.
+        index: which call of this operator in this module and phase, from 0.
+        phase: forward or backward; gradients are those of the mean loss, before any loss scaling.
+        inputs: largest magnitude of each float operand, in the order of the arguments.
+        output: largest magnitude of the results.
+        flushed: share of the results' nonzero elements that are below 2^-25, which float16 rounds to zero; the
+            largest of all batches.
+        source: `file:line` that called it, "" where there is none.
+    """
+
+    module: str
+    op: str
+    index: int
+    phase: Literal["forward", "backward"]
+    inputs: tuple[float, ...]
+    output: float
+    flushed: float = 0.0
+    source: str = ""
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of operands and results."""
+        return max((self.output, *self.inputs))
+
+    @property
+    def matmul(self) -> bool:
+        """Whether autocast runs it in 16 bits."""
+        return self.op.removeprefix("aten.").startswith(MATMULS)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRange:
+    """Largest magnitudes that enter and leave a module, over all batches.
+
+    Attributes:
+        name: fully qualified name in the base model.
+        kind: `"linear"`, `"embedding"`, `"norm"` or `"other"`, see `isotype.model.walk.Place.kind`.
+        input: of its float inputs.
+        output: of its float outputs.
+        gradient: of the gradient of its outputs, of the mean loss, before any loss scaling; 0 where none arrives.
+        weight: of its own float parameters; 0 where it has none.
+        median_weight: median magnitude of the nonzero values of its largest parameter; 0 where it has none.
+        weight_gradient: of the gradients of its own trainable parameters; 0 where none is trainable.
+    """
+
+    name: str
+    kind: str
+    input: float
+    output: float
+    gradient: float = 0.0
+    weight: float = 0.0
+    median_weight: float = 0.0
+    weight_gradient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """One measurement of one model.
+
+    Attributes:
+        source: what was measured, in words: a path, a hub id or a class name.
+        key: fingerprint of the checkpoint's headers and file sizes; "" of a model in memory.
+        when: date and time of the measurement, ISO 8601 in UTC.
+        dtype: dtype that it was computed in: `"float32"`, or `"bfloat16"` where float32 did not fit.
+        text: what was run, in words: "the batch given", "4 batches of 64 tokens of the embedded text".
+        tokens: number of tokens of all batches.
+        batches: number of batches.
+        spread: how far batches differ: the largest ratio between a module's output in one batch and in another.
+        modules: every module that was called, in the order of the first call.
+        operators: every operator whose result is floating point, in the order of the first call.
+        stream: names of the modules whose outputs are the residual stream, in order: embedding and blocks.
+        loss: mean loss of each batch.
+        notes: what could not be measured, and why.
+    """
+
+    source: str
+    key: str
+    when: str
+    dtype: str
+    text: str
+    tokens: int
+    batches: int
+    spread: float
+    modules: tuple[ModuleRange, ...]
+    operators: tuple[OperatorRange, ...]
+    stream: tuple[str, ...]
+    loss: tuple[float, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def by_module(self) -> Mapping[str, ModuleRange]:
+        """The modules by name."""
+        return {module.name: module for module in self.modules}
+
+    @property
+    def residual(self) -> ModuleRange | None:
+        """The module of the residual stream with the largest output; None where no stream was found."""
+        found = [self.by_module[name] for name in self.stream if name in self.by_module]
+        return max(found, key=lambda module: module.output, default=None)
+
+    def to_json(self) -> str:
+        """As text; `from_json` is the inverse."""
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Ranges:
+        """The measurement that `to_json` wrote.
+
+        Raises:
+            ValueError: it is no measurement, or one of another layout.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            if values.pop("format") != FORMAT:
+                raise ValueError(f"not a measurement of layout {FORMAT}")
+            return cls(
+                **values
+                | {
+                    "modules": tuple(ModuleRange(**module) for module in values["modules"]),
+                    "operators": tuple(
+                        OperatorRange(**operator | {"inputs": tuple(operator["inputs"])})
+                        for operator in values["operators"]
+                    ),
+                }
+                | {name: tuple(values[name]) for name in ("stream", "loss", "notes")}
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a measurement: {error}") from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write the measurement to the file `path` (temporary name, then rename)."""
+        write_whole(Path(path), self.to_json() + "\n")
+        return Path(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Ranges:
+        """The measurement in the file `path`.
+
+        Raises:
+            CheckpointError: the file is not one.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(
+                "unreadable measurement of ranges",
+                [Problem(f"{path}: {error}", "what Ranges.save wrote", "measure again")],
+            ) from error
