@@ -14,6 +14,7 @@ import isotype.preflight.check
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.request import compute_dtype
 from isotype.rules.finding import Finding
+from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Phase, Setup, Trace
 from tests.models import tiny_batch, tiny_model
@@ -36,7 +37,7 @@ def traced(
         compute=autocast or compute_dtype(model),
         phases=phases,
     )
-    return trace_step(model, inputs, setup)
+    return trace_step(StepCode(model, inputs), setup)
 
 
 def verified(model: nn.Module, inputs: Any, code: str, **options: Any) -> list[Finding]:

@@ -12,6 +12,7 @@ from torch.nn import functional as nnf
 
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.request import compute_dtype
+from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Origin, Setup, Trace
 from tests.reality import real_step
@@ -43,7 +44,7 @@ def on(device: str, model: nn.Module, inputs: Any, **lines: torch.dtype) -> Trac
         optimizer="adamw",
         compute=compute_dtype(model),
     )
-    return trace_step(model, inputs, setup, lines=lines)
+    return trace_step(StepCode(model, inputs), setup, lines=lines)
 
 
 # ------------------------------------------------------------------------------------------- numbers that do not fit

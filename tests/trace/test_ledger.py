@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isotype.precision.devices.profile import device_profile
+from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
@@ -24,7 +25,7 @@ PHASES: Any = ("forward", "backward", "optimizer")
 
 def traced_memory(model: nn.Module, inputs: Any, optimizer: str = "adamw") -> Memory:
     setup = Setup(device_profile("cpu"), None, False, optimizer, BF16, phases=PHASES)
-    return trace_step(model, inputs, setup).memory
+    return trace_step(StepCode(model, inputs), setup).memory
 
 
 # ------------------------------------------------------------------------------------------------------- the book
@@ -231,7 +232,7 @@ def test_folded_layers_count_as_the_whole_model(dtype: torch.dtype, trainable: s
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable == "all" or "norm" in name)
         setup = Setup(device_profile("cpu"), None, False, "adamw", dtype, phases=PHASES)
-        return trace_step(model, ids(8, 32), setup)
+        return trace_step(StepCode(model, ids(8, 32)), setup)
 
     whole, folded = trace((1,) * 12), trace((1, 11))
     assert folded.flops == whole.flops

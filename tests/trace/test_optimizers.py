@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from isotype.precision.devices.profile import device_profile
+from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.optimizers import OPTIMIZERS, make_optimizer, unknown_optimizer
 from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Setup
@@ -90,7 +91,7 @@ def test_steps_on_fakes_as_on_real_tensors(name: str, dtype: torch.dtype) -> Non
     """What the real optimizer does in this dtype, the step on fakes does too."""
     model = nn.Linear(2, 3).to(dtype)
     setup = Setup(device_profile("cpu"), None, False, name, dtype)
-    trace = trace_step(model, {"input": torch.ones(1, 2, dtype=dtype)}, setup)
+    trace = trace_step(StepCode(model, {"input": torch.ones(1, 2, dtype=dtype)}), setup)
     assert trace.failure is None
     assert not list(trace.breaches())
     make_optimizer(name, parameters(dtype), None).step()

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from isotype.precision.devices.profile import device_profile
+from isotype.trace.fake.code import LossOf, StepCode
 from isotype.trace.fake.recorder import FakeRecorder
-from isotype.trace.fake.step import LossOf, trace_step
+from isotype.trace.fake.step import trace_step
 from isotype.trace.loss import loss_of
 from isotype.trace.record import Setup, Trace
 from tests.reality import real_step
@@ -58,7 +59,7 @@ def test_a_model_that_returns_nothing_to_train_on() -> None:
         def forward(self, **_: Any) -> Any:
             return {"ids": torch.zeros(2, dtype=torch.long)}
 
-    failure = trace_step(Silent(), X, SETUP).failure
+    failure = trace_step(StepCode(Silent(), X), SETUP).failure
     assert failure is not None
     assert failure.error == "TypeError: the model returned dict without a float tensor to train on"
 
@@ -68,7 +69,7 @@ def test_inputs_as_a_dict_a_closure_and_a_loss_over_inputs_give_the_same_step() 
         return model(**inputs).float().mean()
 
     given: list[Any] = [X, lambda model: mean(model, X), LossOf(mean, X)]
-    traces = [trace_step(nn.Linear(WIDTH, 2), each, SETUP) for each in given]
+    traces = [trace_step(StepCode(nn.Linear(WIDTH, 2), each), SETUP) for each in given]
     steps = [[(call.op, call.phase, call.module) for call in trace.calls] for trace in traces]
     assert steps[0] == steps[1] == steps[2]
     assert all(trace.failure is None for trace in traces)
@@ -78,7 +79,7 @@ def test_the_loss_of_the_closure_is_the_one_that_is_followed() -> None:
     def squared(model: nn.Module) -> torch.Tensor:
         return model(torch.ones(2, WIDTH)).square().sum()
 
-    ops = [call.op for call in trace_step(nn.Linear(WIDTH, 2), squared, SETUP).calls]
+    ops = [call.op for call in trace_step(StepCode(nn.Linear(WIDTH, 2), squared), SETUP).calls]
     assert ops.index("aten.pow.Tensor_Scalar") < ops.index("aten.sum.default")
 
 
@@ -97,7 +98,7 @@ def test_the_loss_of_the_closure_is_the_one_that_is_followed() -> None:
 )
 def test_the_phases_that_were_asked_for(asked: tuple[Any, ...]) -> None:
     setup = replace(SETUP, phases=asked, scaler="unscale" in asked)
-    assert phases_seen(trace_step(nn.Linear(WIDTH, 2), X, setup)) == list(asked)
+    assert phases_seen(trace_step(StepCode(nn.Linear(WIDTH, 2), X), setup)) == list(asked)
 
 
 def test_generation_runs_without_gradients_labels_and_autocast() -> None:
@@ -114,27 +115,27 @@ def test_generation_runs_without_gradients_labels_and_autocast() -> None:
 
     inputs = {"x": torch.ones(2, WIDTH), "labels": torch.zeros(2, dtype=torch.long)}
     setup = replace(SETUP, phases=("forward", "generate"), autocast=BF16)
-    trace_step(Looking(), inputs, setup)
-    trace_step(Looking(), inputs, replace(setup, autocast_eval=True))
+    trace_step(StepCode(Looking(), inputs), setup)
+    trace_step(StepCode(Looking(), inputs), replace(setup, autocast_eval=True))
     assert seen.all() == [(False, True, True), (True, False, False), (False, True, True), (True, False, True)]
 
 
 def test_generation_of_ones_own() -> None:
     asked = Seen()
     setup = replace(SETUP, phases=("generate",))
-    trace_step(nn.Linear(2, 2), X, setup, generate=lambda model: asked.append(type(model)))
+    trace_step(StepCode(nn.Linear(2, 2), X, generate=lambda model: asked.append(type(model))), setup)
     assert asked.all() == [nn.Linear]
 
 
 def test_nothing_trainable_is_a_note() -> None:
-    trace = trace_step(nn.Linear(WIDTH, 2).requires_grad_(False), X, SETUP)
+    trace = trace_step(StepCode(nn.Linear(WIDTH, 2).requires_grad_(False), X), SETUP)
     assert trace.notes == ("no backward: nothing that the loss depends on is trainable",)
     assert trace.failure is None
     assert phases_seen(trace) == ["forward"]
 
 
 def test_an_optimizer_that_is_not_traced_is_a_note() -> None:
-    trace = trace_step(nn.Linear(WIDTH, 2), X, replace(SETUP, optimizer="adamw_bnb_8bit"))
+    trace = trace_step(StepCode(nn.Linear(WIDTH, 2), X), replace(SETUP, optimizer="adamw_bnb_8bit"))
     assert trace.notes == (
         "the step of optimizer adamw_bnb_8bit is not traced: it runs in kernels of its own",
     )
@@ -146,7 +147,7 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
             super().forward(x)
             raise ValueError("three channels, not four")
 
-    trace = trace_step(nn.Sequential(Failing(WIDTH, 2)), X, SETUP)
+    trace = trace_step(StepCode(nn.Sequential(Failing(WIDTH, 2)), X), SETUP)
     assert trace.failure is not None
     assert (trace.failure.phase, trace.failure.module) == ("forward", "0")
     assert trace.failure.error == "ValueError: three channels, not four"
@@ -155,7 +156,7 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
 
 def test_dropout_and_batch_norm_are_those_of_training() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
-    trace = trace_step(model, X, SETUP)
+    trace = trace_step(StepCode(model, X), SETUP)
     ops = [call.op for call in trace.calls]
     assert any("bernoulli" in op for op in ops)
     assert "aten.native_batch_norm_backward.default" in ops
@@ -169,7 +170,9 @@ def test_dropout_and_batch_norm_are_those_of_training() -> None:
 def test_unscale_refuses_float16_gradients_as_the_real_scaler_does(dtype: torch.dtype) -> None:
     model, inputs = nn.Linear(WIDTH, 2).to(dtype), {"input": torch.ones(2, WIDTH, dtype=dtype)}
     setup = replace(SETUP, scaler=True, compute=dtype)
-    found = [call for call in trace_step(model, inputs, setup).breaches() if call.phase == "unscale"]
+    found = [
+        call for call in trace_step(StepCode(model, inputs), setup).breaches() if call.phase == "unscale"
+    ]
     outcome = real_step(model, inputs, scaler=True)
     assert bool(found) == (outcome.phase == "unscale") == (dtype == FP16)
     if found:
@@ -181,7 +184,7 @@ def test_unscale_refuses_float16_gradients_as_the_real_scaler_does(dtype: torch.
 def test_unscale_of_several_dtypes() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4))
     setup = replace(SETUP, scaler=True)
-    trace = trace_step(model, X, setup)
+    trace = trace_step(StepCode(model, X), setup)
     assert [call.op for call in trace.calls if call.phase == "unscale" and "unscale" in call.op] == [
         "aten._amp_foreach_non_finite_check_and_unscale_.default"
     ]
@@ -213,13 +216,13 @@ def test_checkpointing_is_switched_on_in_the_twin_alone(reentrant: bool) -> None
     model = Checkpointed()
     inputs = {"x": torch.ones(2, WIDTH, requires_grad=True)}
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    trace = trace_step(model, inputs, replace(SETUP, gradient_checkpointing=kwargs))
+    trace = trace_step(StepCode(model, inputs), replace(SETUP, gradient_checkpointing=kwargs))
     assert not model.again
     assert trace.failure is None
     again = [call for call in trace.calls if call.recomputed]
     assert "aten.addmm.default" in [call.op for call in again]
     assert {call.module for call in again if call.flops} == {"proj"}
-    assert not any(call.recomputed for call in trace_step(model, inputs, SETUP).calls)
+    assert not any(call.recomputed for call in trace_step(StepCode(model, inputs), SETUP).calls)
 
 
 # ------------------------------------------------------------------------------------------------------- changes
@@ -232,7 +235,7 @@ def _cast(twin: nn.Module) -> None:
 
 def test_a_change_is_made_to_the_twin_alone() -> None:
     model = nn.Linear(WIDTH, 2)
-    trace = trace_step(model, X, SETUP, change=_cast)
+    trace = trace_step(StepCode(model, X), SETUP, change=_cast)
     assert {weight.dtype for weight in trace.weights} == {BF16}
     assert {parameter.dtype for parameter in model.parameters()} == {FP32}
 
@@ -240,7 +243,7 @@ def test_a_change_is_made_to_the_twin_alone() -> None:
 def test_magnitudes_come_from_the_real_weights() -> None:
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(3.0)
-    (weight,) = trace_step(model, {"input": torch.ones(1, 1)}, SETUP).weights
+    (weight,) = trace_step(StepCode(model, {"input": torch.ones(1, 1)}), SETUP).weights
     assert (weight.largest, weight.median_magnitude, weight.holds) == (3.0, 3.0, BF16)
 
 
@@ -254,9 +257,9 @@ def test_a_line_that_casts_to_another_dtype() -> None:
             return self.proj(input.float())
 
     setup, inputs = replace(SETUP, compute=BF16), {"input": torch.ones(2, WIDTH, dtype=BF16)}
-    first, *_ = trace_step(Casting(), inputs, setup).breaches()
+    first, *_ = trace_step(StepCode(Casting(), inputs), setup).breaches()
     line = first.operands[1].origin.source
-    edited = trace_step(Casting(), inputs, setup, lines={line: BF16})
+    edited = trace_step(StepCode(Casting(), inputs), setup, lines={line: BF16})
     assert not list(edited.breaches())
 
 
@@ -270,14 +273,14 @@ def test_a_part_that_the_forward_casts() -> None:
             return self.head.float()(x)
 
     model = Upcasting()
-    trace = trace_step(model, {"x": torch.ones(2, 57)}, SETUP)
+    trace = trace_step(StepCode(model, {"x": torch.ones(2, 57)}), SETUP)
     assert trace.failure is None
     assert not list(trace.breaches())
     assert model.head.weight.dtype == BF16
 
 
 def test_the_record() -> None:
-    trace = trace_step(net(1), ids(), replace(SETUP, compute=BF16))
+    trace = trace_step(StepCode(net(1), ids()), replace(SETUP, compute=BF16))
     assert trace.model == "Net"
     assert trace.modules["layers.0.norm"] == "ScaledNorm"
     assert trace.setup.compute == BF16
@@ -290,7 +293,7 @@ def test_casts_that_autocast_keeps_end_with_the_forward(outer: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     setup = replace(SETUP, autocast=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=outer):
-        trace = trace_step(model, {"input": torch.ones(1, 64)}, setup)
+        trace = trace_step(StepCode(model, {"input": torch.ones(1, 64)}), setup)
         assert torch.is_autocast_enabled("cpu") is outer
     assert trace.memory.phases["optimizer"]["activations"] == 0
 
@@ -302,10 +305,10 @@ def test_the_state_that_an_optimizer_keeps_stays_in_its_dtype(implementation: di
     model(**X).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert not list(trace_step(model, X, SETUP, optimizer=optimizer).breaches())
+    assert not list(trace_step(StepCode(model, X, optimizer=optimizer), SETUP).breaches())
     model.to(torch.bfloat16)
     given = {name: value.to(torch.bfloat16) for name, value in X.items()}
-    (first, *_) = trace_step(model, given, SETUP, optimizer=optimizer).breaches()
+    (first, *_) = trace_step(StepCode(model, given, optimizer=optimizer), SETUP).breaches()
     assert first.phase == "optimizer"
     names = {operand.origin.name for operand in first.operands}
     assert "the optimizer's exp_avg of weight" in names
@@ -332,7 +335,7 @@ def test_an_expert_that_stands_for_tokens_without_one_is_taken_for_another() -> 
                 out.index_add_(0, rows, x[rows] @ self.weights[expert])
             return out
 
-    trace = trace_step(Experts(), {"x": torch.ones(6, WIDTH)}, SETUP)
+    trace = trace_step(StepCode(Experts(), {"x": torch.ones(6, WIDTH)}), SETUP)
     assert trace.failure is None
 
 
@@ -348,7 +351,9 @@ def test_a_part_that_a_checkpointed_forward_casts_ends_the_step_without_an_error
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.cast, x, use_reentrant=False)
 
-    failure = trace_step(Upcasting(), {"x": torch.ones(2, WIDTH, requires_grad=True)}, SETUP).failure
+    failure = trace_step(
+        StepCode(Upcasting(), {"x": torch.ones(2, WIDTH, requires_grad=True)}), SETUP
+    ).failure
     assert failure is None or not failure.recomputed
 
 
@@ -358,7 +363,7 @@ def test_a_trace_frees_the_twin_and_its_fakes() -> None:
         return sum(type(each) is FakeRecorder for each in gc.get_objects())
 
     before = recorders()
-    trace_step(net(), X, SETUP)
+    trace_step(StepCode(net(), X), SETUP)
     assert recorders() == before
 
 
@@ -370,7 +375,7 @@ def test_a_step_ends_where_what_was_seen_is_enough() -> None:
         return True
 
     setup = Setup(device_profile("cpu"), None, False, "sgd", BF16)
-    assert phases_seen(trace_step(wide_norms(), ids(), setup, enough=enough)) == ["forward"]
+    assert phases_seen(trace_step(StepCode(wide_norms(), ids()), setup, enough=enough)) == ["forward"]
     assert [call.breach is not None for call in asked[0].calls].count(True) == 2
-    assert "optimizer" in phases_seen(trace_step(net(), ids(), setup, enough=enough))
+    assert "optimizer" in phases_seen(trace_step(StepCode(net(), ids()), setup, enough=enough))
     assert len(asked) == 1  # of a step that breaks no contract nothing is asked

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
-from isotype.trace.fake.step import trace_step, untouched_by
+from isotype.trace.fake.code import StepCode
+from isotype.trace.fake.step import trace_step
 from isotype.trace.fake.untouched import Untouched, beside_twin
 from isotype.trace.record import Setup
 from tests.reality import real_step
@@ -277,9 +278,9 @@ def test_what_is_saved_once_is_put_back_after_each_of_several_traces() -> None:
 
     model = nn.Linear(WIDTH, WIDTH)
     setup = Setup(device_profile("cpu"), None, False, "sgd", FP32)
-    saved = untouched_by(model, loss)
+    saved = StepCode(model, loss).reached()
     for _ in range(3):
-        trace_step(model, loss, setup, untouched=saved)
+        trace_step(StepCode(model, loss), setup, untouched=saved)
         assert kept == []
         assert memoized.cache_info().currsize == 0
 
@@ -292,7 +293,7 @@ def test_a_step_and_its_fixes_are_traced_with_what_was_saved_once(monkeypatch: p
             made.append(self)
             super().__init__(roots)
 
-    monkeypatch.setattr("isotype.trace.fake.step.Untouched", Counted)
+    monkeypatch.setattr("isotype.trace.fake.code.Untouched", Counted)
     report = check(wide_norms(), ids(), device="cpu")
     assert sum(fix.verified for finding in report.findings for fix in finding.fixes) > 2
     assert len(made) == 1

@@ -61,7 +61,7 @@ def merge_adapter(
 
     Memory on the CPU: the model once in the policy's compute dtype (in float32 for int8, whose product of code and
     constant needs the digits, and for float32 output), and 14 bytes for each entry of the largest adapted weight.
-    Before and after the merge the model is loaded once more to compare logits, never together with another one.
+    The models whose logits are compared are loaded before and after it, never together with another one.
 
     Args:
         adapter: directory of the adapter.
@@ -76,30 +76,25 @@ def merge_adapter(
         UsageError: `output` is taken, or this kind of adapter cannot be merged.
         SaveError: the disk is full or cannot be written; nothing is left behind.
     """
-    target_directory = Path(output)
-    _check_output(target_directory)
+    directory = Path(output)
+    _check_output(directory)
     saved = read_adapter(adapter)
     _check_mergeable(saved)
-    facts, policy = _base(saved, None if base is None else str(base), dtype)
+    source, facts, policy = _base(saved, None if base is None else str(base), dtype)
     target, reason = _target(dtype, saved, facts)
     logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
-    source = str(saved.base if base is None else base)
-    gc.collect()  # a PEFT model holds references to itself; without this two models would lie in memory
     model, weights, changes = merged(saved, source, policy, target)
     if base is not None and logits is not None:  # the base that it was trained on can be read
         check_same_base(saved, source)
     model_class = type(model)
-    tokenizer = tokenizer or tokenizer_of(dense_source(source, policy.plain))
-    with _staging(target_directory) as built:
-        with _disk_errors(target_directory):
-            size = _write(model, tokenizer, built, target)
+    with _staging(directory) as built:
+        with _disk_errors(directory):
+            size = _write(model, tokenizer or tokenizer_of(dense_source(source, policy.plain)), built, target)
         del model
-        gc.collect()
         difference = None if logits is None else _read_back(model_class, built, tokenizer, logits)
-        _publish(built, target_directory)
     return MergeReport(
         adapter=saved.directory,
-        output=target_directory,
+        output=directory,
         base=source,
         storage=policy.storage,
         dtype=target,
@@ -109,13 +104,6 @@ def merge_adapter(
         bytes=size,
         notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
     )
-
-
-def _publish(built: Path, target: Path) -> None:
-    _check_output(target)  # again: what came there in the meantime is not ours to remove
-    with _disk_errors(target):
-        fsync_tree(built)
-        publish_directory(built, target)
 
 
 # -------------------------------------------------------------------------------------------- before the merge
@@ -161,22 +149,24 @@ def _check_mergeable(adapter: Adapter) -> None:
         )
 
 
-def _base(adapter: Adapter, base: str | None, dtype: str | torch.dtype) -> tuple[ModelFacts, PrecisionPolicy]:
-    """Facts about the base to merge into, and the policy that it is loaded under."""
+def _base(
+    adapter: Adapter, base: str | None, dtype: str | torch.dtype
+) -> tuple[str, ModelFacts, PrecisionPolicy]:
+    """The base to merge into, facts about it, and the policy that it is loaded under."""
     if base is None:
         policy = base_policy(adapter, "auto", None, "auto")
-        return facts_of(adapter.base), policy
+        return str(adapter.base), facts_of(adapter.base), policy
     facts = facts_of(base)
     policy = resolve_precision(base, "float32", device="cpu")
     if policy.quantized:
-        return facts, inference_policy(base, None)
+        return base, facts, inference_policy(base, None)
     # As it is stored, unless that has to be widened anyway.
     wanted = _target(dtype, adapter, facts)[0]
     stored = facts.trained_dtype
     if stored not in COMPUTE_DTYPES or stored is None or wanted == torch.float32:
-        return facts, policy
+        return base, facts, policy
     pinned = (*facts.pinned, *facts.pinned_strict) if stored != torch.float32 else ()
-    return facts, replace(policy, compute=stored, storage=dtype_name(stored), pinned=pinned)
+    return base, facts, replace(policy, compute=stored, storage=dtype_name(stored), pinned=pinned)
 
 
 def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
@@ -207,9 +197,6 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     return compute, "the compute dtype it was trained in"
 
 
-# ------------------------------------------------------------------------------------------------------ merging
-
-
 # ----------------------------------------------------------------------------------------------- logits and files
 
 
@@ -226,13 +213,16 @@ def _trained_logits(adapter: Adapter, own_base: bool) -> tuple[torch.Tensor | No
             tokenizer_of(adapter.directory),
             [f"logits were not compared: {error.headline} ({given})"],
         )
-    if tokenizer is None:
-        return None, None, ["logits were not compared: neither adapter nor base has a tokenizer"]
-    return _logits(model, tokenizer), tokenizer, []
+    logits = None if tokenizer is None else _logits(model, tokenizer)
+    del model
+    gc.collect()  # a PEFT model holds references to itself; without this two models would lie in memory
+    none = "logits were not compared: neither adapter nor base has a tokenizer"
+    return logits, tokenizer, [none] if logits is None else []
 
 
 def _read_back(model_class: Any, directory: Path, tokenizer: Any, trained: torch.Tensor) -> LogitsDifference:
     """The merged model as plain transformers loads it, against the logits of the trained one."""
+    gc.collect()  # what was merged refers to itself, too
     with without_bars():
         model = model_class.from_pretrained(directory, dtype="auto")
     return compare_logits(trained, _logits(model, tokenizer))
@@ -280,9 +270,14 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
 
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
+    """Where to build what is published as `output` in the end."""
     built = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     try:
         yield built
+        _check_output(output)  # again: what came there in the meantime is not ours to remove
+        with _disk_errors(output):
+            fsync_tree(built)
+            publish_directory(built, output)
     finally:
         shutil.rmtree(built, ignore_errors=True)
 

@@ -14,7 +14,7 @@ from torch import nn
 from isotype.core.errors import Problem, UsageError
 from isotype.core.random_states import random_states_kept
 from isotype.preflight.request import StepRequest
-from isotype.trace.fake.step import LossOf
+from isotype.trace.fake.code import LossOf
 from isotype.trace.loss import loss_of
 
 

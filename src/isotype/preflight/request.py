@@ -15,8 +15,8 @@ from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.trace.fake.code import LossOf, given_inputs
 from isotype.trace.fake.optimizers import learning_rate_of, unknown_optimizer
-from isotype.trace.fake.step import LossOf
 from isotype.trace.record import PHASES, Phase, Setup
 from isotype.trace.sides import tallies, whole
 from isotype.trace.weights import unread_weights
@@ -123,7 +123,7 @@ def _learning_rate(request: StepRequest) -> float | None:
 
 
 def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
-    given = inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
+    given = given_inputs(inputs)
     return {name: tuple(value.shape) for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 

@@ -20,9 +20,10 @@ from isotype.report.check.report import Report
 from isotype.rules import clears, judge, unjudged
 from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.rules.kit.operands import settled
-from isotype.trace.fake.step import failed_trace, trace_step, untouched_by
+from isotype.trace.fake.code import StepCode
+from isotype.trace.fake.step import failed_trace, trace_step
 from isotype.trace.fake.untouched import Untouched
-from isotype.trace.record import Call, Setup, Trace, Weight
+from isotype.trace.record import Call, Setup, Trace
 from isotype.trace.weights import weights_of
 
 
@@ -44,10 +45,9 @@ def run(request: StepRequest, *, verify: bool = True, seconds: float = math.inf)
     started = time.perf_counter()
     setup = request.setup()
     try:
-        step = _Step(request, setup, weights_of(request.model))
+        step = _Step(_code_of(request), setup)
         # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
-        saved = untouched_by(request.model, request.inputs, _given(request), request.generate)
-        tried = replace(step, untouched=saved)
+        tried = replace(step, untouched=step.code.reached())
         trace = tried.trace(deadline=time.monotonic() + seconds)
     except IsotypeError:
         raise
@@ -72,9 +72,8 @@ def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple
 class _Step:
     """A step that can be traced again with a fix in it."""
 
-    request: StepRequest
+    code: StepCode
     setup: Setup
-    weights: Sequence[Weight]
     untouched: Untouched | None = None
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
 
@@ -84,22 +83,15 @@ class _Step:
         deadline: float = math.inf,
         enough: Callable[[Trace], bool] | None = None,
     ) -> Trace:
-        request, setup = self.request, with_settings(self.setup, actions)
-
         def change(twin: nn.Module) -> None:
             apply_actions(twin, actions)
 
         return trace_step(
-            request.model,
-            request.inputs,
-            setup,
+            self.code,
+            with_settings(self.setup, actions),
             change=change if actions else None,
             lines={each.target: parse_dtype(each.value) for each in actions if each.kind == "line"},
-            optimizer=_given(request),
-            generate=request.generate,
-            weights=self.weights,
             deadline=deadline,
-            folded=request.fold,
             untouched=self.untouched,
             enough=enough,
         )
@@ -172,9 +164,15 @@ class _Step:
         return tried[actions]
 
 
-def _given(request: StepRequest) -> Any:
-    """The optimizer where it is more than a name."""
-    return None if isinstance(request.optimizer, str) else request.optimizer
+def _code_of(request: StepRequest) -> StepCode:
+    return StepCode(
+        request.model,
+        request.inputs,
+        None if isinstance(request.optimizer, str) else request.optimizer,
+        request.generate,
+        request.fold,
+        weights_of(request.model),
+    )
 
 
 def _roots(

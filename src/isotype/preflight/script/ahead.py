@@ -23,8 +23,8 @@ from isotype.preflight.request import DEFAULT_PHASES, StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.report.check.text import repairable
+from isotype.trace.fake.code import LossOf
 from isotype.trace.fake.optimizers import learning_rate_of
-from isotype.trace.fake.step import LossOf
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import enumerate_inputs
 from isotype.trace.live.modes import no_modes

@@ -6,7 +6,6 @@ noted, converted as the policy would, and passed.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import time
@@ -20,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isotype.contracts.contract import Contracts, is_exempt
+from isotype.trace.fake.conversion import as_measured, converted, made_in
 from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.leaves import map_leaves
+from isotype.trace.fake.numbers import numbers_of, overflow, without_numbers
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
 from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
@@ -42,29 +43,6 @@ from isotype.trace.source import first_line, raising_frame, shown
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
-# Operators that write a number into a tensor, with the arguments that it comes in: the number has to fit the tensor's
-# dtype (`Scalar::to`, c10/core/Scalar.h).
-_FILLS: Mapping[str, tuple[str, ...]] = {
-    "aten.masked_fill.Scalar": ("value",),
-    "aten.masked_fill_.Scalar": ("value",),
-    "aten.fill.Scalar": ("value",),
-    "aten.fill_.Scalar": ("value",),
-    "aten.full.default": ("fill_value",),
-    "aten.full_like.default": ("fill_value",),
-    "aten.new_full.default": ("fill_value",),
-    "aten.constant_pad_nd.default": ("value",),
-    "aten.index_fill.int_Scalar": ("value",),
-    "aten.index_fill_.int_Scalar": ("value",),
-    "aten.scatter.value": ("value",),
-    "aten.scatter_.value": ("value",),
-}
-# CUDA's kernels compare in float32 here, the CPU's in the tensor's own dtype.
-_CPU_FILLS: Mapping[str, tuple[str, ...]] = {
-    "aten.clamp.default": ("min", "max"),
-    "aten.clamp_.default": ("min", "max"),
-    "aten.clamp_min.default": ("min",),
-    "aten.clamp_max.default": ("max",),
-}
 # torch 2.13's fake kernel takes bfloat16 only (`_meta_grouped_mm_common` in torch/_meta_registrations.py); the CPU's and
 # CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
 _FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
@@ -220,7 +198,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         else:
             result, breach = self._judged(func, args, kwargs, tensors, edited)
             if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
-                result, value = _made_in(edited, result), _made_in(edited, value)
+                result, value = made_in(edited, result), made_in(edited, value)
             self._keep(func, tensors, result, value)
         if breach is not None and not tensors:
             tensors = [("result", result)]  # it makes a tensor from numbers: that is what they do not fit
@@ -240,11 +218,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
     ) -> tuple[Any, Breach | None]:
         name = operator_name(func)
-        numbers = _FILLS.get(name) or (_CPU_FILLS.get(name) if self.contracts.kind == "cpu" else None)
-        overflow = _overflow(func, args, kwargs, numbers) if numbers is not None else None
-        if overflow is not None:
-            args, kwargs = _without_numbers(func, args, kwargs, numbers or ())
-            return self._run(func, args, kwargs, tensors, edited)[0], overflow
+        numbers = numbers_of(name, self.contracts.kind)
+        too_large = overflow(func, args, kwargs, numbers) if numbers else None
+        if too_large is not None:
+            args, kwargs = without_numbers(func, args, kwargs, numbers)
+            return self._run(func, args, kwargs, tensors, edited)[0], too_large
         verdict = self.contracts.judge(name, tuple(tensor.dtype for _, tensor in tensors))
         if verdict is None or (not verdict.accepted and is_exempt(name, args)):
             return self._run(func, args, kwargs, tensors, edited)
@@ -254,10 +232,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             result, breach = self._run(func, args, kwargs, tensors, edited)
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
-            return (_as_measured(result, verdict.results) if mixed and not breach else result), breach
+            return (as_measured(result, verdict.results) if mixed and not breach else result), breach
         target, fixed = self._target(func, tensors, edited)
-        said = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
-        breach = None if fixed else Breach(said or verdict.message, verdict.assumed, target)
+        message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
+        breach = None if fixed else Breach(message or verdict.message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
@@ -327,20 +305,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
 
     def _run_converted(self, func: Any, args: Any, kwargs: Any, target: torch.dtype) -> Any:
-        def convert(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                wrong = value.dtype in FLOATS and value.dtype != target
-                return aten._to_copy.default(value, dtype=target) if wrong else value
-            if isinstance(value, (list, tuple)):
-                return type(value)(map(convert, value))
-            return value
-
         if schema_of(func).mutates and isinstance(args[0], torch.Tensor) and args[0].dtype != target:
             return args[0]
         if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
             return None  # a list of tensors written in place: nothing flows on from it but what was there
         other = self.values.stand_in(func, args, kwargs)
-        return (other or func)(*map(convert, args), **{name: convert(v) for name, v in kwargs.items()})
+        return (other or func)(
+            *(converted(value, target) for value in args),
+            **{name: converted(value, target) for name, value in kwargs.items()},
+        )
 
     # ---------------------------------------------------------------------------------------- above the operators
 
@@ -437,40 +410,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 # ------------------------------------------------------------------------------------------------------- helpers
 
 
-def _overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
-    """The breach of writing a number into a tensor whose dtype does not hold it."""
-    given = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
-    target = given.get("self")
-    dtype = given.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
-    if dtype not in FLOATS:
-        return None
-    values = [float(given[name]) for name in numbers if isinstance(given.get(name), (int, float))]
-    if all(not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max for value in values):
-        return None
-    spelled = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
-    said = f"value cannot be converted to type {spelled.get(dtype, dtype)} without overflow"
-    return Breach(said, False, None)
-
-
-def _without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
-    """The arguments with zero for each number."""
-    roles = schema_of(func).roles
-
-    def zero(role: str, value: Any) -> Any:
-        return 0.0 if role in numbers and value is not None else value
-
-    args = tuple(zero(role, value) for role, value in zip(roles, args, strict=False))
-    return args, {role: zero(role, value) for role, value in kwargs.items()}
-
-
-def _made_in(dtype: torch.dtype, result: Any) -> Any:
-    """What an operator made of no float, in another float dtype."""
-    if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dtype == dtype:
-        return result
-    with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
-        return aten._to_copy.default(result, dtype=dtype)
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
@@ -481,20 +420,6 @@ def _is_real(leaf: Any) -> bool:
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
-
-
-def _as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    made = list(leaves(result))
-    if len(made) != len(dtypes) or all(
-        not isinstance(leaf, torch.Tensor) or leaf.dtype == dtype
-        for leaf, dtype in zip(made, dtypes, strict=True)
-    ):
-        return result
-    cast = [
-        aten._to_copy.default(leaf, dtype=dtype) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf, dtype in zip(made, dtypes, strict=True)
-    ]
-    return tuple(cast) if isinstance(result, (list, tuple)) else cast[0]
 
 
 _DTYPE_WORDS = re.compile(

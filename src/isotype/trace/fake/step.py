@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isotype.contracts.contract import contracts_of
-from isotype.core.compiler import uncompiled
-from isotype.core.random_states import random_states_kept
+from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
 from isotype.trace.fake.optimizers import kept_states, make_optimizer
 from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.fake.twin import fake_inputs, fake_mode, forget_fakes, twin_of
-from isotype.trace.fake.untouched import Untouched, beside_twin
+from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.fold import fold
-from isotype.trace.loss import loss_of
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.sides import sides_of
 from isotype.trace.source import first_line, line_of
@@ -36,54 +33,31 @@ from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weight
 Change = Callable[[nn.Module], None]
 
 
-@dataclass(frozen=True)
-class LossOf:
-    """A loss over inputs that are faked with the model.
-
-    Attributes:
-        function: (model, inputs) -> loss.
-        inputs: tensors by name.
-    """
-
-    function: Callable[[nn.Module, Any], torch.Tensor]
-    inputs: Mapping[str, Any]
-
-
 def trace_step(
-    model: nn.Module,
-    inputs: Any,
+    code: StepCode,
     setup: Setup,
     *,
     change: Change | None = None,
     lines: Mapping[str, torch.dtype] | None = None,
-    optimizer: Any = None,
-    generate: Callable[[nn.Module], Any] | None = None,
-    weights: Sequence[Weight] | None = None,
     deadline: float = math.inf,
-    folded: bool = False,
     untouched: Untouched | None = None,
     enough: Callable[[Trace], bool] | None = None,
 ) -> Trace:
-    """Trace one step of `model` on a weightless twin.
+    """Trace one step on a weightless twin of its model.
 
     Args:
-        model: any module, real or on the meta device; it is not touched.
-        inputs: the keyword arguments the model is called with, a callable model -> loss, or a `LossOf`.
-        setup: how the step runs.
+        code: what the step runs.
+        setup: how it runs.
         change: applied to the twin before the step: a fix to be tried.
         lines: `file:line` -> the dtype that casts and new tensors asked for there get instead: likewise.
-        optimizer: an optimizer, its class or a callable (parameters -> optimizer); by default `setup.optimizer`.
-        generate: what the phase `generate` runs; by default one forward without labels and without gradients.
-        weights: `weights_of(model)`, where it is known: to look at every value takes a while.
         deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
-        folded: trace equal layers once, see `isotype.trace.fold`.
         untouched: what the step's code reaches, saved for several traces.
         enough: asked about what was seen when a forward or backward has broken contracts; if so, the step ends there.
     """
-    untouched = untouched or untouched_by(model, inputs, optimizer, generate)
+    model, untouched = code.model, untouched or code.reached()
     mode = fake_mode()
     twin = twin_of(model, mode)
-    if folded:
+    if code.folded:
         fold(twin)
     forget_fakes(mode)
     with mode:
@@ -95,25 +69,23 @@ def trace_step(
             change(twin)
     recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)
     recorder.deadline = deadline
-    states = kept_states(optimizer, model, mode)
-    loss = inputs.function if isinstance(inputs, LossOf) else inputs
-    recorder.knows(model, twin, brought_by(loss))
-    step = _Step(twin, inputs, setup, recorder, mode, optimizer, states, generate)
+    recorder.knows(model, twin, brought_by(code.loss))
+    step = _Step(code, twin, setup, recorder)
     recorder.sides = sides_of(setup, (weight for _, weight in step.owned), recorder.inputs)
-    known = weights_of(model) if weights is None else weights
+    known = weights_of(model) if code.weights is None else code.weights
     if enough is not None:
-        step.enough = lambda: enough(_seen(step, model, known))
+        step.enough = lambda: enough(_seen(step, known))
     try:
-        with _untouched_globals():
+        with surroundings():
             failure = step.run()
     finally:
         untouched.restore()
-    return replace(_seen(step, model, known), failure=failure, left=untouched.left)
+    return replace(_seen(step, known), failure=failure, left=untouched.left)
 
 
-def _seen(step: _Step, model: nn.Module, weights: Sequence[Weight]) -> Trace:
+def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
     """What has been seen so far of a step."""
-    before = {weight.name: weight.dtype for _, weight in step.owned}
+    model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.owned}
     return Trace(
         setup=step.setup,
         calls=tuple(step.recorder.calls),
@@ -123,21 +95,6 @@ def _seen(step: _Step, model: nn.Module, weights: Sequence[Weight]) -> Trace:
         notes=tuple(step.notes),
         model=type(model).__name__,
         given=frozenset(step.recorder.inputs),
-    )
-
-
-def untouched_by(
-    model: nn.Module, inputs: Any, optimizer: Any = None, generate: Callable[[nn.Module], Any] | None = None
-) -> Untouched:
-    """What the code of a step reaches beside the twin, saved; arguments as of `trace_step`."""
-    return Untouched(
-        [
-            ("the loss", inputs.function if isinstance(inputs, LossOf) else inputs),
-            ("the inputs", inputs.inputs if isinstance(inputs, LossOf) else None),
-            ("generate", generate),
-            ("the optimizer", optimizer),
-            *beside_twin(model),
-        ]
     )
 
 
@@ -169,100 +126,14 @@ def _with_history(
     return tuple(map(told, faked))
 
 
-@contextlib.contextmanager
-def _untouched_globals() -> Iterator[None]:
-    """Random states as they were, nothing compiled, no gradient mode or autocast left over from outside."""
-    # It prints a traceback of every error that is caught here.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    with (
-        random_states_kept(),
-        torch.enable_grad(),
-        _no_autocast(),
-        uncompiled(),
-        _no_tracing_branch(),
-        _no_repacking(),
-        torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
-    ):
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Autocast off and outermost: within another one, what is left does not forget the casts it has kept.
-
-    The real step's autocast ends with the forward, and casts of weights that it kept end with it: in the backward a
-    recomputation makes them again, in the dtype that it then runs in, and they take no memory there.
-    """
-    before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
-    for _ in range(depth):
-        torch.autocast_decrement_nesting()
-    torch.set_autocast_enabled("cpu", False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cpu", before)
-        for _ in range(depth - 1):
-            torch.autocast_increment_nesting()
-
-
-@contextlib.contextmanager
-def _no_tracing_branch() -> Iterator[None]:
-    """transformers takes fake tensors for a model being exported, and then other paths than the real step.
-
-    `is_tracing` in transformers/utils/import_utils.py (5.23): masks are never left out, keys and values are repeated,
-    attention takes another kernel. tests/trace/test_step.py says when this can go.
-    """
-    utils: Any = sys.modules.get("transformers.utils.import_utils")
-    if utils is None or not hasattr(utils, "is_fake_tensor"):
-        yield
-        return
-    before, utils.is_fake_tensor = utils.is_fake_tensor, lambda _: False
-    try:
-        yield
-    finally:
-        utils.is_fake_tensor = before
-
-
-@contextlib.contextmanager
-def _no_repacking() -> Iterator[None]:
-    """bitsandbytes repacks no 4-bit weight, whatever this CPU has: IST407 says what happens on the device."""
-    modules: Any = sys.modules.get("bitsandbytes.nn.modules")
-    convert = "_convert_weight_packed_for_cpu"
-    if modules is None or not hasattr(modules, convert):
-        yield
-        return
-    before = getattr(modules, convert)
-    setattr(modules, convert, lambda weight, state: (weight, state))
-    try:
-        yield
-    finally:
-        setattr(modules, convert, before)
-
-
 class _Step:
-    def __init__(
-        self,
-        twin: nn.Module,
-        inputs: Any,
-        setup: Setup,
-        recorder: FakeRecorder,
-        mode: FakeTensorMode,
-        optimizer: Any,
-        states: Mapping[str, dict[str, Any]],
-        generate: Callable[[nn.Module], Any] | None,
-    ) -> None:
-        self.twin, self.setup, self.recorder, self.mode = twin, setup, recorder, mode
-        self.optimizer, self.states, self.generate = optimizer, states, generate
-        self.loss_of = _loss_function(inputs)
-        given = inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
-        self.inputs = fake_inputs(given, mode)
+    def __init__(self, code: StepCode, twin: nn.Module, setup: Setup, recorder: FakeRecorder) -> None:
+        self.code, self.twin, self.setup, self.recorder = code, twin, setup, recorder
+        self.mode, self.loss_of = recorder.fake, code.loss_function
+        self.states = kept_states(code.optimizer, code.model, self.mode)
+        self.inputs = fake_inputs(code.given, self.mode)
         # Copied while no mode is on: inside one the copy would be a fake too.
-        self.known = _values(given)
+        self.known = _values(code.given)
         self.notes: list[str] = []
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
@@ -416,7 +287,7 @@ class _Step:
         trained = [parameter for _, parameter in named]
         if not trained:
             return
-        made = make_optimizer(self.optimizer or self.setup.optimizer, trained, self.setup.learning_rate)
+        made = make_optimizer(self.code.optimizer or self.setup.optimizer, trained, self.setup.learning_rate)
         if isinstance(made, str):
             self.notes.append(made)
             return
@@ -433,19 +304,11 @@ class _Step:
 
     def _generate(self) -> None:
         with torch.no_grad(), self._autocast(self.setup.autocast_eval):
-            if self.generate is not None:
-                self.generate(self.twin)
+            if self.code.generate is not None:
+                self.code.generate(self.twin)
             else:
                 unlabelled = {name: value for name, value in self.inputs.items() if name != "labels"}
                 self.loss_of(self.twin, unlabelled)
-
-
-def _loss_function(inputs: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
-    if isinstance(inputs, LossOf):
-        return inputs.function
-    if callable(inputs):
-        return lambda model, _: inputs(model)
-    return lambda model, given: loss_of(model(**given))
 
 
 def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

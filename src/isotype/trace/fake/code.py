@@ -1,0 +1,87 @@
+"""What a step runs: the model, its inputs or loss, the optimizer, generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.trace.fake.untouched import Untouched, beside_twin
+from isotype.trace.loss import loss_of
+from isotype.trace.record import Weight
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """A loss over inputs that are faked with the model.
+
+    Attributes:
+        function: (model, inputs) -> loss.
+        inputs: tensors by name.
+    """
+
+    function: Callable[[nn.Module, Any], torch.Tensor]
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class StepCode:
+    """Whose code runs in a step.
+
+    Attributes:
+        model: any module, real or on the meta device; it is not touched.
+        inputs: the keyword arguments the model is called with, a callable model -> loss, or a `LossOf`.
+        optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the set-up's.
+        generate: what the phase `generate` runs; None for one forward without labels and without gradients.
+        folded: trace equal layers once, see `isotype.trace.fold`.
+        weights: `weights_of(model)`, where it is known: to look at every value takes a while.
+    """
+
+    model: nn.Module
+    inputs: Any
+    optimizer: Any = None
+    generate: Callable[[nn.Module], Any] | None = None
+    folded: bool = False
+    weights: Sequence[Weight] | None = None
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The inputs that are faked with the model, by name; none where a callable brings its own."""
+        return given_inputs(self.inputs)
+
+    @property
+    def loss(self) -> Any:
+        """What computes the loss; the inputs themselves where that is the model."""
+        return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
+
+    @property
+    def loss_function(self) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """(model, inputs) -> loss."""
+        if isinstance(self.inputs, LossOf):
+            return self.inputs.function
+        if callable(self.inputs):
+            return lambda model, _: self.inputs(model)
+        return lambda model, given: loss_of(model(**given))
+
+    def reached(self) -> Untouched:
+        """What this code reaches beside the twin, saved."""
+        return Untouched(
+            [
+                ("the loss", self.loss),
+                ("the inputs", self.inputs.inputs if isinstance(self.inputs, LossOf) else None),
+                ("generate", self.generate),
+                ("the optimizer", self.optimizer),
+                *beside_twin(self.model),
+            ]
+        )
+
+
+def given_inputs(inputs: Any) -> Mapping[str, Any]:
+    """The tensors among the inputs of a step, by name; none where a callable brings its own."""
+    given: Mapping[str, Any] = (
+        inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
+    )
+    return given
