@@ -14,6 +14,7 @@ import yaml
 
 from isotype import rules
 from isotype.cli import main
+from isotype.data.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isotype"
@@ -25,7 +26,7 @@ BLOCKS = [
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
 ]
-COMMANDS = {*main.TRAINING, *main.COMMANDS, "demo"}
+COMMANDS = {*METHODS, *main.COMMANDS, "demo"}
 
 
 def _name(page: Path) -> str:

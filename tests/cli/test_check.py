@@ -12,6 +12,7 @@ import torch
 from isotype.cli.check import exit_status
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
+from isotype.data.methods import METHODS
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.from_function import function_arguments
 from isotype.report.check.report import Report
@@ -132,7 +133,7 @@ def test_no_row_is_longer_than_the_model(capsys, config):
     assert "rows of 64 tokens, not 100: the model has no more positions" in found["not_traced"]
 
 
-@pytest.mark.parametrize("method", ["dpo", "reward", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "sft"])
 def test_every_method_runs(capsys, config, method, tmp_path):
     found = report_json(
         capsys, method, "--model_name_or_path", config, "--dataset_name", "somebody/data", "--output_dir",

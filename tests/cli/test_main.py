@@ -16,7 +16,7 @@ from isotype.cli.main import main, take_debug_flag
 from isotype.cli.output import quiet_libraries
 from isotype.cli.training import DEMO
 from isotype.core.terminal import print_the_nearest
-from isotype.train.methods import METHODS
+from isotype.data.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model
 

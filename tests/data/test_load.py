@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from isotype.core.errors import DataError
 from isotype.data import locate
-from isotype.data.columns import METHOD_COLUMNS
 from isotype.data.load import load_training_data
 from isotype.data.locate import looks_like_path
+from isotype.data.methods import METHODS
 
 USER = [{"role": "user", "content": "What is 2+2?"}]
 ASSISTANT = [{"role": "assistant", "content": "4"}]
@@ -140,7 +140,7 @@ def test_every_format_of_every_method_comes_back_as_written(method: str, row: di
 
 
 def test_the_formats_cover_the_table() -> None:
-    for method, accepted in METHOD_COLUMNS.items():
+    for method, accepted in METHODS.items():
         for item in accepted.formats:
             assert any(set(item.required) <= set(row) for row in FORMATS[method])
 

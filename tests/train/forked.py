@@ -23,7 +23,7 @@ import isotype.train.models
 import isotype.train.progress
 import isotype.train.recipes
 import isotype.train.record
-from isotype.train.methods import METHODS
+from isotype.data.methods import METHODS
 
 METHODS["sft"].dataclass_types()
 METHODS["sft"].trainer_class()

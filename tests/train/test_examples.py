@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from isotype.core.errors import DataError, Problem, UsageError
 from isotype.data.mapping import ColumnMap, parse_columns
+from isotype.data.methods import METHODS
 from isotype.report.run.record import DataSummary
 from isotype.train import recipes
 from isotype.train.examples import data_summary, padding_share, percentiles, show_data
 from isotype.train.lengths import Lengths
-from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 

@@ -21,8 +21,8 @@ import trl
 import isotype
 from isotype.cli.main import main
 from isotype.core.staging import STAGING
+from isotype.data.methods import METHODS
 from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
-from isotype.train.methods import METHODS
 from isotype.train.record import StepMeasures
 from isotype.train.saved import whole_checkpoints
 from tests.train.tiny import reward_by_words, rows, save_chat_model, save_rows

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from isotype.core.interrupt import terminate
-from isotype.train.methods import METHODS
+from isotype.data.methods import METHODS
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.settings import Settings
 from isotype.train.stop import graceful_stop, resume_command

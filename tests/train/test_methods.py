@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from isotype.data.methods import METHODS
 from isotype.train import recipes
-from isotype.train.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.policy import assert_policy_holds
 from tests.train.tiny import rows, save_chat_model, save_rows

@@ -8,17 +8,13 @@ import sys
 import pytest
 
 from isotype.core.errors import UsageError
-from isotype.train.methods import METHODS as TRAINERS
-from isotype.train.plan import METHODS, light_parser, parse_options, plan_of
+from isotype.data.methods import METHODS
+from isotype.train.plan import light_parser, parse_options, plan_of
 from isotype.train.settings import parse_settings
 
 
 def plan(*argv):
     return plan_of(*parse_options(argv))[0]
-
-
-def test_the_methods_are_the_trainers():
-    assert set(METHODS) == set(TRAINERS)
 
 
 def test_a_bare_model_needs_no_trainer(monkeypatch):
@@ -32,7 +28,7 @@ def test_a_bare_model_needs_no_trainer(monkeypatch):
 
 def test_the_defaults_of_a_bare_model_are_those_of_sft():
     light = light_parser().parse_args([])
-    settings = parse_settings(TRAINERS["sft"], ["--model_name_or_path", "m"])
+    settings = parse_settings(METHODS["sft"], ["--model_name_or_path", "m"])
     for name in ("lora_r", "lora_alpha", "lora_dropout"):
         assert getattr(light, name) == getattr(settings.model, name)
     assert light.learning_rate == settings.training.learning_rate

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError, UsageError
+from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train import describe, recipes
 from isotype.train.generate import encode
-from isotype.train.methods import METHODS
 from isotype.train.models import check_module_names, processing_class
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows

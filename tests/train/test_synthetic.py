@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 import transformers
 
 from isotype.core.errors import UsageError
-from isotype.train.synthetic import batch_notes, image_shape, step_inputs, synthetic_batch
+from isotype.data.methods import Loss
+from isotype.train.synthetic import LOSSES, batch_notes, image_shape, step_inputs, synthetic_batch
 from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
 
 
@@ -64,6 +67,10 @@ def calls_of(model: torch.nn.Module) -> list[tuple[tuple[int, ...], bool]]:
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     return seen
+
+
+def test_every_method_has_a_loss():
+    assert {"labels", *LOSSES} == set(get_args(Loss))
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from isotype.cli.main import TRAINING, main
+from isotype.cli.main import main
+from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.describe import show_policy
-from isotype.train.methods import METHODS
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.settings import training_parser
 from isotype.train.usage import common_arguments, short_help
 
 
-@pytest.mark.parametrize("method", TRAINING)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_short_help_is_one_screen_of_real_arguments(method):
     known = {"--config"} | {
         name for action in training_parser(METHODS[method])._actions for name in action.option_strings

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
+from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.methods import METHODS
 from isotype.train.models import processing_class
 from isotype.train.settings import Settings, parse_settings
 from isotype.train.validate import (

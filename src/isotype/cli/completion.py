@@ -43,7 +43,7 @@ def _tree() -> argparse.ArgumentParser:
     from isotype.cli.explain import explain_parser
     from isotype.cli.inspect import inspect_parser
     from isotype.cli.merge import merge_parser
-    from isotype.train.methods import METHODS
+    from isotype.data.methods import METHODS
     from isotype.train.plan import help_parser
     from isotype.train.settings import training_parser
 

@@ -21,24 +21,20 @@ from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.interrupt import exit_status, signal_of, terminate
 from isotype.core.package import VERSION
 from isotype.core.terminal import print_the_nearest
+from isotype.data.methods import METHODS
 from isotype.report.narrow import wrapped
 
-TRAINING = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
 COMMANDS = ("check", "run", "inspect", "explain", "completion", "doctor", "merge", "chat")
 """Commands with a module of their own, which is imported when they are run."""
 
 CRASHED = 1
 
-_USAGE = """\
+_METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
+_USAGE = f"""\
 usage: isotype COMMAND [ARGUMENT …]
 
 train a model under one precision policy (each takes the arguments of `trl COMMAND`):
-  sft      supervised fine-tuning on text, prompt/completion or chat data
-  dpo      direct preference optimization
-  reward   a reward model
-  kto      Kahneman-Tversky optimization
-  grpo     group relative policy optimization
-  rloo     REINFORCE leave-one-out
+{_METHODS}
   demo     sft of SmolLM2-135M-Instruct on an embedded data set
 
 use what came out:
@@ -120,7 +116,7 @@ def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _handler(command: str) -> Callable[[list[str], Console], int]:
-    if command in TRAINING:
+    if command in METHODS:
         from isotype.cli.training import train
 
         return partial(train, command)
@@ -129,7 +125,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
         return demo
     if command not in COMMANDS:
-        known = (*TRAINING, "demo", *COMMANDS)
+        known = (*METHODS, "demo", *COMMANDS)
         close = difflib.get_close_matches(command, known, n=1)
         fix = f"did you mean isotype {close[0]}?" if close else "isotype --help describes them"
         problem = Problem(f"isotype {command}", "one of " + ", ".join(known), fix)

@@ -34,7 +34,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     rest = ["--help" if each == "--help-all" else each for each in rest]
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
     from isotype.cli.outcome import show_outcome
-    from isotype.train.methods import METHODS
+    from isotype.data.methods import METHODS
     from isotype.train.recipes import run
     from isotype.train.settings import parse_settings
 

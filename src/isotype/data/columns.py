@@ -12,57 +12,9 @@ from dataclasses import dataclass, field
 
 from isotype.core.errors import Problem
 from isotype.data.cells import COLUMNS, REFILL, TEXT, TURN_COLUMNS, Column, Row, describe
+from isotype.data.methods import METHODS, Format
 from isotype.data.roles import CHATS, chat_problems, mixed_turns
 from isotype.data.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
-
-
-@dataclass(frozen=True)
-class Format:
-    """One set of columns that a trainer accepts.
-
-    Attributes:
-        required: the columns that must be there.
-        excludes: columns that make TRL read the row as another format, which then fails.
-    """
-
-    required: tuple[str, ...]
-    excludes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class MethodColumns:
-    """What one trainer accepts: `formats` in the order in which TRL prefers them, and `optional` columns.
-
-    Any other column is allowed too: GRPO and RLOO hand it to the reward functions, the others ignore it.
-    """
-
-    formats: tuple[Format, ...]
-    optional: tuple[str, ...]
-
-
-_CHAT = ("tools", "chat_template_kwargs", "image", "images")
-_PREFERENCE = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
-
-METHOD_COLUMNS: Mapping[str, MethodColumns] = {
-    "sft": MethodColumns(
-        formats=(
-            Format(("input_ids",)),
-            Format(("prompt", "completion")),
-            Format(("messages",), excludes=("prompt",)),
-            Format(("conversations",), excludes=("prompt",)),
-            Format(("text",), excludes=("prompt",)),
-        ),
-        optional=(*_CHAT, "labels", "completion_mask", "assistant_masks"),
-    ),
-    "dpo": MethodColumns(_PREFERENCE, (*_CHAT, "ref_chosen_logps", "ref_rejected_logps")),
-    "reward": MethodColumns(
-        (Format(("chosen_ids", "rejected_ids")), *_PREFERENCE), ("tools", "chat_template_kwargs", "margin")
-    ),
-    # KTOTrainer splits preference pairs into labelled completions itself.
-    "kto": MethodColumns((Format(("prompt", "completion", "label")), *_PREFERENCE), _CHAT),
-    "grpo": MethodColumns((Format(("prompt",)),), _CHAT),
-    "rloo": MethodColumns((Format(("prompt",)),), _CHAT),
-}
 
 NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("instruction", "question", "query", "problem", "input"),
@@ -84,7 +36,7 @@ def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
     """The formats of `method`, with the plain text column under the name that `text_field` gives it."""
     return tuple(
         Format((text_field,), item.excludes) if item.required == ("text",) else item
-        for item in METHOD_COLUMNS[method].formats
+        for item in METHODS[method].formats
     )
 
 
@@ -127,7 +79,7 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
     if _matching(columns, formats):
         return None
     renames = _renames(columns, formats)
-    others = [name for name in METHOD_COLUMNS if _matching(columns, formats_of(name, text_field))]
+    others = [name for name in METHODS if _matching(columns, formats_of(name, text_field))]
     if renames:
         named = " and ".join(f"'{source}' to '{want}'" for source, want in renames.items())
         fix = f"rename {named}: dataset.rename_columns({renames})"
@@ -230,7 +182,7 @@ class _Plan:
 
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
     chosen = _matching(row, formats_of(method, text_field))
-    judged = (*chosen.required, *METHOD_COLUMNS[method].optional) if chosen else ()
+    judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
     known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
     turns = tuple(name for name in TURN_COLUMNS if chosen and name in chosen.required)
     return _Plan(
@@ -247,9 +199,9 @@ def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
 def _difference(row: Row, plan: _Plan) -> Problem:
     lacking = [name for name in plan.columns if name not in row]
     added = [name for name in row if name not in plan.columns]
-    said = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
+    differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
     return Problem(
-        f"the row {' and '.join(said)}",
+        f"the row {' and '.join(differs)}",
         f"the columns of {plan.place}: {quoted(plan.columns)}",
         "give every row the same columns; write null where an optional one has no value",
     )
@@ -267,7 +219,7 @@ def survey(
 
     Args:
         records: (source, line, row) in order; a `Problem` in place of a row is passed on as found there.
-        method: a key of `METHOD_COLUMNS`.
+        method: a key of `METHODS`.
         text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
         word: what the numbers count: "line" of a file or "row" of a table.
         cells: rows come from CSV, where a column of several kinds is text.

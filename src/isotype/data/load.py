@@ -56,7 +56,7 @@ def load_training_data(
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
         dataset_args: `trl.DatasetMixtureConfig`, or None; its `datasets` win over `dataset_name`, as in TRL.
-        method: "sft", "dpo", "reward", "kto", "grpo" or "rloo".
+        method: a key of `METHODS`.
         need_test: evaluation is on.
         text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
         columns: `"alpaca"`, or the trainer's names for the data set's columns (`prompt=question,completion=answer`).

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from isotype.core.errors import DataError, Problem
+from isotype.data.methods import METHODS
 
 COUNTED_ROWS = 2000
 """Rows that are tokenized at most; of a longer data set, as many at equal distances."""
@@ -50,7 +51,7 @@ def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text")
     """The lengths of a data set's rows as the method's trainer makes them, but for a token at an end.
 
     Args:
-        method: a key of `METHOD_COLUMNS`.
+        method: a key of `METHODS`.
         tokenizer: the model's tokenizer or processor.
         rows: a data set; of a stream, and of rows with images, nothing is known: None.
         text_field: the name of SFT's plain text column.
@@ -82,7 +83,7 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
             return max(len(row[ids]), len(row.get("rejected_ids") or ()))
     tools = row.get("tools")
     prompt = row.get("prompt")
-    if method in ("grpo", "rloo"):
+    if METHODS[method].loss == "policy":
         return _tokens(tokenizer, prompt, None, tools)
     answers = [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
     if answers:

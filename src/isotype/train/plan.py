@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.arguments import Parser
 from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
+from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
 from isotype.preflight.from_trainer import fsdp_version
 from isotype.train.limits import number_problems
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter
     from isotype.train.settings import Settings
 
-METHODS = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
 DEFAULT_LENGTH = 1024
 """Tokens a row where nothing says another number; TRL's own default of `--max_length`."""
 
@@ -233,12 +233,11 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[Plan, tuple[str, ...
     if options.model is not None:
         _refuse_second_model(options.model, arguments)
         arguments = ["--model_name_or_path", options.model, *arguments]
-    from isotype.train.methods import METHODS as TRAINERS
     from isotype.train.settings import parse_settings
     from isotype.train.start import start_of
     from isotype.train.validate import argument_problems
 
-    settings, start = start_of(parse_settings(TRAINERS[method], arguments))
+    settings, start = start_of(parse_settings(METHODS[method], arguments))
     problems = argument_problems(settings)
     if problems:
         raise UsageError("arguments that cannot work", problems)

@@ -12,10 +12,10 @@ from typing import Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
+from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.config_file import apply_config, without_config
 from isotype.train.limits import number_problems
-from isotype.train.methods import Method
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.precision_flags import FLAGS, read_precision_request
 

@@ -11,12 +11,12 @@ import transformers
 
 from isotype.checkpoint.resolve import resolve_request
 from isotype.checkpoint.weightless import model_config
+from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.train.fit import fitting
-from isotype.train.methods import METHODS
 from isotype.train.plan import DEFAULT_LENGTH, Plan
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
@@ -124,10 +124,11 @@ def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:
     notes = [*batch_notes(model.config), *getattr(model, "adapter_notes", ())]
     if plan.length is not None and plan.length > length:
         notes.append(f"rows of {length} tokens, not {plan.length}: the model has no more positions")
-    if plan.reference and plan.lora is None and plan.method in ("dpo", "kto"):
+    loss = METHODS[plan.method].loss
+    if plan.reference and plan.lora is None and loss in ("preference", "unpaired"):
         notes.append("the reference model is not counted in the memory: it is a second copy of the weights")
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: its activations are all kept")
-    if plan.method != "reward":
+    if loss != "reward":
         notes.append("TRL computes the loss in tiles and keeps no logits; the memory here includes them")
     return tuple(notes)

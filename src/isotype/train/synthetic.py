@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from isotype.core.errors import Problem, UsageError
+from isotype.data.methods import METHODS, Loss
 
 Inputs = Mapping[str, Any] | Callable[[nn.Module], torch.Tensor]
 
@@ -78,7 +79,7 @@ def step_inputs(
     """What one step of a method feeds the model: a batch whose loss the model computes, or a callable model -> loss.
 
     Args:
-        method: `"sft"`, `"dpo"`, `"reward"`, `"kto"`, `"grpo"` or `"rloo"`.
+        method: a key of `METHODS`.
         model: the model, PEFT or not, for its config.
         rows: examples a step (completions for grpo and rloo).
         length: tokens an example, of prompt and completion together.
@@ -86,18 +87,13 @@ def step_inputs(
         reference: whether the method compares with the reference model in every step.
     """
     batch = synthetic_batch(model, rows, length)
-    if method == "sft":
+    loss = METHODS[method].loss
+    if loss == "labels":
         return {**batch, "use_cache": False}
-    if method == "reward":
-        return lambda model: _reward_loss(model, _tokens(batch, 2))
-    if method == "dpo":
-        return lambda model: _preference_loss(model, _tokens(batch, 2), reference)
-    if method == "kto":
-        return lambda model: _unpaired_loss(model, _tokens(batch, 1), reference)
-    return lambda model: _policy_loss(model, _tokens(batch, 1), completion, reference)
+    return lambda model: LOSSES[loss](model, batch, completion, reference)
 
 
-def _tokens(batch: Mapping[str, torch.Tensor], copies: int) -> dict[str, torch.Tensor]:
+def _tokens(batch: Mapping[str, torch.Tensor], copies: int = 1) -> dict[str, torch.Tensor]:
     """New tensors of the batch's shapes, `copies` times the rows, made where the step runs (on fakes: fakes)."""
     return {
         name: torch.ones(copies * value.shape[0], *value.shape[1:], dtype=value.dtype)
@@ -106,8 +102,10 @@ def _tokens(batch: Mapping[str, torch.Tensor], copies: int) -> dict[str, torch.T
     }
 
 
-def _reward_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    chosen, rejected = model(**batch, use_cache=False).logits.squeeze(-1).chunk(2)
+def _reward_loss(
+    model: Any, batch: Mapping[str, torch.Tensor], _completion: int, _reference: bool
+) -> torch.Tensor:
+    chosen, rejected = model(**_tokens(batch, 2), use_cache=False).logits.squeeze(-1).chunk(2)
     loss: torch.Tensor = -nn.functional.logsigmoid(chosen - rejected).mean()
     return loss
 
@@ -124,8 +122,11 @@ def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch
         return _log_probs(model, batch)
 
 
-def _preference_loss(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
+def _preference_loss(
+    model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
+) -> torch.Tensor:
     """DPO's sigmoid loss, https://arxiv.org/abs/2305.18290 equation 7, with beta 0.1."""
+    batch = _tokens(batch, 2)
     ratios = _log_probs(model, batch).sum(-1)
     if reference:
         ratios = ratios - _reference_log_probs(model, batch).sum(-1)
@@ -133,8 +134,11 @@ def _preference_loss(model: Any, batch: Mapping[str, torch.Tensor], reference: b
     return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
-def _unpaired_loss(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
+def _unpaired_loss(
+    model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
+) -> torch.Tensor:
     """KTO's loss, https://arxiv.org/abs/2402.01306 equation 8, the KL term from one more forward of each model."""
+    batch = _tokens(batch)
     with torch.no_grad():
         kl = _log_probs(model, batch).sum(-1)
         if reference:
@@ -149,6 +153,7 @@ def _policy_loss(
     model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
 ) -> torch.Tensor:
     """GRPO's clipped loss, https://arxiv.org/abs/2402.03300 equation 3, on given advantages; rloo's has its shape."""
+    batch = _tokens(batch)
     logps = _log_probs(model, batch)[:, -completion:]
     ratio = (logps - logps.detach()).exp()
     advantages = torch.ones(logps.shape[0], 1)
@@ -157,3 +162,12 @@ def _policy_loss(
         difference = _reference_log_probs(model, batch)[:, -completion:] - logps
         loss = loss + 0.04 * (difference.exp() - difference - 1)
     return loss.mean()
+
+
+LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], torch.Tensor]] = {
+    "reward": _reward_loss,
+    "preference": _preference_loss,
+    "unpaired": _unpaired_loss,
+    "policy": _policy_loss,
+}
+"""Family of loss -> (model, batch, tokens of a completion, whether there is a reference model) -> loss."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from isotype.data.methods import METHODS, Loss
+
 _COMMON = (
     (
         "what",
@@ -61,25 +65,26 @@ _COMMON = (
 )
 """Groups of (argument, an example of its value, what it does)."""
 
-_ONLY = {"packing": ("sft",), "max_length": ("sft", "dpo", "reward", "kto")}
-_OWN = {
-    "dpo": (("beta", "0.1", "how close to the reference it stays"),),
-    "kto": (("beta", "0.1", "how close to the reference it stays"),),
-    "grpo": (
+_ONLY: Mapping[str, tuple[Loss, ...]] = {
+    "packing": ("labels",),
+    "max_length": ("labels", "preference", "reward", "unpaired"),
+}
+_OWN: Mapping[Loss, tuple[tuple[str, str, str], ...]] = {
+    "preference": (("beta", "0.1", "how close to the reference it stays"),),
+    "unpaired": (("beta", "0.1", "how close to the reference it stays"),),
+    "policy": (
         ("reward_funcs", "FILE.py:name", "what completions are scored by"),
         ("num_generations", "8", "completions of a prompt to compare"),
         ("max_completion_length", "256", "tokens"),
     ),
 }
-_OWN["rloo"] = _OWN["grpo"]
 
 
 def common_arguments(method: str) -> tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...]:
     """The groups for one training method."""
-    groups = [
-        (title, [row for row in rows if method in _ONLY.get(row[0], (method,))]) for title, rows in _COMMON
-    ]
-    groups[2][1].extend(_OWN.get(method, ()))
+    loss = METHODS[method].loss
+    groups = [(title, [row for row in rows if loss in _ONLY.get(row[0], (loss,))]) for title, rows in _COMMON]
+    groups[2][1].extend(_OWN.get(loss, ()))
     return tuple((title, tuple(rows)) for title, rows in groups)
 
 

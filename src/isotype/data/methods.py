@@ -1,0 +1,130 @@
+"""The training methods: a command, a trainer of TRL, the columns of its rows and the family of its loss, each in one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+Loss = Literal[
+    "labels",  # the model's own, of one forward with labels
+    "reward",  # of the scores of chosen and rejected answers
+    "preference",  # of their log-probabilities against a reference model's
+    "unpaired",  # of labelled completions against a reference model's
+    "policy",  # of completions that the model generates
+]
+"""What a step computes; `isotype.train.synthetic.LOSSES` computes it without a data set."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One set of columns that a trainer accepts.
+
+    Attributes:
+        required: the columns that must be there.
+        excludes: columns that make TRL read the row as another format, which then fails.
+    """
+
+    required: tuple[str, ...]
+    excludes: tuple[str, ...] = ()
+
+
+_CHAT = ("tools", "chat_template_kwargs", "image", "images")
+_PAIRS = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
+_PROMPTS = (Format(("prompt",)),)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One of TRL's stable trainers.
+
+    Attributes:
+        name: the command, and the name of TRL's script module.
+        title: what it does, in a line.
+        trainer: name of the trainer class in `trl`.
+        loss: see `Loss`.
+        formats: sets of columns that its rows may have, in the order in which TRL prefers them.
+        optional: columns with a meaning of their own; any other is allowed too: GRPO and RLOO hand it to the reward
+            functions, the others ignore it.
+        task_type: PEFT's task type, which decides what beside the adapters is trained.
+        auto_class: name of transformers' auto class, or None for the class that the config names.
+        model_kwargs: what the model head needs.
+    """
+
+    name: str
+    title: str
+    trainer: str
+    loss: Loss
+    formats: tuple[Format, ...]
+    optional: tuple[str, ...] = _CHAT
+    task_type: str = "CAUSAL_LM"
+    auto_class: str | None = None
+    model_kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def trainer_class(self) -> Any:
+        """The trainer class of `trl`."""
+        return getattr(import_module("trl"), self.trainer)
+
+    def dataclass_types(self) -> tuple[Any, ...]:
+        """(script arguments, training arguments, model arguments, data set arguments) of TRL's own script."""
+        trl = import_module("trl")
+        script = import_module(f"trl.scripts.{self.name}")
+        arguments = getattr(script, f"{self.name.upper()}ScriptArguments", trl.ScriptArguments)
+        config = getattr(trl, self.trainer.removesuffix("Trainer") + "Config")
+        return arguments, config, trl.ModelConfig, trl.DatasetMixtureConfig
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            "sft",
+            "supervised fine-tuning on text, prompt/completion or chat data",
+            "SFTTrainer",
+            "labels",
+            formats=(
+                Format(("input_ids",)),
+                Format(("prompt", "completion")),
+                Format(("messages",), excludes=("prompt",)),
+                Format(("conversations",), excludes=("prompt",)),
+                Format(("text",), excludes=("prompt",)),
+            ),
+            optional=(*_CHAT, "labels", "completion_mask", "assistant_masks"),
+        ),
+        Method(
+            "dpo",
+            "direct preference optimization on chosen/rejected pairs",
+            "DPOTrainer",
+            "preference",
+            _PAIRS,
+            optional=(*_CHAT, "ref_chosen_logps", "ref_rejected_logps"),
+        ),
+        Method(
+            "reward",
+            "a reward model on chosen/rejected pairs",
+            "RewardTrainer",
+            "reward",
+            formats=(Format(("chosen_ids", "rejected_ids")), *_PAIRS),
+            optional=("tools", "chat_template_kwargs", "margin"),
+            task_type="SEQ_CLS",
+            auto_class="AutoModelForSequenceClassification",
+            model_kwargs=(("num_labels", 1),),
+        ),
+        Method(
+            "kto",
+            "Kahneman-Tversky optimization on labelled completions",
+            "KTOTrainer",
+            "unpaired",
+            # KTOTrainer splits preference pairs into labelled completions itself.
+            formats=(Format(("prompt", "completion", "label")), *_PAIRS),
+        ),
+        Method(
+            "grpo",
+            "group relative policy optimization against reward functions",
+            "GRPOTrainer",
+            "policy",
+            _PROMPTS,
+        ),
+        Method("rloo", "REINFORCE leave-one-out against reward functions", "RLOOTrainer", "policy", _PROMPTS),
+    )
+}
