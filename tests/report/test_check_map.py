@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.report.check.map import Cell, Stack, dtype_map, layer_counts, plain_name, split_layer
+from isotype.core.names import plain_name
+from isotype.report.check.map import Cell, Stack, dtype_map, layer_counts, split_layer
 from isotype.trace.record import Weight
 from tests.report.check_samples import (
     BF16,

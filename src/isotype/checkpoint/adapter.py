@@ -19,6 +19,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find
 from isotype.checkpoint.load import dense_source, load
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
@@ -249,9 +250,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
     """Rows that the embeddings need at least: training may have added tokens and trained their rows."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
-    rows = [
-        t.shape[0] for t in adapter.headers.tensors if plain_name(t.name).removesuffix(".weight") in names
-    ]
+    rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
     indices = getattr(adapter.config, "trainable_token_indices", None) or []
     trained = [index for each in indices.values() for index in each] if isinstance(indices, dict) else indices
     return max([*rows, *(int(index) + 1 for index in trained)], default=0)
@@ -295,31 +294,31 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     from safetensors.torch import load_file
 
     weights = load_file(str(adapter.headers.tensors[0].file)) if adapter.headers.tensors else {}
-    require_finite(adapter.directory, ((plain_name(name), value) for name, value in weights.items()))
+    require_finite(adapter.directory, ((base_name(name), value) for name, value in weights.items()))
     base = peft_model.get_base_model()
     try:
         result = set_peft_model_state_dict(peft_model, weights)
     except KeyError as error:
-        problem = Problem(f"no tensor {plain_name(error.args[0])}", "every trained module", _FIX)
+        problem = Problem(f"no tensor {base_name(error.args[0])}", "every trained module", _FIX)
         raise _incompatible(adapter, base, [problem]) from error
     except RuntimeError as error:
         found = _SIZE_MISMATCH.findall(str(error))
         if not found:
             raise
         problems = [
-            Problem(f"{plain_name(name)} of shape ({saved})", f"shape ({wanted}), for this base model", _FIX)
+            Problem(f"{base_name(name)} of shape ({saved})", f"shape ({wanted}), for this base model", _FIX)
             for name, saved, wanted in found
         ]
         raise _incompatible(adapter, base, problems) from error
     prefix = getattr(peft_model.base_model, "prefix", None)
     strange = [
-        Problem(f"tensor {plain_name(name)}", "a module of that name in the base model", _FIX)
+        Problem(f"tensor {base_name(name)}", "a module of that name in the base model", _FIX)
         for name in result.unexpected_keys
         # PEFT saves embeddings of a vocabulary that has grown twice, once under a name that it does not read.
         if not (".modules_to_save." in name and name.replace(".modules_to_save", "") in weights)
     ]
     missing = [
-        Problem(f"no tensor {plain_name(name)}", "a trained value for it", _FIX)
+        Problem(f"no tensor {base_name(name)}", "a trained value for it", _FIX)
         for name in result.missing_keys
         if prefix and prefix in name
     ]
@@ -333,14 +332,6 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
         f"the adapter {adapter.directory} does not fit the base model, a {type(model).__name__}",
         problems[:_MAX_PROBLEMS],
         hint=f"and {more} more tensors" if more > 0 else None,
-    )
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name in the base model from its name in a PEFT model or an adapter file."""
-    name = name.removeprefix("base_model.model.")
-    return re.sub(
-        r"\.(base_layer|original_module|token_adapter|modules_to_save\.default|default)(?=\.|$)", "", name
     )
 
 

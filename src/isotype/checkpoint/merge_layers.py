@@ -14,7 +14,6 @@ from isotype.checkpoint.adapter import (
     fill,
     inject,
     load_base,
-    plain_name,
     quiet_peft,
 )
 from isotype.checkpoint.dequantize import dequantize
@@ -24,6 +23,7 @@ from isotype.checkpoint.merge_report import (
 )
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.names import base_name
 from isotype.model.walk import is_pinned
 from isotype.precision.policy import PrecisionPolicy
 
@@ -43,7 +43,7 @@ def merged(
     pinned = dense.pinned
     weights = []
     for name, layer in list(_tuner_layers(peft_model)):
-        weights += _merge_layer(plain_name(name), layer, target, pinned)
+        weights += _merge_layer(base_name(name), layer, target, pinned)
     weights += _replaced(peft_model, own, target, pinned)
     with quiet_peft():
         model = peft_model.base_model.merge_and_unload(safe_merge=True)
@@ -132,16 +132,14 @@ def _replaced(
 
     parameters = dict(peft_model.named_parameters())
     pairs = {
-        plain_name(name): (before, parameters[name].data)
-        for name, before in own.items()
-        if name in parameters
+        base_name(name): (before, parameters[name].data) for name, before in own.items() if name in parameters
     }
     for name, module in peft_model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             after = dict(module.modules_to_save[module.active_adapter].named_parameters())
             for each, before in module.original_module.named_parameters():
                 if each in after:
-                    pairs[f"{plain_name(name)}.{each}"] = (before.data, after[each].data)
+                    pairs[f"{base_name(name)}.{each}"] = (before.data, after[each].data)
     return _losses(pairs, target, pinned)
 
 

@@ -10,6 +10,25 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+# Names that wrappers (PEFT, DDP, FSDP, torch.compile, checkpointing) put between a module and its parent.
+_WRAPPERS = frozenset(
+    {"base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+)
+_COPIES = re.compile(r"\.(token_adapter|modules_to_save\.default|default)(?=\.|$)")
+
+
+def plain_name(name: str) -> str:
+    """The name that the model's author gave: without the parts that wrappers add."""
+    while f"{name}.".startswith(("base_model.model.", "module.")):
+        name = f"{name}.".removeprefix("base_model.model.").removeprefix("module.").removesuffix(".")
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def base_name(name: str) -> str:
+    """The name in the base model of a module or a parameter of a PEFT model, or of one in an adapter file."""
+    return _COPIES.sub("", plain_name("" if name == "base_model" else name))
+
+
 def named(module: str) -> str:
     """A module's fully qualified name; the outermost one has none."""
     return module or "the model"

@@ -13,16 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import plain_name
 from isotype.rules.finding import Finding
 from isotype.trace.record import Call, Trace, Weight
 
 Dtypes = tuple[str, ...]
 
 _LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<part>.+)")
-# Names that wrappers (PEFT, DDP, FSDP, torch.compile, checkpointing) put between a module and its parent.
-_WRAPPERS = frozenset(
-    {"base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-)
 
 
 @dataclass(frozen=True)
@@ -92,13 +89,6 @@ class Stack:
 
 
 Block = Stack | Cell
-
-
-def plain_name(name: str) -> str:
-    """The name that the model's author gave: without the parts that wrappers add."""
-    while name.startswith(("base_model.model.", "module.")):
-        name = name.removeprefix("base_model.model.").removeprefix("module.")
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import named, plural
+from isotype.core.names import named, plain_name, plural
 from isotype.core.units import format_bytes
-from isotype.report.check.map import layer_counts, plain_name, split_layer
+from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.text import format_flops, format_share
 from isotype.rules.finding import Finding, Fix, Price, Scope, marked
