@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -10,6 +10,18 @@ from isotype.rules.finding import SEVERITIES, Finding, Kind, by_preference
 from isotype.rules.kit.claims import rule_modules
 from isotype.trace.record import Trace
 from isotype.trace.source import first_line, line_of
+
+FAMILIES: Mapping[str, str] = {
+    "IST1": "operands that crash",
+    "IST2": "silent promotion and its cost",
+    "IST3": "trainable parameters, optimizer, loss scaling",
+    "IST4": "quantization state",
+    "IST5": "checkpoint, merge, export, resume",
+    "IST6": "hardware and versions",
+    "IST7": "distributed",
+    "IST8": "range",
+}
+"""How a code begins -> what its rules are about."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,19 @@ def all_rules() -> tuple[Rule, ...]:
         Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
         for code, module in rule_modules().items()
     )
+
+
+def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
+    """(how their codes begin, what they are about, the rules) of each family that has any."""
+    for family, about in FAMILIES.items():
+        some = [rule for rule in rules if rule.code.startswith(family)]
+        if some:
+            yield family, about, some
+
+
+def page(rule: Rule) -> str:
+    """A rule's page as Markdown."""
+    return f"# {rule.code}: {rule.title}\n\n{rule.page.strip()}\n"
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:

@@ -1,0 +1,1 @@
+"""Generators of files that lie in the repository; nobody who uses isotype runs them."""
