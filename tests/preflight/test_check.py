@@ -25,8 +25,8 @@ from isotype.preflight.request import compute_dtype
 from isotype.preflight.run import with_settings
 from isotype.rules.finding import Action
 from isotype.trace.fake.code import LossOf
-from isotype.trace.fake.optimizers import OPTIMIZERS
 from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.optimizers import OPTIMIZERS
 from isotype.trace.record import Setup, Trace
 from tests.reality import real_step
 from tests.small import BF16, FP16, FP32, WIDTH, ids, net, wide_norms

@@ -1,49 +1,42 @@
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from isotype.precision.versions import incompatibilities
-from isotype.rules import ist603_versions
+from isotype.precision.versions import Incompatibility, incompatibilities
+from isotype.preflight.request import StepRequest
 from isotype.trace.record import Trace
-from tests.rules.traces import found, on, traced
+from tests.rules.traces import found, traced
 
 RULE = "ist603_versions"
 
-
-@pytest.fixture
-def trace() -> Trace:
-    return traced(nn.Linear(4, 4), {"input": torch.ones(2, 4)})
+# What the installed packages declare depends on the machine; the known pairs do not.
+OLD = incompatibilities({"torch": "2.4.0", "transformers": "5.23.0", "peft": "0.21.2"}, requires={})
 
 
-@pytest.fixture
-def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.4.0", "transformers": "5.23.0", "peft": "0.21.2"}
-    monkeypatch.setattr(ist603_versions, "installed", lambda: versions)
-    # What the installed packages declare depends on the machine; the known pairs do not.
-    monkeypatch.setattr(ist603_versions, "incompatibilities", partial(incompatibilities, requires={}))
-    monkeypatch.setattr(ist603_versions, "_incompatible", ist603_versions._incompatible.__wrapped__)
+def among(incompatible: list[Incompatibility]) -> Trace:
+    trace = traced(nn.Linear(4, 4), {"input": torch.ones(2, 4)})
+    return replace(trace, setup=replace(trace.setup, incompatible=tuple(incompatible)))
 
 
-@pytest.mark.usefixtures("old_torch")
-def test_an_old_torch_under_a_new_transformers(trace: Trace) -> None:
-    first = found(RULE, trace)[0]
+def test_an_old_torch_under_a_new_transformers() -> None:
+    first = found(RULE, among(OLD))[0]
     assert first.severity == "error"
     assert first.message == "transformers 5.23.0 needs torch>=2.6, not 2.4.0: it disables torch below"
     assert first.cause == "transformers 5.23.0 and torch 2.4.0"
     assert first.fixes[0].description == 'pip install --upgrade "torch>=2.6"'
 
 
-@pytest.mark.usefixtures("old_torch")
-def test_another_machines_libraries_are_not_judged(trace: Trace) -> None:
-    assert found(RULE, on(trace, "t4")) == []
+def test_libraries_that_fit() -> None:
+    fitting = incompatibilities({"torch": "2.13.0", "transformers": "5.23.0"}, requires={})
+    assert found(RULE, among(fitting)) == []
 
 
-def test_libraries_that_fit(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ist603_versions, "installed", lambda: {"torch": "2.13.0", "transformers": "5.23.0"})
-    monkeypatch.setattr(ist603_versions, "_incompatible", ist603_versions._incompatible.__wrapped__)
-    assert trace.setup.profile.present
-    assert [finding for finding in found(RULE, trace) if finding.severity == "error"] == []
+def test_a_step_knows_the_libraries_of_its_own_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isotype.preflight.request.incompatible_here", lambda kind: tuple(OLD))
+    model, inputs = nn.Linear(4, 4), {"input": torch.ones(2, 4)}
+    assert StepRequest(model, inputs, device="cpu").setup().incompatible == tuple(OLD)
+    assert StepRequest(model, inputs, device="t4").setup().incompatible == ()

@@ -12,7 +12,7 @@ from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
-from isotype.precision.versions import incompatibilities, installed, toolkits
+from isotype.precision.versions import incompatible_here, installed
 
 
 class StorageOptions(TypedDict, total=False):
@@ -84,7 +84,7 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
             f"versions that fit: {incompatibility.fact}",
             incompatibility.change,
         )
-        for incompatibility in incompatibilities({**versions, **toolkits()}, kind=profile.kind)
+        for incompatibility in incompatible_here(profile.kind)
         if incompatibility.severity == "error"
     ]
     saved = facts.quantization.method if facts.quantization else None

@@ -61,6 +61,11 @@ class Incompatibility:
     severity: Severity
     link: str | None = None
 
+    @property
+    def command(self) -> str:
+        """What makes the change."""
+        return pip_command([self]) or self.change
+
 
 @dataclass(frozen=True)
 class KnownPair:
@@ -366,6 +371,12 @@ def incompatibilities(
             found.append(incompatibility)
         seen.add(incompatibility.packages)
     return sorted(found, key=lambda incompatibility: incompatibility.severity != "error")
+
+
+@cache
+def incompatible_here(kind: str) -> tuple[Incompatibility, ...]:
+    """What of the libraries installed here does not fit together, for training on a device kind."""
+    return tuple(incompatibilities({**installed(), **toolkits()}, kind=kind))
 
 
 def missing(

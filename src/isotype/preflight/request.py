@@ -15,8 +15,9 @@ from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.versions import incompatible_here
 from isotype.trace.fake.code import LossOf, given_inputs
-from isotype.trace.fake.optimizers import learning_rate_of, unknown_optimizer
+from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
 from isotype.trace.record import PHASES, Phase, Setup
 from isotype.trace.sides import tallies, whole
 from isotype.trace.weights import unread_weights
@@ -79,10 +80,11 @@ class StepRequest:
         autocast = None if asked in (None, False) else parse_dtype(asked)  # type: ignore[arg-type]
         known = policy.compute if policy is not None else autocast
         config = getattr(self.model, "config", None)
+        profile = device_profile(
+            self.device if self.device is not None else policy.device if policy else "auto"
+        )
         return Setup(
-            profile=device_profile(
-                self.device if self.device is not None else policy.device if policy else "auto"
-            ),
+            profile=profile,
             autocast=autocast,
             scaler=autocast == torch.float16 if self.scaler is None else self.scaler,
             optimizer=self.optimizer if isinstance(self.optimizer, str) else type(self.optimizer).__name__,
@@ -99,6 +101,7 @@ class StepRequest:
             attention=getattr(config, "_attn_implementation", None),
             batch=_shapes(self.inputs),
             details=(*adapter_words(self.model), _checkpointing_words(self)),
+            incompatible=incompatible_here(profile.kind) if profile.present else (),
         )
 
 

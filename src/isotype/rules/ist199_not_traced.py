@@ -26,7 +26,6 @@ the finding is an error, else a warning.
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Iterator
 
@@ -105,18 +104,9 @@ def _without_state(trace: Trace, failure: Failure) -> bool:
 def is_about_dtypes(failure: Failure) -> bool:
     """Whether the error's own words are about dtypes, or the check that raised it where it has none of them."""
     name, _, message = failure.error.partition(":")
-    if failure.dtype_related and _checks_dtypes(failure.source):
+    if failure.dtype_related and "dtype" in failure.condition:
         return True
     return name in _REFUSALS and bool(_DTYPES.search(message))
-
-
-def _checks_dtypes(source: str) -> bool:
-    """Whether the statement at `file:line`, or the condition above it, asks for a dtype: an `assert`, `if … raise`."""
-    path, _, number = source.rpartition(":")
-    line = int(number) if number.isdigit() else 0
-    above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()
-    asked = raising if raising.startswith(("assert", "if")) else above if raising.startswith("raise") else ""
-    return "dtype" in asked
 
 
 def _place(failure: Failure) -> str:

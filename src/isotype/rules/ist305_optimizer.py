@@ -33,7 +33,7 @@ from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import cause_text, device_says
-from isotype.trace.fake.optimizers import OPTIMIZERS
+from isotype.trace.optimizers import OPTIMIZERS
 from isotype.trace.record import FLOATS, Call, Operand, Trace
 
 TITLE = "Mixed dtypes in the optimizer's step"

@@ -26,9 +26,7 @@ time, and known pairs with a public link. `isotype doctor` says the same without
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
-from isotype.precision.versions import Incompatibility, incompatibilities, installed, pip_command, toolkits
 from isotype.rules.finding import Finding, Kind
 from isotype.rules.kit.fixes import advice
 from isotype.trace.record import Trace
@@ -39,10 +37,7 @@ KIND: Kind = "versions"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Versions that do not fit, of the machine that the device is in."""
-    if not trace.setup.profile.present:
-        return
-    for incompatibility in _incompatible(trace.setup.profile.kind):
-        command = pip_command([incompatibility]) or incompatibility.change
+    for incompatibility in trace.setup.incompatible:
         yield Finding(
             code="IST603",
             severity=incompatibility.severity,
@@ -50,10 +45,5 @@ def find(trace: Trace) -> Iterator[Finding]:
             phase="load",
             cause=" and ".join(incompatibility.packages),
             notes=(incompatibility.link,) if incompatibility.link else (),
-            fixes=(advice("pip", command),),
+            fixes=(advice("pip", incompatibility.command),),
         )
-
-
-@cache
-def _incompatible(kind: str) -> tuple[Incompatibility, ...]:
-    return tuple(incompatibilities({**installed(), **toolkits()}, kind=kind))

@@ -12,6 +12,7 @@ import torch
 
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.versions import Incompatibility
 
 Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
 FLOATS = frozenset(
@@ -280,6 +281,7 @@ class Setup:
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         data: what is known about the rows of the data set in words, "" where none was opened.
+        incompatible: what of the installed libraries does not fit together; nothing where the device is elsewhere.
     """
 
     profile: DeviceProfile
@@ -298,6 +300,7 @@ class Setup:
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     details: tuple[str, ...] = ()
     data: str = ""
+    incompatible: tuple[Incompatibility, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -348,6 +351,7 @@ class Failure:
         dtype_related: whether operands of different dtypes were involved.
         operands: float tensors that the code which raised had at hand, by the names of its variables.
         recomputed: whether gradient checkpointing was running the forward again.
+        condition: the code that decided to raise, where it is an `assert` or stands right above a `raise`; else "".
     """
 
     phase: Phase
@@ -357,6 +361,7 @@ class Failure:
     dtype_related: bool = False
     operands: tuple[Operand, ...] = ()
     recomputed: bool = False
+    condition: str = ""
 
 
 @dataclass(frozen=True, eq=False)

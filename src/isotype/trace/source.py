@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 from functools import cache
@@ -50,6 +51,14 @@ def raising_frame(error: Exception) -> Any:
             found = step.tb_frame
         step = step.tb_next
     return found
+
+
+def condition_at(source: str) -> str:
+    """The code at `file:line` that decides whether to raise: an `assert`, an `if`, or the line above a `raise`; else ""."""
+    path, _, number = source.rpartition(":")
+    line = int(number) if number.isdigit() else 0
+    above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()
+    return raising if raising.startswith(("assert", "if")) else above if raising.startswith("raise") else ""
 
 
 def line_of(error: Exception) -> str:

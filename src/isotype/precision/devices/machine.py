@@ -14,7 +14,7 @@ import torch
 
 from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.precision.versions import Incompatibility, incompatibilities, installed, missing, toolkits
+from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing, toolkits
 
 # Half the widest gap between two nf4 levels (0.696 and 1): a value in [-1, 1] is never stored further off.
 _NF4_BOUND = 0.153
@@ -123,7 +123,7 @@ def gather_doctor_report(
         versions=versions,
         toolkits=toolkits(),
         python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        incompatibilities=tuple(incompatibilities({**versions, **toolkits()}, kind=profile.kind)),
+        incompatibilities=incompatible_here(profile.kind),
         missing=tuple(missing(versions)),
         bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, bitsandbytes_timeout),
     )

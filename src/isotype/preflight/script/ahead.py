@@ -24,12 +24,12 @@ from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.report.check.text import repairable
 from isotype.trace.fake.code import LossOf
-from isotype.trace.fake.optimizers import learning_rate_of
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import enumerate_inputs
 from isotype.trace.live.modes import no_modes
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
+from isotype.trace.optimizers import learning_rate_of
 
 TRIED_BEFORE = 2.0
 """Seconds that trying the fixes may take before the first step, where most scripts have none to fix."""

@@ -20,6 +20,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
+from isotype.precision.versions import incompatible_here
 from isotype.preflight.request import StepRequest, compute_dtype
 from isotype.preflight.script.ahead import (
     TRIED_AFTER,
@@ -43,6 +44,7 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning, Watch
 from isotype.trace.loss import find_loss, loss_of
 from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup
+from isotype.trace.source import condition_at
 
 AGAIN_SECONDS = 60.0
 """Seconds that tracing the step again may take after a crash."""
@@ -157,14 +159,15 @@ class Diagnosis:
         watch, model = self.watch, self.watch.model
         if model is None or watch.recorder is None:
             return None
-        autocast = watch.autocast()
+        autocast, profile = watch.autocast(), device_profile(self._device or device_of(model))
         return Setup(
-            profile=device_profile(self._device or device_of(model)),
+            profile=profile,
             autocast=autocast,
             scaler=watch.scaler,
             optimizer=watch.optimizer or "an optimizer",
             compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),
             learning_rate=watch.learning_rate,
+            incompatible=incompatible_here(profile.kind) if profile.present else (),
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
@@ -279,7 +282,14 @@ class Diagnosis:
         if setup is None:
             self._print_call(call)
             return
-        failure = Failure(call.phase, call.module, call.source, headline, dtype_related=True)
+        failure = Failure(
+            call.phase,
+            call.module,
+            call.source,
+            headline,
+            dtype_related=True,
+            condition=condition_at(call.source),
+        )
         trace = self.watch.trace(setup, failure)
         # That the step ended early is what the traceback says.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]

@@ -1,57 +1,17 @@
-"""Optimizers by the names that trainers give them, on the twin's parameters."""
+"""The optimizer of a step, on the twin's parameters."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from isotype.core.errors import Problem
 from isotype.trace.fake.twin import fake_like
-
-_Make = Callable[..., torch.optim.Optimizer]
-
-
-def _with(cls: Any, **options: Any) -> _Make:
-    def make(parameters: Sequence[torch.Tensor], **given: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = cls(parameters, **{**options, **given})
-        return made
-
-    return make
-
-
-OPTIMIZERS: dict[str, _Make] = {
-    "adamw": _with(torch.optim.AdamW),
-    "adamw_torch": _with(torch.optim.AdamW),
-    "adamw_foreach": _with(torch.optim.AdamW, foreach=True),
-    "adamw_fused": _with(torch.optim.AdamW, fused=True),
-    "adamw_torch_fused": _with(torch.optim.AdamW, fused=True),
-    "adam": _with(torch.optim.Adam),
-    "sgd": _with(torch.optim.SGD),
-    "adafactor": _with(torch.optim.Adafactor),
-    "adagrad": _with(torch.optim.Adagrad),
-    "rmsprop": _with(torch.optim.RMSprop),
-}
-"""Name -> what makes the optimizer from parameters and `lr`."""
-
-# bitsandbytes' optimizers update in kernels of their own, which take every float dtype.
-_OWN_KERNELS = (
-    "8bit",
-    "bnb",
-    "paged",
-    "lion",
-    "galore",
-    "apollo",
-    "lomo",
-    "muon",
-    "schedule_free",
-    "stable_adamw",
-)
+from isotype.trace.optimizers import OPTIMIZERS
 
 
 def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
@@ -94,16 +54,3 @@ def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str,
         for name, parameter in model.named_parameters()
         if parameter in asked.state
     }
-
-
-def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """The problem with a name that no trainer knows; none for other names and for what is no name."""
-    if isinstance(asked, str) and asked not in OPTIMIZERS and not any(part in asked for part in _OWN_KERNELS):
-        near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
-        fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"
-        yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)
-
-
-def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """The largest learning rate of an optimizer's groups: before a schedule's warm-up took it down to nothing."""
-    return max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)

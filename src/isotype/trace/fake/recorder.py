@@ -38,7 +38,7 @@ from isotype.trace.recorder import (
     width,
 )
 from isotype.trace.sides import Sides
-from isotype.trace.source import first_line, raising_frame, shown
+from isotype.trace.source import condition_at, first_line, raising_frame, shown
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -383,7 +383,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             text = "a backward behind a module that its own forward moves by .to() cannot be followed"
         ours = ours or isinstance(error, TimeSpentError)
         again = self.phase == "backward" and frame is not None and not ours
-        return Failure(self.phase, frame.name if frame else "", source, text, mixed, operands, again)
+        name, condition = frame.name if frame else "", condition_at(source)
+        return Failure(self.phase, name, source, text, mixed, operands, again, condition)
 
     def _at_hand(self, error: Exception, raised: Any) -> Iterator[Operand]:
         """The float tensors that whatever raised had before it: its variables, and its own weights where it is a module.

@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from isotype.trace.fake.optimizers import learning_rate_of
 from isotype.trace.live.forward import (
     enumerate_inputs,
     has_parameters,
@@ -35,6 +34,7 @@ from isotype.trace.live.forward import (
 )
 from isotype.trace.live.modes import is_simulated, put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
+from isotype.trace.optimizers import learning_rate_of
 from isotype.trace.record import Failure, Memory, Phase, Setup, Trace
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
