@@ -1,0 +1,78 @@
+"""What an operator is given: its float tensors with the values they have before it runs, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isotype.trace.recorder import operator_name, schema_of, tensors_in
+
+# What these write over is no operand.
+_OVERWRITE = (
+    "aten.copy_", "aten.fill_", "aten.zero_", "aten.set_", "aten.resize_", "aten.normal_", "aten.uniform_",
+    "aten.bernoulli_", "aten.random_", "aten.exponential_",
+)  # fmt: skip
+# These take a tensor's shape and dtype, not its values.
+_LIKE = ("_like.default", "aten.new_zeros", "aten.new_ones", "aten.new_full")
+_NUMBERS = frozenset({"other", "exponent", "value", "fill_value", "self", "s", "scalar", "min", "max"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """One operand.
+
+    Attributes:
+        role: the operator's name of it.
+        tensor: its values before the operator ran; None for a number.
+        given: the tensor that was given: `tensor` itself, unless the operator writes into it.
+        number: the number that the code gave; None for a tensor.
+    """
+
+    role: str
+    tensor: torch.Tensor | None
+    given: torch.Tensor | None
+    number: float | None = None
+
+
+def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand]:
+    """The float operands, in the order of the arguments; those that will be written into are copied."""
+    schema, name = schema_of(func), operator_name(func)
+    overwrites = name.startswith(_OVERWRITE)
+    like = name.endswith(_LIKE[0]) or name.startswith(_LIKE[1:])
+    positional = set(schema.roles[: len(args)])
+    found = []
+    for role, tensor in () if like else tensors_in(func, args, kwargs):
+        argument = role.partition("[")[0]
+        written = argument in schema.written
+        if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
+            continue
+        found.append(Operand(role, tensor.clone() if written else tensor, tensor))
+    for role, value in [*zip(schema.roles, args, strict=False), *kwargs.items()]:
+        if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(Operand(role, None, None, float(value)))
+    return found
+
+
+def written_in(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes into."""
+    written = schema_of(func).written
+    if not written:
+        return []
+    return [tensor for role, tensor in tensors_in(func, args, kwargs) if role.partition("[")[0] in written]
+
+
+def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:
+    """Arguments as they were before the operator ran, with every float and every float dtype in `wide`."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([widened(each, operands, wide) for each in value])
+    if isinstance(value, dict):
+        return {name: widened(each, operands, wide) for name, each in value.items()}
+    if isinstance(value, torch.dtype):
+        return wide if value.is_floating_point else value
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    kept = next((each.tensor for each in operands if each.given is value), None)
+    return (value if kept is None else kept).to(wide)

@@ -1,0 +1,281 @@
+"""A dispatch mode that looks at every result of a step and stops at the first that is not finite.
+
+An operator is named whose result holds a value that is no number while its operands hold numbers. What code writes on
+purpose is not such a result: the -inf of an attention mask (written by a fill, added, selected by `where`), an infinity
+that follows from it, unset memory. NaN that an operator makes is, even of -inf: softmax over nothing but masked entries.
+Operands are looked at only where a result is not finite, so that a sound step costs one pass over each result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from isotype.ranges.nonfinite.cause import cause_of, entries_at, exact_result, fresh_elements
+from isotype.ranges.nonfinite.operands import Operand, operands_of, written_in
+from isotype.ranges.nonfinite.record import Cause, NonFinite, Value
+from isotype.ranges.nonfinite.values import is_finite, value_of
+from isotype.trace.recorder import Place, Recorder, leaves, operator_name
+from isotype.trace.source import shown
+from isotype.trace.weights import state_tensors
+
+_UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
+# The other results of attention are statistics, with infinities for rows that do not exist.
+_ONE_RESULT = (
+    "aten._scaled_dot_product",
+    "aten._flash_attention",
+    "aten._efficient_attention",
+    "aten._cudnn",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """An operator that has run, and what it was given."""
+
+    func: Any
+    args: Any
+    kwargs: Mapping[str, Any]
+    operands: Sequence[Operand]
+    place: Place
+
+
+class FoundError(BaseException):
+    """The first value that is no number was found: the step need not be run to its end.
+
+    No `Exception`, so that no code of the step takes it for its own failure.
+    """
+
+
+class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
+    """Looks for the first operator whose result is not finite.
+
+    Args:
+        model: the model that the step trains.
+        scale: the loss scale, None without one.
+        stop: raise `FoundError` at the first; else the step goes on, since other processes wait for its end.
+
+    Attributes:
+        found: the first; None while there is none.
+        suspect: a value that the code wrote, or that no operator made; it is at fault if the loss is not finite and
+            nothing else was found.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float | None = None,
+        stop: bool = True,
+    ) -> None:
+        super().__init__()
+        self.found: NonFinite | None = None
+        self.suspect: NonFinite | None = None
+        self._shape, self._scale, self._stop = (0, 0), scale, stop
+        self._weights: dict[int, str] = {}
+        self._given: dict[int, str] = {}
+        # Storages by their address, each held weakly: an address is not used again while a weak reference lives.
+        self._constant: dict[int, StorageWeakRef] = {}
+        self._unset: dict[int, StorageWeakRef] = {}
+        self._passed: dict[int, StorageWeakRef] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            for each in (tensor, *state_tensors(tensor)):
+                self._weights[_address(each)] = name
+        for buffer in model.buffers():
+            _add(self._constant, buffer)  # a mask that the model keeps
+
+    def given(self, batch: Mapping[str, Any]) -> None:
+        """The next micro-batch: its tensors by name."""
+        self._shape = _rows_and_length(batch)
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self._given[_address(value)] = name
+                if "mask" in name or "bias" in name:
+                    _add(self._constant, value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.found is not None or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        self._turn()
+        operands = operands_of(func, args, kwargs)
+        result = func(*args, **kwargs)
+        place = self._place()
+        if not _is_view(func):
+            self.found = self._look(_Call(func, args, kwargs, operands, place), result)
+            if self.found is not None and self._stop:
+                raise FoundError
+        return result
+
+    def _turn(self) -> None:
+        """Autograd says which operators are the backward's; after it comes another forward, or what the caller says."""
+        if torch._C._current_autograd_node() is not None:
+            self.phase = "backward"
+        elif self.phase == "backward":
+            self.phase = "forward"
+
+    # ---------------------------------------------------------------------------------------------------- looking
+
+    def _look(self, call: _Call, result: Any) -> NonFinite | None:
+        """What is wrong with the results; None where all may be as they are."""
+        name = operator_name(call.func)
+        written = written_in(call.func, call.args, call.kwargs)
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+        made += [tensor for tensor in written if all(tensor is not each for each in made)]
+        made = [tensor for tensor in made if tensor.is_floating_point()]
+        if name.startswith(_UNSET):
+            for tensor in made:
+                _add(self._unset, tensor)
+            return None
+        # Gradients start from a constant, too, and are no masks; what a backward computes again may be one.
+        gradient = self.phase == "backward" and not torch.is_grad_enabled()
+        by_code = [not gradient and self._is_constant(operand) for operand in call.operands]
+        constant = all(by_code) and not gradient
+        for tensor in made[: 1 if name.startswith(_ONE_RESULT) else None]:
+            if is_finite(tensor):
+                continue
+            found = self._judge(call, tensor, by_code)
+            if found is not None:
+                return found
+            _add(self._passed, tensor)
+        for tensor in made:
+            if constant:
+                _add(self._constant, tensor)
+            else:
+                self._constant.pop(_address(tensor), None)
+        return None
+
+    def _judge(self, call: _Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
+        """What is wrong with a result that is not finite; None where it may be so."""
+        fresh = fresh_elements(call.func, call.operands, result, by_code)
+        if fresh is not None:
+            return self._fresh(call, result, fresh)
+        for operand in call.operands:
+            if operand.given is None or operand.tensor is None:
+                if not math.isfinite(operand.number or 0.0):
+                    self._suspect(self._met(call, result, "constant", operand))
+            elif not is_finite(operand.tensor):
+                found = self._meets(call, result, operand)
+                if found is not None:
+                    return found
+        return None
+
+    def _meets(self, call: _Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
+        """What is wrong with an operand that is not finite; None where it may be so."""
+        assert operand.tensor is not None
+        address, nan = _address(operand.given), bool(operand.tensor.isnan().any())
+        if address in self._weights:
+            sound = address in self._constant and not nan  # a mask that the model keeps as a buffer
+            return None if sound else self._met(call, result, "weight", operand)
+        if address in self._given:
+            return self._met(call, result, "input", operand) if nan else None
+        if _alive(self._passed, address) or not nan:
+            return None
+        met = self._met(call, result, "outside", operand)
+        if not _alive(self._unset, address):
+            return met
+        if call.func not in _COPIES:  # memory that is filled piece by piece is copied as it is
+            self._suspect(met)
+        return None
+
+    def _suspect(self, met: NonFinite) -> None:
+        if self.suspect is None or (met.result.nan and not self.suspect.result.nan):
+            self.suspect = met
+
+    def _fresh(self, call: _Call, result: torch.Tensor, fresh: torch.Tensor) -> NonFinite:
+        exact = exact_result(call.func, (call.args, call.kwargs), call.operands, fresh, result.dtype)
+        entries = entries_at(call.func, call.operands, fresh)
+        cause = cause_of(call.func, call.operands, result, exact, entries)
+        finding = self._finding(call, result, cause, fresh)
+        return replace(finding, exact=exact, entries=entries)
+
+    def _met(self, call: _Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
+        finding = self._finding(call, result, cause, None)
+        culprit = None if operand.given is None else self._value(operand)
+        given = operand.given if cause == "input" else None
+        return replace(finding, culprit=culprit, rows=() if given is None else self._rows(~given.isfinite()))
+
+    def _finding(
+        self, call: _Call, result: torch.Tensor, cause: Cause, fresh: torch.Tensor | None
+    ) -> NonFinite:
+        return NonFinite(
+            op=operator_name(call.func),
+            module=call.place.module,
+            phase=self.phase,
+            source=shown(call.place.source),
+            operands=tuple(self._value(operand) for operand in call.operands if operand.tensor is not None),
+            result=value_of("result", result),
+            cause=cause,
+            rows=() if fresh is None else self._rows(fresh),
+            batch=self._shape[0],
+            scale=self._scale if self.phase == "backward" else None,
+        )
+
+    def _value(self, operand: Operand) -> Value:
+        assert operand.tensor is not None
+        address = _address(operand.given)
+        name = self._weights.get(address) or self._given.get(address, "")
+        return value_of(operand.role, operand.tensor, name)
+
+    def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
+        """Rows of the batch that hold elements of `bad`, where its first dimension counts rows or tokens."""
+        rows, length = self._shape
+        if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
+            return ()
+        return tuple(int(row) for row in bad.reshape(rows, -1).any(1).nonzero().flatten())
+
+    # ----------------------------------------------------------------------------------------------- provenance
+
+    def _is_constant(self, operand: Operand) -> bool:
+        return operand.given is None or _alive(self._constant, _address(operand.given))
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether the result is the operand's own memory: nothing is computed."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+
+def _add(into: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
+    storage = _storage(tensor)
+    if storage is not None:
+        into[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+
+
+def _storage(tensor: Any) -> Any:
+    held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    try:
+        return held.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none
+        return None
+
+
+def _address(tensor: Any) -> int:
+    storage = _storage(tensor)
+    return 0 if storage is None else int(storage._cdata)
+
+
+def _alive(known: dict[int, StorageWeakRef], address: int) -> bool:
+    reference = known.get(address)
+    return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
+
+
+def _rows_and_length(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and tokens a row of a batch: those of its first tensor of integers; (0, 0) where it has none."""
+    shapes = [tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor)]
+    flat = [shape for shape in shapes if len(shape) == 2]
+    if flat:
+        return flat[0]
+    return (shapes[0][0], 1) if shapes and shapes[0] else (0, 0)
