@@ -17,7 +17,7 @@ from tests.reality import real_step
 
 NOT_PREDICTED: dict[str, str] = {
     "torchtune-1101": "what a merge rounds away is not seen in a step: `isotype merge` reports it",
-    "pytorch-188955": "CUDA's autocast of rms_norm to float32 changes no matmul, and no rule prices it",
+    "pytorch-188955": "CUDA's autocast of rms_norm to float32 changes no matmul, and no rule costs it",
     "pytorch-71124": "a recomputation in another 16-bit dtype breaks no operator: what it costs is seen, not where it comes from",
     "unsloth-212": "found with its cause; the cure is an edit of the Function's backward, which no trace can try",
     "peft-1172": "found; the cure is advice (PEFT's input cast switched off), for which no set-up is built yet",

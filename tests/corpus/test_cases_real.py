@@ -52,7 +52,7 @@ def test_really_costs_or_is_refused_elsewhere(scenario: Scenario) -> None:
     assert outcome.error is None, "what this machine refuses has `crashes`"
 
 
-# What a merge rounds away is no step's, a cast that changes no matmul has no price, and a recomputation in another 16-bit
+# What a merge rounds away is no step's, a cast that changes no matmul has no cost, and a recomputation in another 16-bit
 # dtype breaks no operator.
 UNSEEN = ("pytorch-188955", "pytorch-71124", "torchtune-1101")
 

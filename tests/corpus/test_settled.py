@@ -9,7 +9,7 @@ import pytest
 
 from isotype.preflight import run as preflight
 from isotype.rules import judge
-from isotype.rules.kit.operands import settled
+from isotype.rules.kit.contract_rule import settled
 from isotype.trace.fake.step import trace_step
 from isotype.trace.record import Trace
 from tests.corpus.discover import all_scenarios

@@ -9,7 +9,7 @@ import torch
 
 from isotype.precision.devices.profile import device_profile
 from isotype.report.check.report import Report
-from isotype.rules.finding import Action, Finding, Fix, Price
+from isotype.rules.finding import Action, Cost, Finding, Fix
 from isotype.trace.record import (
     Breach,
     Call,
@@ -260,7 +260,7 @@ SLOW = Finding(
             (Action("compute", "model.layers.*.self_attn.q_proj", "float16"),), "the finding is gone",
         ),
     ),
-    price=Price(flops_share=0.62, cast_bytes=1_258_291_200, memory_bytes=340 * MIB, slowdown=2.1),
+    cost=Cost(flops_share=0.62, cast_bytes=1_258_291_200, memory_bytes=340 * MIB, slowdown=2.1),
     places=tuple(f"model.layers.{layer}.{name}" for layer in (0, 29) for name in LINEARS),
 )  # fmt: skip
 
@@ -277,7 +277,7 @@ LOST = Finding(
             "only the optimizer's caller can do it",
         ),
     ),
-    price=Price(flops_share=0.0),
+    cost=Cost(flops_share=0.0),
 )  # fmt: skip
 
 UNUSED = Finding(

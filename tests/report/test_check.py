@@ -22,16 +22,16 @@ from isotype.report.check.html import to_html
 from isotype.report.check.json import SCHEMA_VERSION
 from isotype.report.check.report import Report
 from isotype.report.check.text import (
+    cost_clauses,
     elide,
     fold_places,
-    price_clauses,
     ranges,
     render,
     to_text,
     verdict,
 )
 from isotype.report.text import format_flops, format_share
-from isotype.rules.finding import Action, Fix, Price
+from isotype.rules.finding import Action, Cost, Fix
 from isotype.trace.record import Memory
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_traced, too_large
 
@@ -215,8 +215,8 @@ def test_unverified_fixes_are_offered_as_such() -> None:
 
 
 def test_price_says_only_what_was_counted() -> None:
-    assert price_clauses(Price(), "NVIDIA T4") == []
-    assert price_clauses(Price(0.004, 0, 0, 12.4), "a CPU") == [
+    assert cost_clauses(Cost(), "NVIDIA T4") == []
+    assert cost_clauses(Cost(0.004, 0, 0, 12.4), "a CPU") == [
         "about 12x slower on a CPU",
         "0.4 % of the FLOPs in a slower dtype",
     ]
@@ -278,8 +278,8 @@ def test_json(name: str) -> None:
 def test_json_numbers_stay_numbers() -> None:
     content: dict[str, Any] = json.loads(costly().to_json())
     assert content["schema_version"] == SCHEMA_VERSION
-    price = content["findings"][0]["price"]
-    assert price == {
+    cost = content["findings"][0]["cost"]
+    assert cost == {
         "flops_share": 0.62, "cast_bytes": 1_258_291_200, "memory_bytes": 340 * 2**20, "slowdown": 2.1,
     }  # fmt: skip
     assert content["memory"]["peak_bytes"] == costly().memory.peak

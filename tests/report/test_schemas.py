@@ -143,7 +143,7 @@ def test_every_field_is_needed_typed_and_known(
         (CHECK, full_check, ("status",), "fine"),
         (CHECK, full_check, ("findings", 0, "code"), "IST1"),
         (CHECK, full_check, ("findings", 0, "severity"), "fatal"),
-        (CHECK, full_check, ("findings", 1, "price", "flops_share"), 62),
+        (CHECK, full_check, ("findings", 1, "cost", "flops_share"), 62),
         (CHECK, full_check, ("memory", "peak_bytes"), 1.5),
         (CHECK, full_check, ("memory", "phases"), {"middle": {}}),
         (CHECK, full_check, ("flops", "float16"), -1),

@@ -11,7 +11,7 @@ from torch import nn
 from isotype.rules import all_rules
 from isotype.rules.kit import claims
 from isotype.rules.kit.claims import Claim, Stage
-from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.contract_rule import contract_rule
 from tests.rules.traces import BF16, found, traced
 
 X = {"input": torch.ones(2, 8, dtype=BF16)}

@@ -36,9 +36,9 @@ def test_a_custom_layer_in_float32() -> None:
     assert finding.module == "3"
     assert finding.cause.startswith("a cast to float32 at test_ist201.py:")
     assert finding.notes == ("1 matmuls in 1 modules",)
-    assert finding.price is not None
-    assert finding.price.flops_share == pytest.approx(0.25)
-    assert finding.price.slowdown is None  # no rates are published for this CPU
+    assert finding.cost is not None
+    assert finding.cost.flops_share == pytest.approx(0.25)
+    assert finding.cost.slowdown is None  # no rates are published for this CPU
 
 
 def test_head_and_norm_in_float32_without_autocast() -> None:
@@ -53,9 +53,9 @@ def test_head_and_norm_in_float32_without_autocast() -> None:
 def test_the_slowdown_is_estimated_where_rates_are_known() -> None:
     trace = on(traced(model(), forward, phases=("forward",)), "a100")
     (finding,) = found(RULE, trace)
-    assert finding.price is not None
-    assert finding.price.slowdown is not None
-    assert 1.0 < finding.price.slowdown < 4.0
+    assert finding.cost is not None
+    assert finding.cost.slowdown is not None
+    assert 1.0 < finding.cost.slowdown < 4.0
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -13,9 +13,9 @@ def test_frozen_float32_weights_under_autocast() -> None:
     assert finding.severity == "warning"
     assert finding.message == "frozen float32 weights are cast to bfloat16 at every step: 408 KiB"
     assert finding.cause == "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight is float32"
-    assert finding.price is not None
-    assert finding.price.cast_bytes == elements * 6
-    assert finding.price.memory_bytes == elements * 2
+    assert finding.cost is not None
+    assert finding.cost.cast_bytes == elements * 6
+    assert finding.cost.memory_bytes == elements * 2
     first, second = finding.fixes
     # Random float32 digits are not what bfloat16 holds.
     assert (first.description, first.safety, first.verified) == (
@@ -41,9 +41,9 @@ def test_adapter_inputs_that_autocast_casts_back() -> None:
         "lora_A.default.weight is float32, to which the layer around it casts its input at" in finding.cause
     )
     assert finding.notes[0] == "14 casts to float32 and as many back in a step"
-    assert finding.price is not None
+    assert finding.cost is not None
     # Seven layers twice: an input of 32 x 64 or, for down_proj, 32 x 96; up and down, 6 bytes each.
-    assert finding.price.cast_bytes == 2 * 2 * 6 * 32 * (6 * 64 + 96)
+    assert finding.cost.cast_bytes == 2 * 2 * 6 * 32 * (6 * 64 + 96)
 
 
 def test_trainable_masters_are_not_reported() -> None:

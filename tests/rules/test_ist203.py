@@ -14,8 +14,8 @@ def test_embedding_head_and_norms_upcast() -> None:
     assert finding.severity == "warning"
     assert finding.message == "7 frozen weights are float32 in a bfloat16 model: 32.6 KiB more memory"
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
-    assert finding.price is not None
-    assert finding.price.memory_bytes == 2 * (2 * 128 * 64 + 5 * 64)
+    assert finding.cost is not None
+    assert finding.cost.memory_bytes == 2 * (2 * 128 * 64 + 5 * 64)
     first = finding.fixes[0]
     assert (first.description, first.safety, first.verified) == ("cast them to bfloat16", "safe", True)
 
@@ -26,7 +26,7 @@ def test_values_that_bfloat16_does_not_hold_make_it_unsafe() -> None:
         model.get_input_embeddings().weight[3, 3] = 1.0 + 2.0**-20
     (finding,) = found(RULE, traced(model, batch(), autocast=BF16))
     assert finding.fixes[0].safety == "unsafe"
-    assert finding.notes[-1] == "whether bfloat16 holds every value of them is not known or not so"
+    assert finding.notes[-1] == "a cast to bfloat16 may round some of their values"
 
 
 def test_trained_embeddings_are_a_note() -> None:

@@ -33,8 +33,8 @@ def test_a_copy_that_nothing_reads() -> None:
     (finding,) = found(RULE, traced(Float32Outputs(llama()), batch()))
     assert finding.message == "an output is copied to float32, 16.0 KiB, which nothing in the step reads"
     assert finding.cause.startswith("a cast to float32 at test_ist204.py:")
-    assert finding.price is not None
-    assert finding.price.memory_bytes == 2 * 16 * 128 * 4
+    assert finding.cost is not None
+    assert finding.cost.memory_bytes == 2 * 16 * 128 * 4
     assert finding.severity in ("note", "warning")
 
 

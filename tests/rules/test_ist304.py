@@ -14,7 +14,7 @@ def test_a_trainers_cast_of_masters() -> None:
 
 def test_a_cast_down_is_safe_where_the_values_fit() -> None:
     low = replace(POLICY, master=BF16)
-    (fits,) = find(trace([adapter(FP32, holds=BF16)], policy=low))
+    (fits,) = find(trace([adapter(FP32, exact_in=BF16)], policy=low))
     (does_not,) = find(trace([adapter(FP32)], policy=low))
     assert (fits.fixes[0].safety, does_not.fixes[0].safety) == ("safe", "unsafe")
 

@@ -10,8 +10,8 @@ def test_the_default_compute_dtype() -> None:
     (finding,) = find(trace([packed(FP32, BF16), norm(BF16)], [product, other]))
     assert finding.severity == "warning"
     assert finding.message == "1 4-bit layer computes in float32, the model runs in bfloat16"
-    assert finding.price is not None
-    assert finding.price.flops_share == 0.75
+    assert finding.cost is not None
+    assert finding.cost.flops_share == 0.75
     assert [action.kind for action in finding.fixes[0].actions] == ["compute"]
 
 

@@ -20,20 +20,20 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
     (finding,) = found(RULE, on(widened, "a100", checkpoint_dtype=BF16))
     assert finding.severity == "warning"
     assert finding.message == (
-        "the config says bfloat16, but the frozen weights lie in float32: 152 KiB more memory"
+        "the config says bfloat16, but the frozen weights are float32: 152 KiB more memory"
     )
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
-    assert finding.price is not None
-    assert finding.price.memory_bytes == 2 * (61440 + 2 * 128 * 64)
-    assert finding.price.flops_share == 1.0
-    assert finding.price.slowdown is not None
-    assert finding.price.slowdown > 1.0
+    assert finding.cost is not None
+    assert finding.cost.memory_bytes == 2 * (61440 + 2 * 128 * 64)
+    assert finding.cost.flops_share == 1.0
+    assert finding.cost.slowdown is not None
+    assert finding.cost.slowdown > 1.0
     assert finding.fixes[0].safety == "safe"  # the values came from bfloat16
 
 
 def test_a_bfloat16_checkpoint_in_float16() -> None:
     (finding,) = found(RULE, on(traced(llama(FP16), batch()), "a100", checkpoint_dtype=BF16))
-    assert finding.message == "the config says bfloat16, but the frozen weights lie in float16"
+    assert finding.message == "the config says bfloat16, but the frozen weights are float16"
     assert "values above 65,504 become infinite, small ones zero" in finding.notes
     assert finding.fixes[0].safety == "unsafe"
 

@@ -48,9 +48,9 @@ def test_bfloat16_weights_on_a_v100() -> None:
 def test_the_estimate_takes_float32s_rate(autocast: Trace) -> None:
     # The lower bound cannot exceed the ratio of the rates.
     (finding,) = found(RULE, on(autocast, "t4"))
-    assert finding.price is not None
-    assert finding.price.slowdown is not None
-    assert 1.0 <= finding.price.slowdown <= 65.0 / 8.1
+    assert finding.cost is not None
+    assert finding.cost.slowdown is not None
+    assert 1.0 <= finding.cost.slowdown <= 65.0 / 8.1
 
 
 @pytest.mark.parametrize("device", ["a100", "h100", "mi300x"])

@@ -16,8 +16,8 @@ def test_float16_on_a_cpu_without_it() -> None:
     assert finding.severity == "warning"
     assert finding.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX2")
     assert "measured: its matmuls run 36 times slower than float32's" in finding.notes
-    assert finding.price is not None
-    assert finding.price.slowdown == pytest.approx(31.2, abs=0.1)  # the adapters' float32 products stay
+    assert finding.cost is not None
+    assert finding.cost.slowdown == pytest.approx(31.2, abs=0.1)  # the adapters' float32 products stay
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float16"
     (fix,) = finding.fixes  # such a CPU has no bfloat16 either
     assert (fix.description, fix.safety) == ("run the step in float32 and cast the weights", "safe")
@@ -55,9 +55,9 @@ def test_few_float16_flops_take_much_of_the_time() -> None:
 
     trace = traced(Mixed(), lambda model: model(torch.randn(4, 256)).sum())
     (finding,) = found(RULE, on(trace, "cpu-avx2"))
-    assert finding.price is not None
-    assert finding.price.flops_share < 0.01
-    assert finding.price.slowdown > 1.1
+    assert finding.cost is not None
+    assert finding.cost.flops_share < 0.01
+    assert finding.cost.slowdown > 1.1
     assert found(RULE, on(trace, "cpu-amx")) == []
 
 

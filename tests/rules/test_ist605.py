@@ -29,8 +29,8 @@ def test_it_does_not_fit(trace: Trace) -> None:
         f"the step does not fit: {trace.memory.peak / 1024:.3g} KiB at the peak of the "
     )
     assert "NVIDIA T4 has" in finding.message
-    assert finding.price is not None
-    assert finding.price.memory_bytes == trace.memory.peak - trace.memory.peak // 2
+    assert finding.cost is not None
+    assert finding.cost.memory_bytes == trace.memory.peak - trace.memory.peak // 2
     texts = [fix.description for fix in finding.fixes]
     # 61,440 weights of frozen linear layers from 4 bytes to 0.5625.
     assert any(text.startswith("store the frozen linear layers in nf4: about 206 KiB less") for text in texts)

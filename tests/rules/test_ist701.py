@@ -5,7 +5,7 @@ from tests.rules.samples import BF16, FP16, FP32, adapter, norm, packed, trace, 
 
 
 def test_float32_adapters_on_a_bfloat16_base() -> None:
-    (finding,) = find(trace([weight(), adapter(FP32, holds=BF16)], fsdp=1))
+    (finding,) = find(trace([weight(), adapter(FP32, exact_in=BF16)], fsdp=1))
     assert finding.severity == "error"
     assert finding.message == "FSDP1 flattens bfloat16 and float32 in model.layers.0"
     assert (
@@ -16,7 +16,7 @@ def test_float32_adapters_on_a_bfloat16_base() -> None:
 
 
 def test_frozen_norms_that_bfloat16_holds_are_cast() -> None:
-    (finding,) = find(trace([weight(), norm(FP32, holds=BF16)], fsdp=1))
+    (finding,) = find(trace([weight(), norm(FP32, exact_in=BF16)], fsdp=1))
     assert finding.fixes[0].description == "cast them to bfloat16"
     assert finding.fixes[0].safety == "safe"
 

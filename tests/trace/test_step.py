@@ -244,7 +244,7 @@ def test_magnitudes_come_from_the_real_weights() -> None:
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(3.0)
     (weight,) = trace_step(StepCode(model, {"input": torch.ones(1, 1)}), SETUP).weights
-    assert (weight.largest, weight.median_magnitude, weight.holds) == (3.0, 3.0, BF16)
+    assert (weight.largest, weight.median_magnitude, weight.exact_in) == (3.0, 3.0, BF16)
 
 
 def test_a_line_that_casts_to_another_dtype() -> None:

@@ -108,12 +108,12 @@ def test_magnitudes_of_weights_without_values_are_unknown(where: str) -> None:
     model = nn.Linear(2, 2)
     made = model.to("meta") if where == "meta" else twin_of(model, fake_mode())
     for weight in weights_of(made):
-        assert (weight.largest, weight.median_magnitude, weight.holds) == (None, None, None)
+        assert (weight.largest, weight.median_magnitude, weight.exact_in) == (None, None, None)
 
 
 def test_empty_weights() -> None:
     weight = _linear(torch.zeros(0, 2))
-    assert (weight.largest, weight.median_magnitude, weight.holds) == (None, None, None)
+    assert (weight.largest, weight.median_magnitude, weight.exact_in) == (None, None, None)
 
 
 @pytest.mark.parametrize("values", [torch.tensor([[float("nan"), 1.0]]), torch.tensor([[float("inf"), 1.0]])])
@@ -128,14 +128,14 @@ def test_which_dtype_holds_the_values(values: list[float]) -> None:
     weight = _linear(torch.tensor([values]))
     back = {half: torch.tensor(values).to(half).float().tolist() == values for half in (BF16, FP16)}
     expected = BF16 if back[BF16] else FP16 if back[FP16] else None
-    assert weight.holds == expected
+    assert weight.exact_in == expected
 
 
 def test_only_float32_weights_are_asked_for_a_narrower_dtype() -> None:
-    assert _linear(torch.ones(1, 1, dtype=BF16)).holds is None
-    assert _linear(torch.ones(1, 1)).holds == BF16
-    assert _linear(torch.full((1, 1), 1 + 2**-10)).holds == FP16
-    assert _linear(torch.full((1, 1), 1 + 2**-20)).holds is None
+    assert _linear(torch.ones(1, 1, dtype=BF16)).exact_in is None
+    assert _linear(torch.ones(1, 1)).exact_in == BF16
+    assert _linear(torch.full((1, 1), 1 + 2**-10)).exact_in == FP16
+    assert _linear(torch.full((1, 1), 1 + 2**-20)).exact_in is None
 
 
 # ------------------------------------------------------------------------------------------------ quantized layers

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 
 def starred(name: str) -> str:
     """A fully qualified name with `*` for the numbers of layers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names with `*` for the numbers of layers, each once."""
+    return tuple(dict.fromkeys(map(starred, names)))
+
+
+def listed(names: Iterable[str], shown: int = 3) -> str:
+    """`a, b, c and 4 more`; a module without a name is `the model`."""
+    named_ones = [named(name) for name in names]
+    rest = len(named_ones) - shown
+    return ", ".join(named_ones[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 # Names that wrappers (PEFT, DDP, FSDP, torch.compile, checkpointing) put between a module and its parent.

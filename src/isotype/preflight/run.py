@@ -19,7 +19,7 @@ from isotype.preflight.request import StepRequest
 from isotype.report.check.report import Report
 from isotype.rules import clears, judge, unjudged
 from isotype.rules.finding import Action, Finding, Fix, Severity
-from isotype.rules.kit.operands import settled
+from isotype.rules.kit.contract_rule import settled
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import failed_trace, trace_step
 from isotype.trace.fake.untouched import Untouched
@@ -125,7 +125,7 @@ class _Step:
             if after is not None and clears(finding, findings, after):
                 good.append(replace(fix, verified=True, outcome=_outcome(after)))
             elif after is not None and finding.severity == "error" and clears(finding, findings, after, True):
-                costly.append(replace(fix, verified=True, outcome=_priced(findings, after)))
+                costly.append(replace(fix, verified=True, outcome=_at_a_cost(findings, after)))
         return (*(good or costly[:1]), *advice)
 
     def _with(
@@ -247,7 +247,7 @@ def _outcome(after: Sequence[Finding]) -> str:
     return f"it is gone; {left} other finding{'s' if left > 1 else ''} left"
 
 
-def _priced(before: Sequence[Finding], after: Sequence[Finding]) -> str:
+def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:
     known = {each.code for each in before}
     new = sorted({each.code for each in after if each.severity == "warning" and each.code not in known})
     return f"it is gone, at a cost of {', '.join(new)}"

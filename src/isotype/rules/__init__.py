@@ -105,21 +105,21 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
 
 
 def clears(
-    finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costs: bool = False
+    finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costly: bool = False
 ) -> bool:
     """Whether `finding` is gone and nothing new appeared: no error of another cause, no warning of another code.
 
-    Where the step ended early, what comes after was not seen before: a step that now goes on may show its price. With
-    `costs` any price is let pass: a step that runs and costs is better than one that crashes; one that is no longer
-    followed to its end is no such step.
+    Where the step ended early, what comes after was not seen before: a step that now goes on may show its cost. With
+    `costly` any cost is let pass: a step that runs at a cost is better than one that crashes; one that is no longer
+    traced to its end is no such step.
     """
     errors = {(each.code, each.cause) for each in before if each.severity == "error"}
     codes = {each.code for each in before}
-    let_pass = finding.kind == "untraced" or costs
+    allowed = finding.kind == "untraced" or costly
     return not any(
         (each.code, each.cause) == (finding.code, finding.cause)
         or (each.severity == "error" and (each.code, each.cause) not in errors)
-        or (each.code not in codes and (not let_pass or each.kind == "untraced"))
+        or (each.code not in codes and (not allowed or each.kind == "untraced"))
         for each in after
         if each.severity != "note"
     )

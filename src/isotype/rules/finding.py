@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from isotype.trace.record import Call, Operand
+from isotype.trace.record import Call, Operand, Weight
 
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["safe", "unsafe"]
@@ -121,7 +121,7 @@ def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool =
 
 
 @dataclass(frozen=True)
-class Price:
+class Cost:
     """What a silent finding costs in one step.
 
     Attributes:
@@ -154,7 +154,7 @@ class Finding:
         notes: further facts (how many places, what was assumed).
         fixes: in order of preference, see `by_preference`.
         operands: what the operator was given, for the picture in a terminal.
-        price: of a silent finding.
+        cost: of a silent finding.
         places: every module it surfaces in.
         kind: what it is about, for readers that treat some findings in their own way; `judge` sets its rule's.
     """
@@ -171,7 +171,7 @@ class Finding:
     notes: tuple[str, ...] = ()
     fixes: tuple[Fix, ...] = ()
     operands: tuple[Operand, ...] = ()
-    price: Price | None = None
+    cost: Cost | None = None
     places: tuple[str, ...] = ()
     kind: Kind = "step"
 
@@ -181,11 +181,15 @@ class Finding:
         return (self.code, self.cause, self.module)
 
 
+def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
+    """The modules of calls or weights, each once."""
+    return tuple(dict.fromkeys(each.module for each in of))
+
+
 def finding_at(
     code: str, severity: Severity, message: str, call: Call, others: Iterable[Call] = (), **more: Any
 ) -> Finding:
     """A finding about an operator, and about `others` that have the same cause."""
-    places = tuple(dict.fromkeys(each.module for each in (call, *others)))
     return Finding(
         code,
         severity,
@@ -195,5 +199,5 @@ def finding_at(
         phase=call.phase,
         source=call.source,
         operands=call.operands,
-        **{"places": places, **more},
+        **{"places": places((call, *others)), **more},
     )

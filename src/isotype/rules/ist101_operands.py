@@ -27,7 +27,7 @@ bits: nothing that is stored loses digits. Casting a parameter down is offered a
 from __future__ import annotations
 
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.contract_rule import contract_rule
 
 TITLE = "Activations of another dtype than the weights they meet"
 CLAIMS = (Claim("rest", lambda broken: True),)

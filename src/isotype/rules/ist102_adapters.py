@@ -27,7 +27,7 @@ can hold would be lost (IST801).
 from __future__ import annotations
 
 from isotype.rules.kit.claims import Broken, Claim
-from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.contract_rule import contract_rule
 from isotype.trace.sides import is_adapter
 
 TITLE = "An adapter of another dtype than its layer"

@@ -24,8 +24,8 @@ every other result. The offered fixes return the outputs of the module that made
 from __future__ import annotations
 
 from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import SCATTERS
-from isotype.rules.kit.operands import contract_rule
 
 TITLE = "A scatter whose source has another dtype than its destination"
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS)),)

@@ -23,7 +23,7 @@ bits only, so there casting to the compute dtype is the only way.
 from __future__ import annotations
 
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.contract_rule import contract_rule
 
 TITLE = "Attention operands or masks of different dtypes"
 

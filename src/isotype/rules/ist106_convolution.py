@@ -22,7 +22,7 @@ tower is kept in float32 and the rest is not).
 from __future__ import annotations
 
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.contract_rule import contract_rule
 
 TITLE = "A convolution whose input has another dtype than its weight"
 CLAIMS = (Claim("operator", lambda broken: broken.runs("conv")),)

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 
 from isotype.rules.finding import Finding
 from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice, setting
-from isotype.rules.kit.operands import contract_rule
 from isotype.trace.record import Trace
 
 TITLE = "Recomputation in other dtypes than the forward"

@@ -23,7 +23,7 @@ pipeline or after training runs without it.
 from __future__ import annotations
 
 from isotype.rules.kit.claims import Broken, Claim
-from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.contract_rule import contract_rule
 
 TITLE = "Evaluation or generation outside of autocast"
 

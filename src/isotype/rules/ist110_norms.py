@@ -24,7 +24,7 @@ bias was cast and the other was not.
 from __future__ import annotations
 
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.operands import contract_rule
+from isotype.rules.kit.contract_rule import contract_rule
 
 TITLE = "A norm whose weight has another dtype than its input"
 

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from isotype.core.names import short
 from isotype.rules import ist403_packed_raw
 from isotype.rules.finding import Finding, Kind
-from isotype.rules.kit import operands
+from isotype.rules.kit import contract_rule
 from isotype.rules.kit.fixes import advice
 from isotype.trace.record import Failure, Trace
 
@@ -56,7 +56,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if ist403_packed_raw.explains(trace, failure) or _without_state(trace, failure):
         return
     error = is_about_dtypes(failure)
-    blamed = operands.of_failure(trace, failure, "IST199") if error else None
+    blamed = contract_rule.of_failure(trace, failure, "IST199") if error else None
     if blamed is not None:
         yield blamed
         return

@@ -38,11 +38,12 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
-from isotype.rules.finding import Action, Finding, Fix, Price, finding_at
-from isotype.rules.kit import prices
-from isotype.rules.kit.fixes import and_its_like, safety_of_cast
+from isotype.rules.finding import Action, Cost, Finding, Fix, finding_at, places
+from isotype.rules.kit import costs
+from isotype.rules.kit.contract_fixes import candidates
+from isotype.rules.kit.fixes import actions, and_its_like, safety_of_cast
 from isotype.rules.kit.groups import Group
-from isotype.rules.kit.operands import candidates
+from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import cause_text, evidence
 from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
 
@@ -65,20 +66,20 @@ class _Wide:
 def find(trace: Trace) -> Iterator[Finding]:
     """Matmul-like operators that run wider than the compute dtype, by cause."""
     compute = trace.setup.compute
-    if trace.failure is not None or compute not in prices.HALVES:
+    if trace.failure is not None or compute not in costs.HALVES:
         return
     owners = trace.owners
     for group in _groups(trace, owners):
-        price = _price(trace, [wide.call for wide in group])
-        if price.flops_share >= _LEAST_SHARE or (price.slowdown or 1.0) >= _LEAST_SLOWDOWN:
-            yield _finding(trace, group, price, owners)
+        cost = _cost(trace, [wide.call for wide in group])
+        if cost.flops_share >= _LEAST_SHARE or (cost.slowdown or 1.0) >= _LEAST_SLOWDOWN:
+            yield _finding(trace, group, cost, owners)
 
 
 def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
     """Wide matmuls by cause; those of a backward join the group of the module they belong to."""
     found: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
-    exempt = prices.adapter_modules(trace) | _quantized_modules(trace)
+    exempt = costs.adapter_modules(trace) | _quantized_modules(trace)
     broken = {call.module for call in trace.breaches()}
     for call in trace.calls:
         if call.module in broken:
@@ -108,15 +109,15 @@ def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
 def _wide(
     call: Call, compute: torch.dtype, exempt: frozenset[str], owners: Mapping[str, Weight]
 ) -> _Wide | None:
-    dtype = prices.run_dtype(call)
+    dtype = costs.run_dtype(call)
     if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in exempt:
         return None
     wide = [operand for operand in call.operands if operand.dtype == dtype]
     if wide and all(_is_adapter_weight(operand, owners) for operand in wide):
         return None  # the product that a merge adds: adapters are kept wide on purpose
-    if not wide or any(prices.by_autocast(operand.origin.cause) for operand in wide):
+    if not wide or any(costs.by_autocast(operand.origin.cause) for operand in wide):
         return None
-    roots = tuple(prices.root(operand.origin) for operand in wide)
+    roots = tuple(costs.root(operand.origin) for operand in wide)
     if any(cause.kind == "cast" and _PUBLISHED in cause.source for cause in roots):
         return None
     # What flows in explains more than the weight that it meets.
@@ -132,24 +133,23 @@ def _key(wide: _Wide, owners: Mapping[str, Weight]) -> tuple[str, ...]:
     return (cause.kind, cause.name if cause.kind == "input" else cause.source)
 
 
-def _price(trace: Trace, calls: list[Call]) -> Price:
-    flops = sum(call.flops * call.repeats for call in calls)
-    bound = [cast for cast in prices.casts(trace) if cast.call.module in {call.module for call in calls}]
-    return Price(
-        flops_share=flops / max(1, prices.all_flops(trace)),
+def _cost(trace: Trace, calls: list[Call]) -> Cost:
+    bound = [cast for cast in costs.casts(trace) if cast.call.module in {call.module for call in calls}]
+    return Cost(
+        flops_share=costs.flops_share(trace, calls),
         cast_bytes=sum(cast.bytes for cast in bound),
-        slowdown=prices.slowdown(trace, calls, trace.setup.compute),
+        slowdown=costs.slowdown(trace, calls, trace.setup.compute),
     )
 
 
-def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str, Weight]) -> Finding:
+def _finding(trace: Trace, group: list[_Wide], cost: Cost, owners: Mapping[str, Weight]) -> Finding:
     first = group[0]
     cause = first.roots[0]
     wide, narrow = dtype_name(first.mismatched.dtype), dtype_name(trace.setup.compute)
-    places = tuple(dict.fromkeys(wide.call.module for wide in group))
+    calls = tuple(wide.call for wide in group)
     blamed = Group(
         "IST201",
-        tuple(wide.call for wide in group),
+        calls,
         first.mismatched,
         tuple({starred(o.name) + o.source: o for wide in group for o in wide.roots}.values()),
         trace.setup.compute,
@@ -158,17 +158,17 @@ def _finding(trace: Trace, group: list[_Wide], price: Price, owners: Mapping[str
     return finding_at(
         "IST201",
         "warning",
-        f"{price.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
+        f"{cost.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
         first.call,
+        calls,
         cause=cause_text(cause, owners),
         evidence=evidence(first.mismatched.origin),
         notes=(
-            f"{sum(wide.call.repeats for wide in group)} matmuls in {len(places)} modules",
-            *prices.costs_text(price, trace),
+            f"{sum(call.repeats for call in calls)} matmuls in {len(places(calls))} modules",
+            *costs.estimate(cost, trace),
         ),
         fixes=tuple(_fixes(trace, blamed, owners)),
-        price=price,
-        places=places,
+        cost=cost,
     )
 
 
@@ -177,15 +177,12 @@ def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator
     expected = dtype_name(trace.setup.compute)
     weights = [owners[cause.name] for cause in group.causes if cause.name in owners]
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]
-    names = tuple(dict.fromkeys(starred(weight.name) for weight in weights if not weight.trainable))
-    if names and inputs:
-        actions = (
-            *(Action("parameter", name, expected) for name in names),
-            Action("input", "", expected),
-        )
+    frozen = names(weight for weight in weights if not weight.trainable)
+    if frozen and inputs:
+        together = (*actions("parameter", frozen, expected), Action("input", "", expected))
         yield Fix(
-            f"cast {and_its_like(names)}, and what the model is given, to {expected}",
+            f"cast {and_its_like(frozen)}, and what the model is given, to {expected}",
             safety_of_cast(weights, trace.setup.compute),
-            actions=actions,
+            actions=together,
         )
     yield from candidates(trace, group, owners)

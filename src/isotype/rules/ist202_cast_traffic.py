@@ -36,10 +36,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Finding, Fix, Price, finding_at
-from isotype.rules.kit import prices
-from isotype.rules.kit.fixes import actions, advice, safety_of_cast
-from isotype.rules.kit.weight_sets import names
+from isotype.rules.finding import Cost, Finding, finding_at
+from isotype.rules.kit import costs
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import cast_fix
 from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Trace, Weight
 
@@ -54,7 +54,7 @@ _NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 def find(trace: Trace) -> Iterator[Finding]:
     """Casts of frozen weights, and casts up that autocast takes back."""
     owners = trace.owners
-    weights = [cast for cast in prices.casts(trace) if _of_frozen_weight(cast, trace, owners)]
+    weights = [cast for cast in costs.casts(trace) if _of_frozen_weight(cast, trace, owners)]
     if _notable(weights, trace):
         yield _weights_finding(trace, weights, owners)
     undone = list(_undone(trace, owners))
@@ -62,17 +62,17 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield _adapters_finding(trace, undone)
 
 
-def _notable(casts: Sequence[prices.Cast], trace: Trace) -> bool:
-    return sum(cast.bytes for cast in casts) > _LEAST_SHARE * prices.all_bytes(trace)
+def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
+    return sum(cast.bytes for cast in casts) > _LEAST_SHARE * costs.all_bytes(trace)
 
 
-def _of_frozen_weight(cast: prices.Cast, trace: Trace, owners: Mapping[str, Weight]) -> bool:
+def _of_frozen_weight(cast: costs.Cast, trace: Trace, owners: Mapping[str, Weight]) -> bool:
     """A frozen weight that autocast, or the layer itself, casts down to the compute dtype."""
     origin = cast.operand.origin
     weight = owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not _is_frozen(weight):
         return False
-    whole = prices.elements(cast.operand.shape) == prices.elements(weight.shape)
+    whole = costs.elements(cast.operand.shape) == costs.elements(weight.shape)
     return whole and not cast.widens and cast.after == trace.setup.compute
 
 
@@ -82,21 +82,20 @@ def _is_frozen(weight: Weight) -> bool:
     )
 
 
-def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping[str, Weight]) -> Finding:
+def _weights_finding(trace: Trace, casts: Sequence[costs.Cast], owners: Mapping[str, Weight]) -> Finding:
     first = casts[0]
     before, after = dtype_name(first.before), dtype_name(first.after)
     # All of them together: embeddings left in float32 would promote what the others get.
     frozen = [weight for weight in trace.weights if _is_frozen(weight) and weight.dtype == first.before]
-    cast_weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
+    weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
     spare = sum(
-        w.bytes * w.repeats * (w.dtype.itemsize - first.after.itemsize) // w.dtype.itemsize
-        for w in cast_weights
+        w.bytes * w.repeats * (w.dtype.itemsize - first.after.itemsize) // w.dtype.itemsize for w in weights
     )
     moved = sum(cast.bytes for cast in casts)
-    price = Price(
+    cost = Cost(
         cast_bytes=moved,
         memory_bytes=spare,
-        slowdown=prices.slowdown(trace, (), first.after, [cast.call for cast in casts]),
+        slowdown=costs.slowdown(trace, (), first.after, [cast.call for cast in casts]),
     )
     return finding_at(
         "IST202",
@@ -106,25 +105,21 @@ def _weights_finding(trace: Trace, casts: Sequence[prices.Cast], owners: Mapping
         [cast.call for cast in casts],
         cause=cause_text(first.operand.origin, owners),
         notes=(
-            f"{len(cast_weights)} weights, {format_bytes(spare)} more memory than in {after}",
-            *prices.costs_text(price, trace),
+            f"{len(weights)} weights, {format_bytes(spare)} more memory than in {after}",
+            *costs.estimate(cost, trace),
         ),
         fixes=(
-            Fix(
-                f"store the frozen weights in {after}",
-                safety_of_cast(frozen, first.after),
-                actions=actions("parameter", names(frozen), after),
-            ),
+            cast_fix(f"store the frozen weights in {after}", frozen, first.after),
             advice("dtype", f"load the model with dtype={after}", after),
         ),
-        price=price,
+        cost=cost,
     )
 
 
-def _undone(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[tuple[prices.Cast, Weight]]:
+def _undone(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[tuple[costs.Cast, Weight]]:
     """Casts down, in an adapter's module, of what the layer around it cast up from the same dtype."""
     adapters = {weight.module: weight for weight in owners.values() if weight.adapter}
-    for cast in prices.casts(trace):
+    for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)
         if weight is None or cast.widens or up.kind != "cast" or up.before is None:
             continue
@@ -132,15 +127,15 @@ def _undone(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[tuple[prices
             yield cast, weight
 
 
-def _adapters_finding(trace: Trace, undone: Sequence[tuple[prices.Cast, Weight]]) -> Finding:
+def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]]) -> Finding:
     first, weight = undone[0]
     wide, narrow = dtype_name(first.before), dtype_name(first.after)
     up = first.operand.origin
     # Up and down again: each reads one dtype and writes the other.
     moved = 2 * sum(cast.bytes for cast, _ in undone)
-    price = Price(
+    cost = Cost(
         cast_bytes=moved,
-        slowdown=prices.slowdown(trace, (), first.after, [cast.call for cast, _ in undone for _ in (0, 1)]),
+        slowdown=costs.slowdown(trace, (), first.after, [cast.call for cast, _ in undone for _ in (0, 1)]),
     )
     return Finding(
         code="IST202",
@@ -153,7 +148,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[prices.Cast, Weight]]
         cause=f"{weight.name} is {wide}, to which the layer around it casts its input at {short(up.source)}",
         notes=(
             f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} and as many back in a step",
-            *prices.costs_text(price, trace),
+            *costs.estimate(cost, trace),
         ),
         fixes=(
             advice(
@@ -163,6 +158,6 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[prices.Cast, Weight]]
             ),
         ),
         operands=first.call.operands,
-        price=price,
+        cost=cost,
         places=tuple(dict.fromkeys(cast.operand.origin.module for cast, _ in undone)),
     )

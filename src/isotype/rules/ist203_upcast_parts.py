@@ -20,7 +20,7 @@ parameter to float32 that is not quantized.
     model.gradient_checkpointing_enable(); model.enable_input_require_grads()   # what else it did
 
 **What is not reported.** Pinned weights, adapters, buffers; less than 1 % of the memory of all weights. Trainable
-weights are float32 masters, which small updates need: for them it is a note of their price. Extra memory: sum over
+weights are float32 masters, which small updates need: for them it is a note of their cost. Extra memory: sum over
 these weights of elements x (4 - 2) bytes.
 
 **How safe is the fix?** Where the weights came from a 16-bit checkpoint, every value goes back without loss: safe.
@@ -36,12 +36,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, starred
+from isotype.core.names import agree, listed
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Finding, Fix, Price
-from isotype.rules.kit import prices
-from isotype.rules.kit.fixes import actions, advice, safety_of_cast
-from isotype.rules.kit.weight_sets import names
+from isotype.rules.finding import Cost, Finding
+from isotype.rules.kit import costs
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import cast_fix, finding_of, names
 from isotype.trace.record import Trace, Weight
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
@@ -52,14 +52,14 @@ _LEAST_SHARE = 0.01
 def find(trace: Trace) -> Iterator[Finding]:
     """Frozen weights in float32 beside ones that lie narrower."""
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
-    narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in prices.HALVES)]
+    narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in costs.HALVES)]
     wide = [w for w in base if w.dtype == torch.float32 and w.quantization is None and not w.pinned]
     wanted = _wanted(trace, narrow)
     if wanted is None or not wide or _elements(wide) > _elements(narrow):
         return
     for trainable in (False, True):
-        part = [w for w in wide if w.trainable == trainable]
-        extra = sum(w.repeats * prices.elements(w.shape) * (4 - wanted.itemsize) for w in part)
+        part = sorted((w for w in wide if w.trainable == trainable), key=lambda w: -w.bytes * w.repeats)
+        extra = sum(w.repeats * costs.elements(w.shape) * (4 - wanted.itemsize) for w in part)
         if extra >= _LEAST_SHARE * sum(w.bytes * w.repeats for w in base):
             yield _masters(part, wanted, extra) if trainable else _finding(trace, part, wanted, extra)
 
@@ -68,12 +68,12 @@ def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
     """The 16-bit dtype of the model: that of most plain weights, else of the policy, else what it computes in."""
     policy = trace.setup.policy
     if policy is not None:
-        return policy.plain if policy.plain in prices.HALVES else None
+        return policy.plain if policy.plain in costs.HALVES else None
     plain = max(
         (w for w in narrow if w.quantization is None), key=lambda w: w.bytes * w.repeats, default=None
     )
     found = plain.dtype if plain is not None else trace.setup.compute
-    return found if found in prices.HALVES else None
+    return found if found in costs.HALVES else None
 
 
 def _elements(weights: Sequence[Weight]) -> int:
@@ -81,74 +81,47 @@ def _elements(weights: Sequence[Weight]) -> int:
     total = 0
     for weight in weights:
         packed = weight.quantization is not None and weight.quantization.format in ("nf4", "fp4")
-        count = prices.elements(weight.shape)
+        count = costs.elements(weight.shape)
         total += weight.repeats * (2 * weight.dtype.itemsize * count if packed else count)
     return total
 
 
 def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: int) -> Finding:
-    largest = max(wide, key=lambda weight: weight.bytes * weight.repeats)
     target = dtype_name(wanted)
     touched = {weight.module for weight in wide}
     bound = [
-        c for c in prices.casts(trace) if c.call.module in touched and c.operand.origin.kind == "parameter"
+        c for c in costs.casts(trace) if c.call.module in touched and c.operand.origin.kind == "parameter"
     ]
-    safety = safety_of_cast(wide, wanted)
-    price = Price(cast_bytes=sum(cast.bytes for cast in bound), memory_bytes=extra)
-    shown = ", ".join(
-        starred(w.name) for w in sorted(_distinct(wide), key=lambda w: -w.bytes * w.repeats)[:3]
-    )
-    return Finding(
-        code="IST203",
-        severity="warning",
-        message=f"{agree(len(wide), 'frozen weight', 'are')} float32 in a {target} model: "
-        f"{format_bytes(extra)} more memory",
-        module=largest.module,
+    cost = Cost(cast_bytes=sum(cast.bytes for cast in bound), memory_bytes=extra)
+    to_target = cast_fix(f"cast them to {target}", wide, wanted)
+    rounds = f"a cast to {target} may round some of their values"
+    return finding_of(
+        "IST203",
+        "warning",
+        f"{agree(len(wide), 'frozen weight', 'are')} float32 in a {target} model: {format_bytes(extra)} more memory",
+        wide,
         phase="load",
-        cause=f"{largest.name} is float32",
-        notes=(
-            f"float32: {shown}" + (f" and {len(names(wide)) - 3} more" if len(names(wide)) > 3 else ""),
-            *(
-                ()
-                if safety == "safe"
-                else (f"whether {target} holds every value of them is not known or not so",)
-            ),
-        ),
+        notes=(f"float32: {listed(names(wide))}", *(() if to_target.safety == "safe" else (rounds,))),
         fixes=(
-            Fix(
-                f"cast them to {target}",
-                safety,
-                actions=actions("parameter", names(wide), target),
-            ),
+            to_target,
             advice(
                 "isotype.enforce",
                 "leave out prepare_model_for_kbit_training, or call isotype.enforce(model, policy) after it",
                 "model, policy",
             ),
         ),
-        price=price,
-        places=tuple(dict.fromkeys(weight.module for weight in wide)),
+        cost=cost,
     )
 
 
 def _masters(wide: Sequence[Weight], wanted: torch.dtype, extra: int) -> Finding:
-    largest = max(wide, key=lambda weight: weight.bytes * weight.repeats)
     narrow = dtype_name(wanted)
-    return Finding(
-        code="IST203",
-        severity="note",
-        message=f"{agree(len(wide), 'trained weight', 'are')} float32 in a {narrow} model: "
-        f"{format_bytes(extra)} more memory",
-        module=largest.module,
+    return finding_of(
+        "IST203",
+        "note",
+        f"{agree(len(wide), 'trained weight', 'are')} float32 in a {narrow} model: {format_bytes(extra)} more memory",
+        wide,
         phase="load",
-        cause=f"{largest.name} is float32",
-        notes=(
-            f"that is what small updates need; with LoRA on them {narrow} would do for the frozen weights",
-        ),
-        price=Price(memory_bytes=extra),
-        places=tuple(dict.fromkeys(weight.module for weight in wide)),
+        notes=(f"small updates need float32; with LoRA the frozen weights could be {narrow}",),
+        cost=Cost(memory_bytes=extra),
     )
-
-
-def _distinct(weights: Sequence[Weight]) -> list[Weight]:
-    return list({starred(weight.name): weight for weight in weights}.values())

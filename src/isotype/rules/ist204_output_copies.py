@@ -36,8 +36,8 @@ from collections.abc import Iterator, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Finding, Price, finding_at
-from isotype.rules.kit import prices
+from isotype.rules.finding import Cost, Finding, finding_at
+from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import Call, Origin, Trace
@@ -50,13 +50,13 @@ _LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Casts up in the forward whose results nothing reads, or a loss reads in pieces."""
-    if trace.failure is not None or trace.setup.compute not in prices.HALVES:
+    if trace.failure is not None or trace.setup.compute not in costs.HALVES:
         return
     readers = _readers(trace)
     # A quantized layer returns the dtype that it was given: who made that one is the one to ask.
     quantized = {weight.module for weight in trace.weights if weight.quantization is not None}
-    found: dict[tuple[str, bool], list[prices.Cast]] = {}
-    for cast in prices.casts(trace):
+    found: dict[tuple[str, bool], list[costs.Cast]] = {}
+    for cast in costs.casts(trace):
         if cast.call.module in quantized:
             continue
         if cast.widens and cast.call.phase == "forward" and not cast.call.recomputed:
@@ -82,7 +82,7 @@ def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
     """The calls that read what was made of a cast, by the cast; views of it read nothing."""
     found: dict[_Signature, list[Call]] = {}
     for call in trace.calls:
-        if prices.is_view(call.op):
+        if costs.is_view(call.op):
             continue
         for operand in call.operands:
             for step in operand.origin.path():
@@ -91,12 +91,12 @@ def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
     return found
 
 
-def _in_pieces(cast: prices.Cast, reading: Sequence[Call]) -> bool:
+def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
     """Whether losses read it, and each of them only some of its rows."""
-    whole = prices.elements(cast.call.results[0][1])
+    whole = costs.elements(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     losses = [
-        prices.elements(call.operands[0].shape)
+        costs.elements(call.operands[0].shape)
         for call in reading
         if call.phase == "forward"
         and any(name in call.op for name in _LOSSES)
@@ -107,7 +107,7 @@ def _in_pieces(cast: prices.Cast, reading: Sequence[Call]) -> bool:
     return len(losses) > 1 and max(losses) <= whole // 2
 
 
-def _finding(trace: Trace, casts: Sequence[prices.Cast], size: int, unread: bool) -> Finding:
+def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool) -> Finding:
     first = casts[0]
     wide, narrow = dtype_name(first.after), dtype_name(first.before)
     what = "nothing in the step reads" if unread else "the loss reads in pieces"
@@ -127,5 +127,5 @@ def _finding(trace: Trace, casts: Sequence[prices.Cast], size: int, unread: bool
         cause=f"a cast to {wide} at {short(first.call.source)}",
         notes=(f"{size / max(1, trace.memory.peak):.0%} of the peak memory of the step",),
         fixes=(advice(short(first.call.source), how),),
-        price=Price(cast_bytes=sum(cast.bytes for cast in casts), memory_bytes=size),
+        cost=Cost(cast_bytes=sum(cast.bytes for cast in casts), memory_bytes=size),
     )

@@ -36,6 +36,7 @@ from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
+from isotype.rules.kit.words import device_says
 from isotype.trace.record import Trace, Weight
 
 TITLE = "GradScaler with float16 trainable parameters"
@@ -57,7 +58,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             cause=_cast_by_the_step(moved[0]) if moved == half else "",
             phase="unscale",
             op="GradScaler.unscale_",
-            notes=("the device says: Attempting to unscale FP16 gradients.",),
+            notes=device_says("Attempting to unscale FP16 gradients."),
             fixes=(*_float32_inputs(moved), *float32_masters(trace, half)),
         )
 

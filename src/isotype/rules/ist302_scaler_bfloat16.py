@@ -31,9 +31,13 @@ import torch
 from isotype.rules.finding import Finding
 from isotype.rules.kit.fixes import setting
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.kit.words import device_says
 from isotype.trace.record import Trace
 
 TITLE = "GradScaler without float16"
+
+_REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+_TAKEN = "CUDA refuses bfloat16 gradients here; this device takes them, and the scale does nothing for them"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -53,11 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             low,
             phase="unscale",
             op="GradScaler.unscale_",
-            notes=(
-                "the device says: \"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
-                if cuda
-                else "CUDA refuses bfloat16 gradients here; this device takes them, and the scale does nothing for them",
-            ),
+            notes=device_says(_REFUSAL) if cuda else (_TAKEN,),
             fixes=(*float32_masters(trace, low), without)
             if fp16
             else (without, *float32_masters(trace, low)),

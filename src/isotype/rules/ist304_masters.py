@@ -62,7 +62,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _cast(weights: tuple[Weight, ...], master: torch.dtype) -> Fix:
-    fits = all(weight.holds == master for weight in weights)
+    fits = all(weight.exact_in == master for weight in weights)
     name = dtype_name(master)
     return Fix(
         f"cast the trainable parameters to {name}" + (", which holds every value of theirs" if fits else ""),

@@ -29,8 +29,9 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, modules
+from isotype.rules.finding import Finding
+from isotype.rules.kit.fixes import fix
+from isotype.rules.kit.weight_sets import HALVES, count, finding_of, modules, quantized
 from isotype.trace.record import Origin, Trace, Weight
 
 TITLE = "A quantization state of another dtype than its layer computes in"
@@ -39,21 +40,14 @@ TITLE = "A quantization state of another dtype than its layer computes in"
 def find(trace: Trace) -> Iterator[Finding]:
     """4-bit layers by (state dtype, compute dtype), where the two differ."""
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
-    for weight in trace.weights:
-        kept = weight.quantization
+    for weight, state in quantized(trace):
         # A compute dtype of float32 is IST404's: there the state is right and the layer is not.
         # So is one of another 16-bit dtype than the model where the state already says the model's.
-        right = kept is not None and kept.state == trace.setup.compute
-        if (
-            kept is not None
-            and kept.state
-            and kept.compute in HALVES
-            and kept.state != kept.compute
-            and not right
-        ):
-            stale.setdefault((kept.state, kept.compute), []).append(weight)
-    for (state, compute), weights in stale.items():
-        yield _finding(trace, state, compute, weights)
+        right = state.state in (None, state.compute, trace.setup.compute)
+        if state.state is not None and state.compute in HALVES and not right:
+            stale.setdefault((state.state, state.compute), []).append(weight)
+    for (dtype, compute), weights in stale.items():
+        yield _finding(trace, dtype, compute, weights)
 
 
 def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: list[Weight]) -> Finding:
@@ -72,10 +66,11 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         if crashes
         else ("the layers cast each dequantized weight; code that dequantizes by itself would fail",),
         fixes=(
-            Fix(
+            fix(
                 f"let the quantization states dequantize to {dtype_name(compute)}",
-                "safe",
-                actions=tuple(Action("state", module, dtype_name(compute)) for module in modules(weights)),
+                "state",
+                modules(weights),
+                dtype_name(compute),
             ),
         ),
     )

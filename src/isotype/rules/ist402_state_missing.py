@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from isotype.core.names import agree
 from isotype.rules.finding import Finding
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.weight_sets import count, finding_of
+from isotype.rules.kit.weight_sets import count, finding_of, quantized
 from isotype.trace.record import Trace
 
 TITLE = "A quantized layer without its quantization state"
@@ -34,7 +34,7 @@ TITLE = "A quantized layer without its quantization state"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Quantized weights whose state is missing."""
-    lost = [w for w in trace.weights if w.quantization is not None and not w.quantization.present]
+    lost = [weight for weight, state in quantized(trace) if not state.present]
     if lost:
         yield finding_of(
             "IST402",

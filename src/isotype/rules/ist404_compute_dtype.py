@@ -21,15 +21,16 @@ down: several times slower on GPUs, for digits that the 4-bit codes do not have.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named
-from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, modules
+from isotype.rules.finding import Cost, Finding, Fix
+from isotype.rules.kit import costs
+from isotype.rules.kit.fixes import actions
+from isotype.rules.kit.weight_sets import HALVES, count, finding_of, main_dtype, modules, quantized
 from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit layers that compute in another dtype than the model"
@@ -41,13 +42,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     wide = _wide(trace, wanted)
     if wanted is None or not wide:
         return
-    places = {weight.module for weight in wide}
-    total = sum(trace.flops.values())
-    theirs = sum(
-        call.flops * call.repeats
-        for call in trace.calls
-        if call.module in places and call.results and call.results[0][0] == torch.float32
-    )
+    inside = {weight.module for weight in wide}
+    theirs = [c for c in trace.calls if c.module in inside and costs.run_dtype(c) == torch.float32]
     is_set = _compute(wide[0])
     theirs_in = dtype_name(is_set or torch.float32)
     yield finding_of(
@@ -58,17 +54,14 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause=f"{named(wide[0].module)}: the compute dtype is "
         + (theirs_in if is_set else "unset, its first input is float32"),
         notes=(_NARROW,) if is_set == torch.float16 and not trace.setup.scaler else (),
-        price=Price(flops_share=theirs / total if total else 0.0),
+        cost=Cost(flops_share=costs.flops_share(trace, theirs)),
         fixes=(
             Fix(
                 f"set the 4-bit layers' compute dtype to {dtype_name(wanted)}",
                 "safe",
                 actions=(
-                    *(Action("compute", module, dtype_name(wanted)) for module in modules(wide)),
-                    *(
-                        Action("state", module, dtype_name(wanted))
-                        for module in modules(_stale(wide, wanted))
-                    ),
+                    *actions("compute", modules(wide), dtype_name(wanted)),
+                    *actions("state", modules(_stale(wide, wanted)), dtype_name(wanted)),
                 ),
             ),
         ),
@@ -86,10 +79,10 @@ def layers_in(trace: Trace, dtype: torch.dtype) -> frozenset[str]:
 def _wide(trace: Trace, wanted: torch.dtype | None) -> list[Weight]:
     if wanted not in HALVES:
         return []
-    quantized = [w for w in trace.weights if w.quantization is not None and w.quantization.format != "int8"]
+    four_bit = [weight for weight, state in quantized(trace) if state.format != "int8"]
     # An unset compute dtype becomes that of the first input: right, unless the plain weights are float32.
     unset = _plain(trace) == torch.float32
-    return [w for w in quantized if _compute(w) not in (None, wanted) or (_compute(w) is None and unset)]
+    return [w for w in four_bit if _compute(w) not in (None, wanted) or (_compute(w) is None and unset)]
 
 
 def _compute(weight: Weight) -> torch.dtype | None:
@@ -109,8 +102,8 @@ def _activations(trace: Trace) -> torch.dtype | None:
 
 
 def _plain(trace: Trace) -> torch.dtype | None:
-    sizes: Counter[torch.dtype] = Counter()
-    for weight in trace.weights:
-        if not (weight.buffer or weight.adapter or weight.quantization) and weight.dtype.is_floating_point:
-            sizes[weight.dtype] += weight.bytes * weight.repeats
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return main_dtype(
+        weight
+        for weight in trace.weights
+        if not (weight.buffer or weight.adapter or weight.quantization) and weight.dtype.is_floating_point
+    )

@@ -29,31 +29,27 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import named
 from isotype.rules.finding import Finding
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.weight_sets import count, finding_of
-from isotype.trace.record import Trace, Weight
+from isotype.rules.kit.weight_sets import count, finding_of, quantized
+from isotype.trace.record import Trace
 
 TITLE = "Quantization scales that are not float32"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Float scales in a dtype other than float32."""
-    rounded = [weight for weight in trace.weights if _absmax(weight) not in (None, torch.float32)]
+    rounded = [
+        (weight, state.absmax)
+        for weight, state in quantized(trace)
+        if state.absmax is not None and state.absmax.is_floating_point and state.absmax != torch.float32
+    ]
     if rounded:
-        dtype = _absmax(rounded[0])
-        assert dtype is not None
+        weights, dtype = [weight for weight, _ in rounded], rounded[0][1]
         yield finding_of(
             "IST405",
             "warning" if trace.setup.profile.kind == "cpu" else "error",
-            f"the scales of {count(rounded)} quantized weights are {dtype_name(dtype)}",
-            rounded,
+            f"the scales of {count(weights)} quantized weights are {dtype_name(dtype)}",
+            weights,
             phase="load",
-            cause=f"the scales of {named(rounded[0].module)} were cast to {dtype_name(dtype)}",
-            fixes=(advice(rounded[0].module, "load the model again and keep every absmax in float32"),),
+            cause=f"the scales of {named(weights[0].module)} were cast to {dtype_name(dtype)}",
+            fixes=(advice(weights[0].module, "load the model again and keep every absmax in float32"),),
         )
-
-
-def _absmax(weight: Weight) -> torch.dtype | None:
-    kept = weight.quantization
-    if kept is None or kept.absmax is None or not kept.absmax.is_floating_point:
-        return None
-    return kept.absmax

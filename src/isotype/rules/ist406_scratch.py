@@ -29,8 +29,8 @@ from __future__ import annotations
 
 from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.claims import Broken, Claim
+from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.operands import contract_rule
 from isotype.trace.record import SHARED
 
 TITLE = "A shared scratch tensor with another dtype"

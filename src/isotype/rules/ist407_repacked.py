@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.fixes import fix
-from isotype.rules.kit.weight_sets import count, finding_of, modules
+from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
 from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit weights that an evaluation on this CPU repacks"
@@ -41,30 +41,30 @@ def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
     if not setup.profile.repacks_4bit:
         return
-    left = [w for w in trace.weights if w.quantization is not None and w.quantization.repacking is not None]
-    failing = [weight for weight in left if weight.quantization and weight.quantization.repacking]
+    left = [(weight, state.repacking) for weight, state in quantized(trace) if state.repacking is not None]
+    failing = [weight for weight, why in left if why]
     evaluated = "generate" in setup.phases
     if failing:
-        kept = failing[0].quantization
-        assert kept is not None
+        why = next(why for _, why in left if why)
         yield finding_of(
             "IST407",
             "error" if evaluated else "note",
             f"an evaluation on {setup.profile.title} raises: bitsandbytes cannot repack "
             f"{count(failing)} 4-bit weights",
             failing,
-            cause=f"{failing[0].module}: {kept.repacking}",
+            cause=f"{failing[0].module}: {why}",
             fixes=(_keep(failing),),
         )
     elif left and "backward" in setup.phases:
+        weights = [weight for weight, _ in left]
         yield finding_of(
             "IST407",
             "warning" if evaluated else "note",
-            f"the first evaluation on {setup.profile.title} repacks {count(left)} 4-bit weights, and the new layout "
+            f"the first evaluation on {setup.profile.title} repacks {count(weights)} 4-bit weights, and the new layout "
             "has no backward",
-            left,
-            cause=f"bitsandbytes repacks {left[0].module} when it is evaluated",
-            fixes=(_keep(left),),
+            weights,
+            cause=f"bitsandbytes repacks {weights[0].module} when it is evaluated",
+            fixes=(_keep(weights),),
         )
 
 

@@ -29,17 +29,16 @@ from it), else unsafe. Digits that were rounded away come back only when the wei
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Finding, Fix, Price, Severity
-from isotype.rules.kit import prices
-from isotype.rules.kit.fixes import actions, advice, safety_of_cast
-from isotype.rules.kit.weight_sets import names
+from isotype.rules.finding import Cost, Finding, Severity
+from isotype.rules.kit import costs
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.weight_sets import cast_fix, finding_of, main_dtype
 from isotype.trace.record import FLOATS, Trace, Weight
 
 TITLE = "A checkpoint's dtype that did not survive loading"
@@ -58,7 +57,7 @@ _LOSSES = {
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Most frozen plain weights in another dtype than the checkpoint's."""
-    said, policy = trace.setup.checkpoint_dtype, trace.setup.policy
+    named, policy = trace.setup.checkpoint_dtype, trace.setup.policy
     plain = [
         weight
         for weight in trace.weights
@@ -67,49 +66,38 @@ def find(trace: Trace) -> Iterator[Finding]:
         and weight.quantization is None
         and not (weight.buffer or weight.adapter or weight.trainable or weight.pinned)
     ]
-    if said is None or not plain:
+    loaded = main_dtype(plain)
+    if named is None or loaded is None or (named, loaded) not in _SEVERITIES:
         return
-    counts: Counter[torch.dtype] = Counter()
-    for weight in plain:
-        counts[weight.dtype] += weight.bytes * weight.repeats
-    lies = max(counts, key=lambda dtype: counts[dtype])
-    if (said, lies) not in _SEVERITIES or (policy is not None and policy.plain == lies):
-        return
-    if trace.setup.profile.supports(said) == "native":
-        yield _finding(trace, [weight for weight in plain if weight.dtype == lies], said, lies)
+    if (policy is None or policy.plain != loaded) and trace.setup.profile.supports(named) == "native":
+        yield _finding(trace, [weight for weight in plain if weight.dtype == loaded], named, loaded)
 
 
-def _finding(trace: Trace, weights: Sequence[Weight], said: torch.dtype, lies: torch.dtype) -> Finding:
-    name, wrong = dtype_name(said), dtype_name(lies)
-    extra = sum(w.repeats * prices.elements(w.shape) * (lies.itemsize - said.itemsize) for w in weights)
-    wide = [call for call in trace.calls if prices.run_dtype(call) == lies] if extra else []
-    loss = _LOSSES.get((said, lies))
-    price = Price(
-        flops_share=sum(c.flops * c.repeats for c in wide) / max(1, prices.all_flops(trace)),
+def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded: torch.dtype) -> Finding:
+    name, wrong = dtype_name(named), dtype_name(loaded)
+    extra = sum(w.repeats * costs.elements(w.shape) * (loaded.itemsize - named.itemsize) for w in weights)
+    wide = [call for call in trace.calls if costs.run_dtype(call) == loaded] if extra else []
+    loss = _LOSSES.get((named, loaded))
+    cost = Cost(
+        flops_share=costs.flops_share(trace, wide),
         memory_bytes=extra,
-        slowdown=prices.slowdown(trace, wide, said) if wide else None,
+        slowdown=costs.slowdown(trace, wide, named) if wide else None,
     )
-    costs = f": {format_bytes(extra)} more memory" if extra else ""
-    return Finding(
-        code="IST501",
-        severity=_SEVERITIES[said, lies],
-        message=f"the config says {name}, but the frozen weights lie in {wrong}{costs}",
-        module=weights[0].module,
+    memory = f": {format_bytes(extra)} more memory" if extra else ""
+    return finding_of(
+        "IST501",
+        _SEVERITIES[named, loaded],
+        f"the config says {name}, but the frozen weights are {wrong}{memory}",
+        weights,
         phase="load",
-        cause=f"{weights[0].name} is {wrong}",
         notes=(
             f"{len(weights)} weights",
             *((loss,) if loss else ()),
-            *prices.costs_text(price, trace),
+            *costs.estimate(cost, trace),
         ),
         fixes=(
-            Fix(
-                f"cast the frozen weights to {name}",
-                safety_of_cast(weights, said),
-                actions=actions("parameter", names(weights), name),
-            ),
+            cast_fix(f"cast the frozen weights to {name}", weights, named),
             advice("dtype", f"load the checkpoint with dtype={name}", name),
         ),
-        price=price,
-        places=tuple(dict.fromkeys(weight.module for weight in weights)),
+        cost=cost,
     )

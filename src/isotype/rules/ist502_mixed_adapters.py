@@ -29,12 +29,13 @@ to save keeps the base's dtype.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Finding, Fix
-from isotype.rules.kit.fixes import actions
-from isotype.rules.kit.weight_sets import names
+from isotype.rules.finding import Finding
+from isotype.rules.kit.fixes import fix
+from isotype.rules.kit.weight_sets import finding_of, names
 from isotype.trace.record import FLOATS, Trace
 
 TITLE = "Trained adapters of different dtypes"
@@ -48,25 +49,17 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     widest = dtypes[-1] if dtypes[-1].itemsize > 2 else None
     target = dtype_name(widest) if widest is not None else "float32"
-    narrow = [w for w in trained if dtype_name(w.dtype) != target]
-    first = min((w for w in narrow), key=lambda w: [x.dtype for x in trained].count(w.dtype))
+    count = Counter(w.dtype for w in trained)
+    narrow = sorted((w for w in trained if dtype_name(w.dtype) != target), key=lambda w: count[w.dtype])
     counts = ", ".join(
         f"{sum(w.repeats for w in trained if w.dtype == dtype)} in {dtype_name(dtype)}" for dtype in dtypes
     )
-    yield Finding(
-        code="IST502",
-        severity="note",
-        message=f"trained adapters are of different dtypes: {counts}",
-        module=first.module,
+    yield finding_of(
+        "IST502",
+        "note",
+        f"trained adapters are of different dtypes: {counts}",
+        narrow,
         phase="load",
-        cause=f"{first.name} is {dtype_name(first.dtype)}",
-        notes=("the saved adapter will hold them all; loading it again casts them to one dtype",),
-        fixes=(
-            Fix(
-                f"cast every adapter to {target}",
-                "safe",
-                actions=actions("parameter", names(narrow), target),
-            ),
-        ),
-        places=tuple(dict.fromkeys(w.module for w in narrow)),
+        notes=("they are saved as they are; loading the adapter again casts them to one dtype",),
+        fixes=(fix(f"cast every adapter to {target}", "parameter", names(narrow), target),),
     )

@@ -42,8 +42,8 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short, starred
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.rules.kit.fixes import advice
+from isotype.rules.finding import Finding, Fix
+from isotype.rules.kit.fixes import actions, advice
 from isotype.rules.kit.weight_sets import HALVES, casts, count, finding_of, names, spacing
 from isotype.trace.record import Call, Operand, Trace, Weight
 
@@ -129,12 +129,12 @@ _MERGE = (
 
 def _float32(weights: list[Weight]) -> tuple[Fix, ...]:
     buffers = [weight for weight in weights if weight.buffer]
-    actions = (
+    to_float32 = (
         *casts([weight for weight in weights if not weight.buffer], torch.float32),
-        *(Action("buffer", name, "float32") for name in names(buffers)),
+        *actions("buffer", names(buffers), "float32"),
     )
     what = starred(weights[0].name) + (" and its like" if len(weights) > 1 else "")
     return (
-        Fix(f"keep {what} in float32", "safe", actions=actions),
+        Fix(f"keep {what} in float32", "safe", actions=to_float32),
         advice(weights[0].name, "keep running sums and averages in float32, and cast what is read from them"),
     )

@@ -32,10 +32,11 @@ from collections.abc import Iterator
 
 import torch
 
+from isotype.core.grouping import grouped
 from isotype.core.names import short
 from isotype.rules.finding import Finding, Kind, finding_at
-from isotype.rules.kit import devices
-from isotype.trace.record import Call, Trace
+from isotype.rules.kit import slow_dtype
+from isotype.trace.record import Trace
 
 TITLE = "bfloat16 on a device without it"
 KIND: Kind = "device"
@@ -50,17 +51,19 @@ def find(trace: Trace) -> Iterator[Finding]:
     profile = trace.setup.profile
     if profile.kind == "cuda" and profile.supports(torch.bfloat16) == "emulated":
         yield from _wide_results(trace)
-    yield from devices.find(trace, "IST601", torch.bfloat16, torch.float16)
+    yield from slow_dtype.find(trace, "IST601", torch.bfloat16, torch.float16)
 
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
     """Products of bfloat16 operands in float32, which GPUs without bfloat16 refuse, by the line that asks for them."""
-    found: dict[str, list[Call]] = {}
-    for call in trace.calls:
-        operands = [operand.dtype for operand in call.operands]
-        if call.op.startswith(_WIDE_RESULTS) and torch.bfloat16 in operands and call.breach is None:
-            found.setdefault(call.source or call.module, []).append(call)
-    for calls in found.values():
+    wide = (
+        call
+        for call in trace.calls
+        if call.op.startswith(_WIDE_RESULTS)
+        and torch.bfloat16 in (operand.dtype for operand in call.operands)
+        and call.breach is None
+    )
+    for calls in grouped(wide, lambda call: call.source or call.module).values():
         first = calls[0]
         yield finding_at(
             "IST601",
@@ -73,5 +76,5 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
                 "torch says: gemm input type BFloat16 and output type float is only supported for CUDA devices with "
                 "compute capability 8.0 or higher",
             ),
-            fixes=devices.fixes(trace, torch.bfloat16, torch.float16),
+            fixes=slow_dtype.fixes(trace, torch.bfloat16, torch.float16),
         )

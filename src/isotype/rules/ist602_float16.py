@@ -32,7 +32,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.rules.finding import Finding, Kind
-from isotype.rules.kit import devices
+from isotype.rules.kit import slow_dtype
 from isotype.trace.record import Trace
 
 TITLE = "float16 on a device without fast float16"
@@ -41,4 +41,4 @@ KIND: Kind = "device"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Matmuls in float16 that the device emulates, refuses, or runs slower than bfloat16."""
-    return devices.find(trace, "IST602", torch.float16, torch.bfloat16)
+    return slow_dtype.find(trace, "IST602", torch.float16, torch.bfloat16)

@@ -31,17 +31,19 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.grouping import grouped
 from isotype.rules.finding import Finding, Kind, finding_at
-from isotype.rules.kit import prices
-from isotype.rules.kit.devices import attention_calls
+from isotype.rules.kit import costs
+from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.groups import Group
-from isotype.rules.kit.operands import candidates
 from isotype.rules.kit.words import cause_text, evidence
 from isotype.trace.record import Call, Trace
 
 TITLE = "An attention kernel that the device or the dtype rules out"
 KIND: Kind = "device"
+
+_KERNELS = ("scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -52,15 +54,22 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield _absent(trace)
         return
     taken = setup.profile.flash_attention
-    for dtype, calls in attention_calls(trace).items():
+    fused = (call for call in trace.calls if _is_attention(call))
+    for dtype, calls in grouped(fused, lambda call: call.operands[0].dtype).items():
         wanted = setup.compute in taken and setup.profile.kind != "cpu"
         if dtype not in taken and dtype.itemsize > setup.compute.itemsize and wanted:
             yield _wide(trace, calls, dtype, flash)
 
 
+def _is_attention(call: Call) -> bool:
+    """Whether it is a fused attention call of the forward that broke no contract."""
+    sound = call.phase == "forward" and call.operands and call.breach is None
+    return bool(sound) and any(part in call.op for part in _KERNELS)
+
+
 def _has_flash(trace: Trace) -> bool:
     profile = trace.setup.profile
-    return profile.kind in ("cuda", "rocm") and bool(profile.flash_attention & prices.HALVES)
+    return profile.kind in ("cuda", "rocm") and bool(profile.flash_attention & costs.HALVES)
 
 
 def _absent(trace: Trace) -> Finding:
@@ -80,7 +89,7 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     first = calls[0]
     query = first.operands[0]
     owners = trace.owners
-    blamed = prices.root(query.origin)
+    blamed = costs.root(query.origin)
     takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
     group = Group("IST604", tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)
     count = sum(call.repeats for call in calls)

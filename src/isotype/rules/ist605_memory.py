@@ -39,8 +39,8 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Finding, Fix, Kind, Price
-from isotype.rules.kit import prices
+from isotype.rules.finding import Cost, Finding, Fix, Kind
+from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import fix
 from isotype.trace.record import Trace, Weight
 
@@ -78,7 +78,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             *largest_tensors(trace),
         ),
         fixes=tuple(_fixes(trace, over)),
-        price=Price(memory_bytes=max(0, over)),
+        cost=Cost(memory_bytes=max(0, over)),
     )
 
 
@@ -89,7 +89,7 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
         if call.recomputed or call.phase not in ("forward", "backward") or not _makes(call.op):
             continue
         for made_in, shape in call.results:
-            size = prices.elements(shape) * made_in.itemsize
+            size = costs.elements(shape) * made_in.itemsize
             source = "/".join(call.source.split("/")[-2:])
             key = (_NUMBERS.sub(".*.", call.module), source, dtype_name(made_in), shape)
             sizes[key] = (size, sizes.get(key, (size, 0))[1] + call.repeats)
@@ -148,14 +148,14 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
         if saved > 0:
             yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
     dense = [w for w in trace.weights if _quantizable(w)]
-    packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * prices.elements(w.shape) * w.repeats for w in dense))
+    packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * costs.elements(w.shape) * w.repeats for w in dense))
     if packed:
         yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
     wide = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned) and w.dtype.itemsize == 4]
     halved = sum(
         w.bytes * w.repeats // 2 for w in wide if w.quantization is None and w.dtype.is_floating_point
     )
-    if halved and trace.setup.profile.best_dtype() in prices.HALVES:
+    if halved and trace.setup.profile.best_dtype() in costs.HALVES:
         yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
     states = peak.get("optimizer", 0)
     if states:
@@ -191,4 +191,4 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
     if made is None:
         return 0
     dtype, shape = made.results[0]
-    return layers * prices.elements(shape) * dtype.itemsize
+    return layers * costs.elements(shape) * dtype.itemsize

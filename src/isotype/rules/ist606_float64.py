@@ -30,9 +30,9 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.names import short, starred
-from isotype.rules.finding import Action, ActionKind, Finding, Fix, Kind, finding_at
-from isotype.rules.kit.fixes import advice, and_its_like
+from isotype.core.names import distinct_names, short
+from isotype.rules.finding import ActionKind, Finding, Fix, Kind, finding_at
+from isotype.rules.kit.fixes import advice, and_its_like, fix
 from isotype.rules.kit.words import cause_text
 from isotype.trace.record import Call, Origin, Trace
 
@@ -98,9 +98,8 @@ def _fixes(origins: list[Origin]) -> Iterator[Fix]:
     if first.kind == "input":
         yield advice(first.name, f"make {first.name} float32 before it goes to the device")
     elif first.kind in _STORED:
-        names = tuple(dict.fromkeys(starred(origin.name) for origin in origins))
-        actions = tuple(Action(_STORED[first.kind], name, "float32") for name in names)
-        yield Fix(f"cast {and_its_like(names)} to float32", "unsafe", actions=actions)
+        names = distinct_names(origin.name for origin in origins)
+        yield fix(f"cast {and_its_like(names)} to float32", _STORED[first.kind], names, "float32", "unsafe")
     elif first.source:
-        action = Action("line", first.source, "float32")
-        yield Fix(f"write float32 instead of float64 at {short(first.source)}", "safe", actions=(action,))
+        where = short(first.source)
+        yield fix(f"write float32 instead of float64 at {where}", "line", (first.source,), "float32")

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.grouping import grouped
 from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.fixes import advice, setting
 from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained
@@ -42,11 +43,9 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Units of FSDP1 with several float dtypes; one finding for all units."""
     if trace.setup.fsdp != 1:
         return
-    units: dict[str, list[Weight]] = {}
-    for weight in trace.weights:
-        # Integer codes are IST702's.
-        if not weight.buffer and weight.dtype.is_floating_point:
-            units.setdefault(layer_of(weight.name), []).append(weight)
+    # Integer codes are IST702's.
+    floats = (weight for weight in trace.weights if not weight.buffer and weight.dtype.is_floating_point)
+    units = grouped(floats, lambda weight: layer_of(weight.name))
     mixed = {unit: own for unit, own in units.items() if len({weight.dtype for weight in own}) > 1}
     if not mixed:
         return
@@ -79,7 +78,7 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
         how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and keep all else in it too"
         yield advice("bnb_4bit_quant_storage", how)
         return
-    safe = all(weight.holds == most and not weight.trainable for weight in plain)
+    safe = all(weight.exact_in == most and not weight.trainable for weight in plain)
     cast = Fix(f"cast them to {dtype_name(most)}", "safe" if safe else "unsafe", actions=casts(plain, most))
     if safe:
         yield cast

@@ -26,9 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree
 from isotype.rules.finding import Finding
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.weight_sets import count, finding_of
+from isotype.rules.kit.weight_sets import count, finding_of, quantized
 from isotype.trace.record import Trace
 
 TITLE = "FSDP over integer codes"
@@ -40,17 +41,15 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     for four_bit in (True, False):
         packed = [
-            weight
-            for weight in trace.weights
-            if weight.quantization is not None
-            and (weight.quantization.format != "int8") == four_bit
-            and not weight.dtype.is_floating_point
+            (weight, state)
+            for weight, state in quantized(trace)
+            if (state.format != "int8") == four_bit and not weight.dtype.is_floating_point
         ]
         if not packed:
             continue
-        kept = packed[0].quantization
-        assert kept is not None
-        storage = dtype_name(kept.compute or trace.setup.compute)
+        first, state = packed[0]
+        storage = dtype_name(state.compute or trace.setup.compute)
+        weights = [weight for weight, _ in packed]
         how = (
             f"load with bnb_4bit_quant_storage={storage}"
             if four_bit
@@ -59,8 +58,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST702",
             "error",
-            f"FSDP1 flattens no {dtype_name(packed[0].dtype)}: {count(packed)} {kept.format} weights lie in it",
-            packed,
+            f"FSDP1 cannot flatten {dtype_name(first.dtype)}: "
+            f"{agree(count(weights), f'{state.format} weight', 'are')} stored in it",
+            weights,
             phase="load",
             notes=("FSDP says: Cannot flatten integer dtype tensors",),
             fixes=(advice("bnb_4bit_quant_storage" if four_bit else "quantization", how),),

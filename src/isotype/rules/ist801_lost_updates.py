@@ -31,14 +31,14 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.weight_sets import (
     HALVES,
+    borders,
     casts,
     count,
     finding_of,
     float32_masters,
-    modules,
     spacing,
     trained,
 )
@@ -106,10 +106,8 @@ def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:
     if all(weight.kind == "norm" for weight in lost):
         compute = trace.setup.compute
         # Autocast or a float32 model takes float32 norms as they are; a 16-bit one needs their outputs cast.
-        border = tuple(
-            Action("boundary", module, f"float32:{dtype_name(compute)}") for module in modules(lost)
-        )
-        actions = (*casts(lost, torch.float32), *(border if compute in HALVES else ()))
+        border = borders(lost, compute) if compute in HALVES else ()
+        actions = (*casts(lost, torch.float32), *border)
         yield Fix(
             "keep the norms' weights in float32 and their outputs in the compute dtype",
             "safe",

@@ -30,8 +30,8 @@ import torch
 from isotype.core.names import agree
 from isotype.rules.finding import Finding
 from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.operands import contract_rule
 from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.trace.record import Trace, Weight
 

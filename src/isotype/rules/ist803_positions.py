@@ -27,8 +27,9 @@ import re
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.grouping import grouped
 from isotype.core.names import agree, named, short
-from isotype.rules.finding import Action, Finding, Fix, finding_at
+from isotype.rules.finding import Finding, Fix, finding_at
 from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, names
 from isotype.trace.record import Call, Trace, Weight
@@ -77,11 +78,8 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _angles(trace: Trace) -> Iterator[Finding]:
     """Sines and cosines of what was rounded on its way from the inputs: timesteps, positions, times."""
-    found: dict[str, list[Call]] = {}
-    for call in trace.calls:
-        if call.off > _OFF and not call.recomputed:
-            found.setdefault(call.rounded_at, []).append(call)
-    for at, calls in found.items():
+    off = (call for call in trace.calls if call.off > _OFF and not call.recomputed)
+    for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
         line = ":" in at
         yield finding_at(
@@ -107,8 +105,7 @@ def _line_or_input(at: str, line: bool) -> tuple[Fix, ...]:
 
 def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
     if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
-        actions = tuple(Action("buffer", name, "float32") for name in names(rounded))
-        return (Fix("compute the rotary frequencies again in float32", "safe", actions=actions),)
+        return (fix("compute the rotary frequencies again in float32", "buffer", names(rounded), "float32"),)
     return (
         advice(
             rounded[0].module,

@@ -25,9 +25,9 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.weight_sets import HALVES, casts, count, finding_of, modules
+from isotype.rules.kit.weight_sets import HALVES, borders, casts, count, finding_of
 from isotype.trace.record import Trace, Weight
 
 TITLE = "A pinned parameter in 16 bit"
@@ -53,10 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _fixes(trace: Trace, rounded: list[Weight]) -> tuple[Fix, ...]:
     cast = casts(rounded, torch.float32)
-    border = tuple(
-        Action("boundary", module, f"float32:{dtype_name(trace.setup.compute)}")
-        for module in modules(rounded)
-    )
+    border = borders(rounded, trace.setup.compute)
     return (
         Fix("keep the pinned parameters in float32", "safe", actions=cast),
         Fix(

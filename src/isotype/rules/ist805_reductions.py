@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.grouping import grouped
 from isotype.core.names import short
 from isotype.rules.finding import Finding, finding_at
 from isotype.rules.kit.fixes import advice
@@ -39,11 +40,8 @@ _LONG = 256
 
 def find(trace: Trace) -> Iterator[Finding]:
     """16-bit log-softmax and cumulative sums over long axes in the forward, by the line that asks for them."""
-    found: dict[str, list[Call]] = {}
-    for call in trace.calls:
-        if call.phase == "forward" and not call.recomputed and _is_rounded(call):
-            found.setdefault(call.source or call.module, []).append(call)
-    for calls in found.values():
+    rounded = (c for c in trace.calls if c.phase == "forward" and not c.recomputed and _is_rounded(c))
+    for calls in grouped(rounded, lambda call: call.source or call.module).values():
         first = calls[0]
         dtype = dtype_name(first.operands[0].dtype)
         name = first.op.split(".")[1].strip("_")

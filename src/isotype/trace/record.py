@@ -227,7 +227,7 @@ class Weight:
         repeats: how many weights it stands for in a folded model.
         largest: largest absolute value; None where the values are not known.
         median_magnitude: median absolute value of the nonzero values; None where they are not known.
-        holds: a 16-bit dtype that holds every value of a float32 weight exactly; None where there is none, or where
+        exact_in: a 16-bit dtype in which every value of a float32 weight is exact; None where there is none, or where
             the values are not known.
         was: its dtype before the step, where the step's own code has cast it; else None.
     """
@@ -247,7 +247,7 @@ class Weight:
     repeats: int = 1
     largest: float | None = None
     median_magnitude: float | None = None
-    holds: torch.dtype | None = None
+    exact_in: torch.dtype | None = None
     was: torch.dtype | None = None
 
     @property

@@ -54,7 +54,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
                 repeats=standing[place.name],
                 largest=largest,
                 median_magnitude=median_magnitude,
-                holds=_holds(tensor, buffer),
+                exact_in=_exact_in(tensor, buffer),
             )
     return tuple(rows.values())
 
@@ -172,7 +172,7 @@ def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float
     return largest, float(nonzero.float().median()) if nonzero.numel() else None
 
 
-def _holds(tensor: torch.Tensor, buffer: bool) -> torch.dtype | None:
+def _exact_in(tensor: torch.Tensor, buffer: bool) -> torch.dtype | None:
     if buffer or tensor.dtype != torch.float32 or not _has_values(tensor):
         return None
     if not 0 < tensor.numel() <= _LOOKED_AT:

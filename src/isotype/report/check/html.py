@@ -30,11 +30,11 @@ from isotype.report.check.map import dtype_map, layer_counts
 from isotype.report.check.map_html import map_content
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
+    cost_clauses,
     counts,
     fix_scope,
     fold_places,
     next_steps,
-    price_clauses,
     short_source,
     trust,
     verdict,
@@ -247,7 +247,7 @@ def _duration(seconds: float) -> str:
 
 
 def _finding(number: int, finding: Finding, report: Record) -> Content:
-    price, title = finding.price, report.trace.setup.profile.title
+    cost, title = finding.cost, report.trace.setup.profile.title
     return {
         "number": number,
         "severity": finding.severity,
@@ -261,7 +261,7 @@ def _finding(number: int, finding: Finding, report: Record) -> Content:
         ],
         "cause": finding.cause,
         "evidence": finding.evidence,
-        "price": [] if price is None else price_clauses(price, title),
+        "cost": [] if cost is None else cost_clauses(cost, title),
         "notes": finding.notes,
         "places": _places(finding, report),
         "fixes": [_fix(fix) for fix in finding.fixes],

@@ -10,7 +10,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.package import VERSION
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.check.text import verdict
-from isotype.rules.finding import Finding, Fix, Price
+from isotype.rules.finding import Cost, Finding, Fix
 from isotype.trace.record import Operand, Setup
 
 SCHEMA_VERSION = 1
@@ -93,7 +93,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "notes": list(finding.notes),
         "operands": [_operand(operand) for operand in finding.operands],
         "places": list(finding.places),
-        "price": None if finding.price is None else _price(finding.price),
+        "cost": None if finding.cost is None else _cost(finding.cost),
         "fixes": [_fix(fix) for fix in finding.fixes],
     }
 
@@ -113,12 +113,12 @@ def _operand(operand: Operand) -> dict[str, Any]:
     }
 
 
-def _price(price: Price) -> dict[str, Any]:
+def _cost(cost: Cost) -> dict[str, Any]:
     return {
-        "flops_share": price.flops_share,
-        "cast_bytes": price.cast_bytes,
-        "memory_bytes": price.memory_bytes,
-        "slowdown": price.slowdown,
+        "flops_share": cost.flops_share,
+        "cast_bytes": cost.cast_bytes,
+        "memory_bytes": cost.memory_bytes,
+        "slowdown": cost.slowdown,
     }
 
 

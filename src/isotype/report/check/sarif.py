@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from isotype.core.dtypes import dtype_name
 from isotype.report.check.record import Record
-from isotype.report.check.text import fix_standing, price_clauses, verdict
+from isotype.report.check.text import cost_clauses, fix_standing, verdict
 from isotype.rules import Rule, all_rules
 from isotype.rules.finding import Finding
 
@@ -72,9 +72,7 @@ def _invocation(report: Record) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: Mapping[str, int], report: Record) -> dict[str, Any]:
-    price = (
-        price_clauses(finding.price, report.trace.setup.profile.title) if finding.price is not None else []
-    )
+    cost = cost_clauses(finding.cost, report.trace.setup.profile.title) if finding.cost is not None else []
     properties: dict[str, Any] = {
         "op": finding.op,
         "phase": finding.phase,
@@ -87,7 +85,7 @@ def _result(finding: Finding, index: Mapping[str, int], report: Record) -> dict[
     lines = [
         finding.message,
         *([f"Cause: {finding.cause}"] if finding.cause else []),
-        *([f"Price: {'; '.join(price)}"] if price else []),
+        *([f"Cost: {'; '.join(cost)}"] if cost else []),
         *finding.notes,
         *(f"Fix: {text}" for text in properties["fixes"]),
     ]

@@ -18,7 +18,7 @@ from isotype.core.units import format_bytes
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.text import format_flops, format_share
-from isotype.rules.finding import Finding, Fix, Price, Scope, marked
+from isotype.rules.finding import Cost, Finding, Fix, Scope, marked
 from isotype.trace.record import Operand, Setup
 
 if TYPE_CHECKING:
@@ -79,17 +79,17 @@ def _where(phase: str, module: str) -> str:
     return f"{phase} of {module}" if module else phase
 
 
-def price_clauses(price: Price, title: str) -> list[str]:
+def cost_clauses(cost: Cost, title: str) -> list[str]:
     """What a finding costs, largest unit first; empty where nothing could be counted."""
     clauses = []
-    if price.slowdown is not None:
-        clauses.append(f"about {price.slowdown:.{0 if price.slowdown >= 10 else 1}f}x slower on {title}")
-    if price.flops_share:
-        clauses.append(f"{format_share(price.flops_share)} of the FLOPs in a slower dtype")
-    if price.cast_bytes:
-        clauses.append(f"{format_bytes(price.cast_bytes)} of casts a step")
-    if price.memory_bytes:
-        clauses.append(f"{format_bytes(price.memory_bytes)} more memory at the peak")
+    if cost.slowdown is not None:
+        clauses.append(f"about {cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}x slower on {title}")
+    if cost.flops_share:
+        clauses.append(f"{format_share(cost.flops_share)} of the FLOPs in a slower dtype")
+    if cost.cast_bytes:
+        clauses.append(f"{format_bytes(cost.cast_bytes)} of casts a step")
+    if cost.memory_bytes:
+        clauses.append(f"{format_bytes(cost.memory_bytes)} more memory at the peak")
     return clauses
 
 
@@ -334,8 +334,8 @@ def _finding(finding: Finding, title: str, layers: Mapping[tuple[str, int], int]
     found += _field("where", _places(finding.places, layers), width)
     for note in finding.notes:
         found += _field("note", note, width)
-    if finding.price is not None:
-        found += _field("price", "; ".join(price_clauses(finding.price, title)), width)
+    if finding.cost is not None:
+        found += _field("cost", "; ".join(cost_clauses(finding.cost, title)), width)
     for fix in finding.fixes:
         found += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
     return found

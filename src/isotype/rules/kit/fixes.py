@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from isotype.core.names import starred
+from isotype.core.names import distinct_names
 from isotype.rules.finding import Action, ActionKind, Fix, Safety
 from isotype.trace.record import Weight
 
@@ -35,10 +35,10 @@ def setting(description: str, target: str, value: str, safety: Safety = "safe") 
 
 def safety_of_cast(weights: Iterable[Weight], dtype: torch.dtype) -> Safety:
     """Whether `dtype` is known to hold every value of `weights`."""
-    return "safe" if all(weight.holds == dtype for weight in weights) else "unsafe"
+    return "safe" if all(weight.exact_in == dtype for weight in weights) else "unsafe"
 
 
 def and_its_like(names: Iterable[str]) -> str:
     """The first name with a `*` for the numbers of layers, and that there are others."""
-    first, *others = dict.fromkeys(map(starred, names))
+    first, *others = distinct_names(names)
     return f"{first} and its like" if others else first

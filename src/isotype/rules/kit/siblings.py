@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from isotype.core.grouping import grouped
 from isotype.core.names import starred
 from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import Trace, Weight
@@ -11,10 +12,7 @@ from isotype.trace.record import Trace, Weight
 
 @per_trace
 def _weights(trace: Trace) -> Mapping[str, list[Weight]]:
-    found: dict[str, list[Weight]] = {}
-    for weight in trace.weights:
-        found.setdefault(starred(weight.name), []).append(weight)
-    return found
+    return grouped(trace.weights, lambda weight: starred(weight.name))
 
 
 @per_trace

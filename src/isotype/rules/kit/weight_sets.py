@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import starred
-from isotype.rules.finding import Action, Finding, Fix, Severity
-from isotype.trace.record import Trace, Weight
+from isotype.core.names import distinct_names, starred
+from isotype.rules.finding import Action, Finding, Fix, Severity, places
+from isotype.rules.kit.fixes import actions, fix, safety_of_cast
+from isotype.trace.record import Quantization, Trace, Weight
 
 HALVES = (torch.bfloat16, torch.float16)
 _SMALLEST = {torch.bfloat16: -126, torch.float16: -14}  # exponent of the smallest normal value
@@ -34,20 +36,43 @@ def count(weights: Iterable[Weight]) -> int:
 
 def names(weights: Iterable[Weight]) -> tuple[str, ...]:
     """Their names with `*` for the numbers of layers, each once."""
-    return tuple(dict.fromkeys(starred(weight.name) for weight in weights))
+    return distinct_names(weight.name for weight in weights)
 
 
 def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
     """The names of their modules, likewise."""
-    return tuple(dict.fromkeys(starred(weight.module) for weight in weights))
+    return distinct_names(weight.module for weight in weights)
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
     """One action for each name to bring to `dtype`."""
-    return tuple(
-        Action("parameter", name, dtype_name(dtype))
-        for name in names(weight for weight in weights if weight.dtype != dtype)
-    )
+    left = (weight for weight in weights if weight.dtype != dtype)
+    return actions("parameter", names(left), dtype_name(dtype))
+
+
+def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) -> Fix:
+    """Bring `weights` to `dtype`, which is safe where it is known to hold every value of theirs."""
+    return fix(description, "parameter", names(weights), dtype_name(dtype), safety_of_cast(weights, dtype))
+
+
+def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
+    """One action for each of their modules: compute in float32, and take and return `compute`."""
+    return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
+
+
+def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
+    """The quantized weights, each with its state."""
+    for weight in trace.weights:
+        if weight.quantization is not None:
+            yield weight, weight.quantization
+
+
+def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
+    """The dtype in which most bytes of `weights` are; None for no weights."""
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in weights:
+        sizes[weight.dtype] += weight.bytes * weight.repeats
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
@@ -55,12 +80,12 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
 
     A cast to float32 keeps every digit.
     """
-    actions = casts(weights, torch.float32)
-    if not actions:
+    float32 = casts(weights, torch.float32)
+    if not float32:
         return ()
     adapters = all(weight.adapter for weight in weights)
     what = "adapters" if adapters else "trainable parameters"
-    alone = Fix(f"keep the {what} in float32, as masters that the optimizer updates", "safe", actions=actions)
+    alone = Fix(f"keep the {what} in float32, as masters that the optimizer updates", "safe", actions=float32)
     if trace.setup.autocast is not None:
         return (alone,)
     compute = max(
@@ -72,7 +97,7 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     mixed = Fix(
         f"keep the {what} in float32 and run the step under autocast to {dtype_name(compute)}",
         "safe",
-        actions=(*actions, cast),
+        actions=(*float32, cast),
     )
     # A model trained whole would compute in float32 without autocast.
     return (alone, mixed) if adapters else (mixed, alone)
@@ -115,6 +140,6 @@ def finding_of(
             f"{starred(first.name)}: {dtype_name(first.dtype)} {list(first.shape)}",
             *(f"also {n}" for n in others),
         ),
-        places=tuple(dict.fromkeys(weight.module for weight in weights)),
+        places=places(weights),
         **more,
     )

@@ -50,6 +50,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def device_says(call: Call) -> tuple[str, ...]:
-    """What the device says of the contract that a call broke, as a note; none where it broke none."""
-    return () if call.breach is None else (f"the device says: {call.breach.message}",)
+def device_says(what: Call | str) -> tuple[str, ...]:
+    """The device's own message, or its message on the contract that a call broke, as a note; none where it broke none."""
+    message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
+    return (f"the device says: {message}",) if message else ()

@@ -120,7 +120,7 @@ def _with_history(
         if values is None:
             return weight
         return replace(
-            weight, largest=values.largest, median_magnitude=values.median_magnitude, holds=values.holds
+            weight, largest=values.largest, median_magnitude=values.median_magnitude, exact_in=values.exact_in
         )
 
     return tuple(map(told, faked))

@@ -8,7 +8,7 @@ from torch import nn
 
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
-from isotype.rules.kit import prices
+from isotype.rules.kit import costs
 from isotype.trace.record import Call, Operand, Origin
 from tests.rules.traces import BF16, FP32, on, traced
 
@@ -24,7 +24,7 @@ def matmul(dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int
 
 
 def test_roofline_of_one_matmul() -> None:
-    seconds = prices.seconds_on(device_profile("t4"))
+    seconds = costs.seconds_on(device_profile("t4"))
     assert seconds is not None
     # 2 * 4096^3 FLOPs at 65 TFLOP/s; far above the ridge, so that memory does not count.
     large = matmul(torch.float16, 4096, 4096, 4096, repeats=3)
@@ -35,7 +35,7 @@ def test_roofline_of_one_matmul() -> None:
 
 
 def test_no_rates_no_seconds() -> None:
-    assert prices.seconds_on(device_profile("cpu-generic")) is None
+    assert costs.seconds_on(device_profile("cpu-generic")) is None
 
 
 def test_slowdown_of_a_model_of_matmuls() -> None:
@@ -43,38 +43,38 @@ def test_slowdown_of_a_model_of_matmuls() -> None:
     trace = on(traced(model, lambda m: m(torch.ones(512, 512)).sum(), phases=("forward",)), "a100")
     wide = [call for call in trace.calls if call.flops]
     assert [call.flops for call in wide] == [2 * 512**3]
-    seconds = prices.seconds_on(trace.setup.profile)
+    seconds = costs.seconds_on(trace.setup.profile)
     assert seconds is not None
     rest = sum(seconds(call) for call in trace.calls if not call.flops)
     before, after = 2 * 512**3 / 19.5e12, max(2 * 512**3 / 312e12, 2 * 3 * 512**2 / 2039e9)
     expected = (before + rest) / (after + rest)
-    assert prices.slowdown(trace, wide, BF16) == pytest.approx(expected)
-    assert prices.slowdown(trace, (), BF16) == 1.0
+    assert costs.slowdown(trace, wide, BF16) == pytest.approx(expected)
+    assert costs.slowdown(trace, (), BF16) == 1.0
 
 
 @pytest.mark.parametrize(
     "op", ["aten.view.default", "aten.t.default", "aten.expand.default", "prim.device.default"]
 )
 def test_views_move_nothing(op: str) -> None:
-    assert prices.is_view(op)
+    assert costs.is_view(op)
 
 
 @pytest.mark.parametrize(
     "op", ["aten.mm.default", "aten.add_.Tensor", "aten.clone.default", "torch.linear", "x"]
 )
 def test_others_move_bytes(op: str) -> None:
-    assert not prices.is_view(op)
+    assert not costs.is_view(op)
 
 
 def test_root_goes_through_a_layer_that_casts_and_restores() -> None:
     norm = Origin("parameter", FP32, "norm.weight")
     inside = Origin("cast", BF16, "to", "layer", "bnb.py:1", norm)
     restored = Origin("cast", FP32, "to", "layer", "bnb.py:2", inside)
-    assert prices.root(restored) is norm
-    assert prices.root(Origin("promotion", FP32, "mul", "rotary", "x.py:3", restored)) is norm
+    assert costs.root(restored) is norm
+    assert costs.root(Origin("promotion", FP32, "mul", "rotary", "x.py:3", restored)) is norm
     # A cast up in one module of what another cast down is a choice of its own.
     other = Origin("cast", FP32, "float", "custom", "mine.py:4", inside)
-    assert prices.root(other) is other
+    assert costs.root(other) is other
 
 
 @given(st.floats(min_value=0, max_value=1e17))

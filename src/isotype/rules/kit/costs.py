@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.rules.finding import Price
+from isotype.rules.finding import Cost
 from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace
 
@@ -220,17 +220,27 @@ def all_bytes(trace: Trace) -> int:
     return sum(map(bytes_moved, trace.calls))
 
 
+def flops_of(calls: Iterable[Call]) -> int:
+    """FLOPs of calls, folded layers counted."""
+    return sum(call.flops * call.repeats for call in calls)
+
+
+def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
+    """The share (0 to 1) of the step's FLOPs that calls have."""
+    return flops_of(calls) / max(1, all_flops(trace))
+
+
 @per_trace
 def all_flops(trace: Trace) -> int:
     """FLOPs of the whole step."""
     return sum(trace.flops.values())
 
 
-def costs_text(price: Price, trace: Trace) -> tuple[str, ...]:
+def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
     """Notes that say how an estimate was made."""
-    if price.slowdown is None or price.slowdown < 1.005:
+    if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     title = trace.setup.profile.title
     return (
-        f"about {price.slowdown:.2f} times the step time on {title}: a roofline over its data-sheet rates",
+        f"about {cost.slowdown:.2f} times the step time on {title}: a roofline over its data-sheet rates",
     )

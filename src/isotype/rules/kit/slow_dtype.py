@@ -8,8 +8,8 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, starred
-from isotype.rules.finding import Action, Finding, Fix, Price
-from isotype.rules.kit import prices
+from isotype.rules.finding import Action, Cost, Finding, Fix, places
+from isotype.rules.kit import costs
 from isotype.trace.record import Call, Trace, Weight
 
 _LEAST_SHARE = 0.01
@@ -20,14 +20,14 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
     """Matmuls in `dtype` that the device runs slowly or not at all; `other` is the 16-bit dtype to try instead."""
     profile = trace.setup.profile
     support = profile.supports(dtype)
-    calls = [call for call in trace.calls if prices.run_dtype(call) == dtype]
+    calls = [call for call in trace.calls if costs.run_dtype(call) == dtype]
     # A step that was not traced to a matmul is judged by what it was meant to run in.
     meant = not calls and trace.setup.compute == dtype
     targets = _targets(trace, dtype, other)
     if (support == "native" and not targets) or not (meant or _time_share(trace, dtype) >= _LEAST_SHARE):
         return
-    share = sum(call.flops * call.repeats for call in calls) / max(1, prices.all_flops(trace))
-    price = Price(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
+    share = costs.flops_share(trace, calls)
+    cost = Cost(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
     first = calls[0] if calls else None
     name = dtype_name(dtype)
     yield Finding(
@@ -40,11 +40,11 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
         phase=first.phase if first else "forward",
         source=first.source if first else "",
         cause=_cause(trace, dtype),
-        notes=(profile.reason(dtype), *_measured(trace, dtype), *_estimate(price, trace)),
+        notes=(profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace)),
         fixes=fixes(trace, dtype, other),
         operands=first.operands if first else (),
-        price=price,
-        places=tuple(dict.fromkeys(call.module for call in calls)),
+        cost=cost,
+        places=places(calls),
     )
 
 
@@ -79,7 +79,7 @@ def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: t
         share = _time_share(trace, dtype)
         return 1 / (1 - share + share / slower) if calls else None
     # Without a rate of its own an emulated dtype runs at float32's at best: that is what it is converted to.
-    return prices.slowdown(trace, calls, target, stand_in=torch.float32)
+    return costs.slowdown(trace, calls, target, stand_in=torch.float32)
 
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
@@ -95,14 +95,12 @@ def _targets(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> list[torch
     return [target for target in native if (profile.slower(dtype, target) or 1.0) >= _LEAST_SLOWER]
 
 
-def _estimate(price: Price, trace: Trace) -> Iterable[str]:
-    if price.slowdown is None or price.slowdown < 1.005:
+def _estimate(cost: Cost, trace: Trace) -> Iterable[str]:
+    if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     if trace.setup.profile.speed:
-        return (f"about {price.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
-    return (
-        f"at least {price.slowdown:.2g} times the step time: a roofline with float32's rate in its place",
-    )
+        return (f"about {cost.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
+    return (f"at least {cost.slowdown:.2g} times the step time: a roofline with float32's rate in its place",)
 
 
 def _cause(trace: Trace, dtype: torch.dtype) -> str:
@@ -163,19 +161,3 @@ def _cast(weight: Weight, target: torch.dtype) -> Action:
     # What is trained gets float32 masters: a GradScaler takes no float16 gradients.
     to = torch.float32 if weight.trainable else target
     return Action("parameter", starred(weight.name), dtype_name(to))
-
-
-def attention_calls(trace: Trace) -> dict[torch.dtype, list[Call]]:
-    """The fused attention calls of the forward that broke no contract, by the dtype of their queries."""
-    found: dict[torch.dtype, list[Call]] = {}
-    for call in trace.calls:
-        if call.phase == "forward" and call.operands and call.breach is None and _is_attention(call.op):
-            found.setdefault(call.operands[0].dtype, []).append(call)
-    return found
-
-
-def _is_attention(op: str) -> bool:
-    return any(
-        part in op
-        for part in ("scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention")
-    )

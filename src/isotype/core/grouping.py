@@ -1,0 +1,17 @@
+"""Things by what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    """The items by their keys, both in the order in which they come first."""
+    found: dict[K, list[V]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
