@@ -42,13 +42,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from tests.faults import FAULTS, HEALTHY, Setup  # noqa: E402
+from tests.prediction import own_name, predicted_end  # noqa: E402
 from tests.reality import real_step  # noqa: E402
 from tests.zoo import ARCHITECTURES, LEFT_OUT  # noqa: E402
 
 from isotype.core.dtypes import parse_dtype  # noqa: E402
 
 AGREEMENT = 0.995
-PHASES = ("forward", "backward", "unscale", "optimizer")
 # (dtype of the model, autocast dtype)
 COMBINATIONS: tuple[tuple[str, str | None], ...] = (
     ("float32", None),
@@ -64,8 +64,6 @@ ABOUT_DTYPES = re.compile(
     r"|Input type .* should be the same|shapes cannot be multiplied|dimensions of batch2",  # the last two: packed bytes used as a weight
     re.IGNORECASE,
 )
-# What wrappers put before or between the names of the model's own modules.
-WRAPPER_PARTS = re.compile(r"^base_model\.model\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 @dataclass(frozen=True)
@@ -156,20 +154,13 @@ def predicted(case: Case) -> End:
     except Exception as error:  # noqa: BLE001 - a check that raises is one disagreement, not the end of the run
         return End("lost", detail=f"check raised {type(error).__name__}: {error}"[:400])
     seconds = time.perf_counter() - started
-    errors = report.errors
+    verdict, phase, module = predicted_end(report)
     failure = report.trace.failure
-    if not errors:
-        if failure is None:
-            return End("runs", seconds=seconds)
-        return End(
-            "lost", failure.phase, failure.module, f"{failure.error} at {failure.source}"[:400], "", seconds
-        )
-    breach = next(report.trace.breaches(), None)
-    first = min(errors, key=lambda finding: PHASES.index(finding.phase) if finding.phase in PHASES else -1)
-    detail = "; ".join(f"{finding.code} {finding.message}" for finding in errors)[:400]
-    if breach is None:
-        return End("crashes", first.phase, first.module, detail, "", seconds)
-    return End("crashes", breach.phase, breach.module, f"{breach.op}: {detail}"[:400], "", seconds)
+    if verdict == "lost" and failure is not None:
+        detail = f"{failure.error} at {failure.source}"
+    else:
+        detail = "; ".join(f"{finding.code} {finding.message}" for finding in report.errors)
+    return End(verdict, phase, module, detail[:400], "", seconds)
 
 
 def judged(real: End, prediction: End) -> str:
@@ -179,14 +170,10 @@ def judged(real: End, prediction: End) -> str:
     if real.verdict != prediction.verdict:
         return "missed crash" if real.verdict == "crashes" else "false alarm"
     if real.verdict == "crashes":
-        same_module = _plain(real.module) == _plain(prediction.module) or real.phase != "forward"
+        same_module = own_name(real.module) == own_name(prediction.module) or real.phase != "forward"
         if real.phase != prediction.phase or not same_module:
             return "elsewhere"
     return "agree"
-
-
-def _plain(module: str) -> str:
-    return WRAPPER_PARTS.sub("", module)
 
 
 def chosen_cases(arguments: argparse.Namespace) -> list[Case]:

@@ -1,0 +1,33 @@
+"""Where a report says that a step ends, to be held against `tests.reality.Outcome`."""
+
+from __future__ import annotations
+
+import re
+
+import isotype
+
+PHASES = ("forward", "backward", "unscale", "optimizer")
+# What wrappers put before or between the names of the model's own modules.
+_WRAPPER_PARTS = re.compile(r"^base_model\.model\.|_checkpoint_wrapped_module\.|_orig_mod\.")
+
+
+def predicted_end(report: isotype.Report) -> tuple[str, str, str]:
+    """The verdict `runs`, `crashes` or `lost`, with the phase and the module of the first error.
+
+    `lost`: no error was found, and the step was not traced to its end.
+    """
+    failure = report.trace.failure
+    if not report.errors:
+        return ("runs", "", "") if failure is None else ("lost", failure.phase, failure.module)
+    breach = next(report.trace.breaches(), None)
+    if breach is not None:
+        return "crashes", breach.phase, breach.module
+    first = min(
+        report.errors, key=lambda finding: PHASES.index(finding.phase) if finding.phase in PHASES else -1
+    )
+    return "crashes", first.phase, first.module
+
+
+def own_name(module: str) -> str:
+    """The name of a module without what PEFT, checkpointing and compilation add to it."""
+    return _WRAPPER_PARTS.sub("", module)
