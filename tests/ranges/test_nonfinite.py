@@ -10,55 +10,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from isotype.ranges.nonfinite.again import first_nonfinite
 from isotype.ranges.nonfinite.record import NonFinite
 from tests.models import quiet
+from tests.naive import Naive, broken
 
 FP16, FP32 = torch.float16, torch.float32
-
-
-def broken(values: Any) -> bool:
-    floats = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    return any(not torch.isfinite(v).all() for v in floats)
-
-
-def only_minus_infinity(result: Any) -> bool:
-    """Whether a result's values are numbers and -inf, as those of masks are."""
-    return all(bool((v.isfinite() | (v == -math.inf)).all()) for v in tree_leaves(result))
-
-
-class Naive(TorchDispatchMode):
-    """(operator, shape of the result) of the first operator whose result is not finite, of all that ran."""
-
-    def __init__(self, over: bool) -> None:
-        super().__init__()
-        self.over = over  # whether operands have to be finite
-        self.first: tuple[str, tuple[int, ...]] | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = broken((args, kwargs)) if self.first is None else False
-        result = func(*args, **(kwargs or {}))
-        masks = any(each in str(func) for each in ("add.", "scalar_tensor", "where", "masked_fill", "full"))
-        views = (
-            "view",
-            ".t.",
-            "transpose",
-            "slice",
-            "expand",
-            "empty",
-            "detach",
-            "alias",
-            "unsqueeze",
-            "select",
-        )
-        if self.first is None and not any(view in str(func) for view in views):
-            made = [v for v in tree_leaves(result) if isinstance(v, torch.Tensor)]
-            if (broken(result) and not (given and self.over)) and not (masks and only_minus_infinity(result)):
-                self.first = (str(func), tuple(next(v for v in made if broken(v)).shape))
-        return result
 
 
 def llama(dtype: torch.dtype = FP16, attention: str = "eager") -> Any:

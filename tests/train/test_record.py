@@ -65,6 +65,8 @@ def test_only_the_first_process_shows_progress_but_every_one_measures():
     trainer = SimpleNamespace(
         accelerator=accelerator,
         take_step_measures=lambda: StepMeasures(tokens=8, loss=1.0, grad_norm=None, memory_bytes=5),
+        compute_loss=lambda *_: 1.0,
+        _get_grad_norm=lambda *_: 1.0,
     )
     told: list[tuple[Any, ...]] = []
     recorder = RunRecorder(trainer, lambda *progress: told.append(progress))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
@@ -20,7 +23,9 @@ from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.check.report import Report
+from isotype.train.diverged import measured, not_finite
 from isotype.train.first_step import before_first_step, is_assumed
+from isotype.train.watch import StepWatch
 
 logger = logging.getLogger("isotype")
 
@@ -36,6 +41,10 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     batch that is about to be trained on. A step that the GradScaler skips does not move the learning rate schedule. Every checkpoint gets the
     policy as a readable file.
 
+    Before every update loss and gradient norm are looked at. Where one is not finite (and no GradScaler is about to skip
+    the step), the very batch is run again under a recorder, and training stops with the first operator whose result is
+    not finite: module, operands, source line, cause.
+
     Args:
         policy: by default the one the model carries, else, for every run again, one that is read off the model as
             it lies and the trainer's arguments (`fp16`, `bf16`): frozen weights keep their dtypes then.
@@ -43,9 +52,12 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             that is not in the master dtype, rounded values that cannot be read again) and where the preflight finds
             an error: `"error"` raises PrecisionError, `"warning"` logs it, None looks away and runs no preflight.
             What is only assumed of a device, because it was not measured there, is logged and never raised.
+        watch: whether training is stopped at a loss or a gradient that is not finite.
     """
 
-    def __init__(self, policy: PrecisionPolicy | None = None, check: str | None = "error") -> None:
+    def __init__(
+        self, policy: PrecisionPolicy | None = None, check: str | None = "error", watch: bool = True
+    ) -> None:
         if check not in ("error", "warning", None):
             raise UsageError(
                 "unknown check",
@@ -56,6 +68,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._policy = policy  # of the current run
         self._checked = False
         self._scale: float | None = None
+        self.watch = watch
+        self._steps: StepWatch | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring model, optimizer and GradScaler under the policy."""
@@ -71,10 +85,47 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._checked = False
         if self.check is not None:
             before_first_step(model, args, optimizer, self._report)
+        self._leave()
+        trainer = _calling_trainer() if self.watch else None
+        if trainer is not None:
+            self._steps = StepWatch(trainer)
+            self._steps.attach()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the trainer as it was."""
+        self._leave()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget the batch of the last step."""
+        if self._steps is not None:
+            self._steps.begin_step()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the loss scale, to see whether the step lowers it."""
+        """Keep the loss scale, to see whether the step lowers it; end a training whose values are no numbers.
+
+        Raises:
+            TrainingError: loss or gradient are not finite, see `isotype.train.watch.StepWatch.verdict`.
+        """
         self._scale = _loss_scale(kwargs["optimizer"])
+        if self._steps is not None:
+            self._look(self._steps, args, state.global_step + 1, kwargs["lr_scheduler"])
+
+    def _look(self, steps: StepWatch, args: Any, step: int, schedule: Any) -> None:
+        loss, norm = steps.step_so_far()
+        scale = self._scale
+        what = steps.verdict(loss, norm, None if scale is None else lambda: float(scale))
+        if what is None:
+            return
+        again = steps.again(scale)
+        seen = measured(loss, float(schedule.get_last_lr()[0]), norm, scale)
+        last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        headline = f"{what}: stopped before the update"
+        raise not_finite(headline, args, step, seen, last and Path(last), again, script=True)
+
+    def _leave(self) -> None:
+        if self._steps is not None:
+            self._steps.detach()
+        self._steps = None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell accelerate of a skipped step, so that the learning rate schedule waits.
@@ -119,6 +170,14 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self.check == "error":
             raise error
         logger.warning("%s", error)
+
+
+def _calling_trainer() -> Any:
+    """The trainer whose callback runs: callbacks are given its model and its arguments, but neither batch nor loss."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:

@@ -3,44 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from isotype.core.errors import Problem, TrainingError
+from isotype.report.nonfinite import problem_of
+from isotype.train.watch import Again
+
+_OF_THE_DATA = ("input", "labels", "row", "empty", "constant", "outside")
+"""Causes that no learning rate and no dtype changes."""
 
 
-def not_finite(headline: str, trainer: Any, step: int, seen: Mapping[str, object]) -> TrainingError:
+def not_finite(
+    headline: str,
+    arguments: Any,
+    step: int,
+    seen: Mapping[str, object],
+    checkpoint: Path | None,
+    again: Again | None = None,
+    script: bool = False,
+) -> TrainingError:
     """The error that ends a run.
 
     Args:
         headline: what is not finite.
-        trainer: from `isotype.train.governed.governed`.
+        arguments: TrainingArguments of the run.
         step: number of the optimizer step.
         seen: what was measured in that step, by name.
+        checkpoint: the whole one to go on from, None where there is none.
+        again: what came of running the step again, None where it was not tried.
+        script: whether the trainer is that of a user's script, to which arguments are given in Python.
     """
-    whole = trainer.last_checkpoint()
-    hint = (
-        f"{whole} was saved before and is whole: isotype chat {whole}"
-        if whole
-        else "no checkpoint had been saved before; --save_steps N keeps one every N steps"
-    )
     told = ", ".join(f"{name} {value}" for name, value in seen.items())
     given = f"step {step}{': ' if told else ''}{told}"
-    return TrainingError(headline, [Problem(given, "finite numbers", _advice(trainer.args, step))], hint)
+    found = again.found if again is not None else None
+    if again is not None and found is None:
+        why = again.why_not and f"could not be run again ({again.why_not})"
+        given += f"\n    this step {why or 'was run again, and all of its values were finite'}"
+    tries = _tries(arguments, step, script)
+    if found is not None and (found.cause in _OF_THE_DATA or found.entries == (0.0, 0.0)):
+        tries = []
+    problems = [Problem(given, "finite numbers", "; ".join(tries) or "what is said below of the operator")]
+    if found is not None:
+        problems.append(problem_of(found))
+    return TrainingError(headline, problems, _hint(checkpoint, script))
 
 
-def _advice(arguments: Any, step: int) -> str:
+def measured(loss: float, learning_rate: float, norm: float | None, scale: float | None) -> dict[str, str]:
+    """What was measured in a step, for `not_finite`."""
+    parts = {"loss": loss, "learning rate": learning_rate, "gradient norm": norm, "loss scale": scale}
+    return {name: f"{value:g}" for name, value in parts.items() if value is not None}
+
+
+def _hint(checkpoint: Path | None, script: bool) -> str:
+    if script:
+        return (
+            f"{checkpoint} was saved before: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
+            if checkpoint
+            else "no checkpoint had been saved before; save_steps=N keeps one every N steps"
+        )
+    return (
+        f"{checkpoint} was saved before and is whole: isotype chat {checkpoint}"
+        if checkpoint
+        else "no checkpoint had been saved before; --save_steps N keeps one every N steps"
+    )
+
+
+def _tries(arguments: Any, step: int, script: bool) -> list[str]:
+    def given(name: str, value: str) -> str:
+        return f"{name}={value}" if script else f"--{name} {value}"
+
     tries = []
     if arguments.fp16:
-        tries.append("--dtype bfloat16 or float32: float16 ends at 65504")
+        wider = "bf16=True, or neither bf16 nor fp16" if script else "--dtype bfloat16 or float32"
+        tries.append(f"{wider}: float16 ends at 65504")
     if step > 1:
-        tries.append(f"--learning_rate {arguments.learning_rate / 10:g}")
+        tries.append(given("learning_rate", f"{arguments.learning_rate / 10:g}"))
         if not arguments.warmup_steps:
-            tries.append("--warmup_steps 0.05")
+            tries.append(given("warmup_steps", "0.05"))
         if arguments.max_grad_norm <= 0:
-            tries.append("--max_grad_norm 1")
+            tries.append(given("max_grad_norm", "1"))
     elif not arguments.fp16:
         tries.append(
             "the first batch alone does this: look at its rows (one without a token to learn has no loss) and at "
             "the model's config"
         )
-    return "; ".join(tries)
+    return tries

@@ -129,7 +129,13 @@ class _Governed:
     def _check_trained(self: Any) -> None:
         """Raise TrainingError rather than save weights that are not finite."""
         if not all_finite(p for p in self.model.parameters() if p.requires_grad):
-            raise not_finite("the trained weights are not finite", self, self.state.global_step, {})
+            raise not_finite(
+                "the trained weights are not finite",
+                self.args,
+                self.state.global_step,
+                {},
+                self.last_checkpoint(),
+            )
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         if self._staging is not None:

@@ -303,7 +303,7 @@ def _train(
         recorder = RunRecorder(trainer, view.update, view.evaluated)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(PrecisionCallback(policy))
+        trainer.add_callback(PrecisionCallback(policy, watch=False))  # the recorder does
         trainer.add_callback(recorder)
         facts = describe.RunFacts(
             settings, policy, profile, trainer, recorder, started, built.notes, built.lengths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,8 @@ from transformers import TrainerCallback
 
 from isotype.core.errors import SaveError
 from isotype.report.run.record import EvalRecord, StepRecord
-from isotype.train.diverged import not_finite
+from isotype.train.diverged import measured, not_finite
+from isotype.train.watch import StepWatch
 
 _LOGGED_ANYWAY = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
@@ -71,37 +71,43 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.resumed_from: int | None = None
         self._began = 0.0
         self._learning_rate = 0.0
+        self._watch = StepWatch(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run starts; the checkpoint may have been rotated away by the end."""
         self.resumed_from = state.global_step or None
+        self._watch.attach()
         self._show(state, None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the trainer as it was."""
+        self._watch.detach()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; the learning rate is the one this step will be taken with."""
+        self._watch.begin_step()
         self._began = time.perf_counter()
         self._learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run before an update that would ruin the weights.
-
-        A gradient that is not finite is ordinary under a GradScaler, which skips its step; a loss never is.
+        """End the run before an update that would ruin the weights, and say which operator is to blame.
 
         Raises:
-            TrainingError: loss or gradient are not finite.
+            TrainingError: loss or gradient are not finite, see `StepWatch.verdict`.
         """
         loss, norm = self.trainer.step_so_far()
         scaler = self.trainer.accelerator.scaler
         scaled = scaler is not None and scaler.is_enabled()
-        if math.isfinite(loss) and (norm is None or math.isfinite(norm) or scaled):
+        what = self._watch.verdict(loss, norm, scaler.get_scale if scaled else None)
+        if what is None:
             return
-        what = "gradient" if math.isfinite(loss) else "loss"
-        seen: dict[str, object] = {"loss": f"{loss:g}", "learning rate": f"{self._learning_rate:g}"}
-        seen |= {"gradient norm": f"{norm:g}"} if norm is not None else {}
-        seen |= {"loss scale": f"{scaler.get_scale():g}"} if scaled else {}
-        self.steps.append(self._record(state.global_step + 1))
-        headline = f"the {what} is not finite: stopped before the update"
-        raise not_finite(headline, self.trainer, state.global_step + 1, seen)
+        scale = float(scaler.get_scale()) if scaled else None
+        step = state.global_step + 1
+        self.steps.append(self._record(step))
+        again = self._watch.again(scale)
+        seen = measured(loss, self._learning_rate, norm, scale)
+        headline = f"{what}: stopped before the update"
+        raise not_finite(headline, self.trainer.args, step, seen, self.trainer.last_checkpoint(), again)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""

@@ -49,11 +49,19 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
         written = argument in schema.written
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
-        found.append(Operand(role, tensor.clone() if written else tensor, tensor))
+        if not written and _is_number(tensor):
+            found.append(Operand(role, None, None, float(tensor)))
+        else:
+            found.append(Operand(role, tensor.clone() if written else tensor, tensor))
     for role, value in [*zip(schema.roles, args, strict=False), *kwargs.items()]:
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
             found.append(Operand(role, None, None, float(value)))
     return found
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether torch has made the tensor of a number in the code: `x * 2.0` comes as a float64 without dimensions."""
+    return not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
 
 
 def written_in(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

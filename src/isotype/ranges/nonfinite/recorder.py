@@ -29,7 +29,7 @@ from isotype.trace.weights import state_tensors
 
 _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
 # The other results of attention are statistics, with infinities for rows that do not exist.
-_ONE_RESULT = (
+_ATTENTION = (
     "aten._scaled_dot_product",
     "aten._flash_attention",
     "aten._efficient_attention",
@@ -140,8 +140,11 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         gradient = self.phase == "backward" and not torch.is_grad_enabled()
         by_code = [not gradient and self._is_constant(operand) for operand in call.operands]
         constant = all(by_code) and not gradient
-        for tensor in made[: 1 if name.startswith(_ONE_RESULT) else None]:
-            if is_finite(tensor):
+        statistics = made[1:] if name.startswith(_ATTENTION) and "backward" not in name else []
+        for tensor in statistics:
+            _add(self._passed, tensor)
+        for tensor in made:
+            if any(tensor is each for each in statistics) or is_finite(tensor):
                 continue
             found = self._judge(call, tensor, by_code)
             if found is not None:

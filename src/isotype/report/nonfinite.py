@@ -1,0 +1,144 @@
+"""The first value of a step that is no number, in words: where, of what, why, and what to do."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import Problem
+from isotype.core.names import plural
+from isotype.ranges.nonfinite.record import NonFinite, Value
+from isotype.report.check.text import short_source
+
+_ROWS_NAMED = 6
+_INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
+
+
+def problem_of(found: NonFinite) -> Problem:
+    """What an error says of it: the operator with its operands, what would have been right, what to do."""
+    lines = [_headline(found), f"      --> {_place(found)}"]
+    shown = (*found.operands, found.result)
+    width = max(len(value.role) for value in shown)
+    lines += [f"       |   {value.role:<{width}}  {_value_words(value)}" for value in shown]
+    return Problem("\n".join(lines), _expected(found), _fix(found))
+
+
+def _headline(found: NonFinite) -> str:
+    if found.culprit is not None and found.cause != "constant":
+        culprit = found.culprit
+        what = {"weight": "the weight", "input": "the input"}.get(found.cause, "a tensor")
+        name = f" {culprit.name}" if culprit.name else ", which no operator of the step has made,"
+        return f"{what}{name} holds {_counts(culprit)}"
+    made = "infinity" if not found.result.nan else "NaN"
+    of = {
+        "range": f": {number(found.exact or 0.0)} is beyond {dtype_name(found.result.dtype)}",
+        "inside": f", though the result itself, {number(found.exact or 0.0)}, fits",
+        "row": " for a row in which everything is masked",
+        "labels": " as the mean over labels of which none counts",
+        "empty": " of an empty tensor",
+        "domain": f": {_arithmetic(found)}",
+        "constant": ", which the code has written",
+    }.get(found.cause, " of finite operands")
+    return f"{_name(found)} gives {made}{of}"
+
+
+def _place(found: NonFinite) -> str:
+    phase = {"unscale": "norm of the gradients"}.get(found.phase, found.phase)
+    parts = (found.module or "the model or its loss", found.op, phase, short_source(found.source))
+    return "   ".join(part for part in parts if part)
+
+
+def _name(found: NonFinite) -> str:
+    """`mm`."""
+    return found.op.split(".")[1] if found.op.count(".") else found.op
+
+
+def _value_words(value: Value) -> str:
+    parts = [f"{dtype_name(value.dtype)} {list(value.shape)}", f"largest {number(value.largest)}"]
+    if not value.finite:
+        parts[1] = _counts(value) + ("" if not value.largest else f", else up to {number(value.largest)}")
+    return "   ".join([*parts, *([value.name] if value.name else [])])
+
+
+def _counts(value: Value) -> str:
+    parts = [(value.nan, "NaN"), (value.infinite, "infinite")]
+    counts = " and ".join(f"{count:,} {what}" for count, what in parts if count)
+    return f"{counts} of {plural(value.elements, 'value')}"
+
+
+def _arithmetic(found: NonFinite) -> str:
+    """`0 / 0`, `log(0)`."""
+    entries, name = [number(entry) for entry in found.entries], _name(found).rstrip("_")
+    sign = _INFIX.get(name)
+    return f" {sign} ".join(entries) if sign and len(entries) == 2 else f"{name}({', '.join(entries)})"
+
+
+def _expected(found: NonFinite) -> str:
+    if found.cause == "range":
+        dtype = found.result.dtype
+        unscaled = (
+            ""
+            if found.scale is None
+            else f"; without the loss scale of {number(found.scale)} it is {number((found.exact or 0.0) / found.scale)}"
+        )
+        return (
+            f"at most {number(torch.finfo(dtype).max)}, the largest number of {dtype_name(dtype)}{unscaled}"
+        )
+    return {
+        "row": "one entry at least that is not -inf",
+        "labels": "one label at least that is not the ignored one",
+        "constant": "-inf only where a softmax or a `where` takes it away again",
+    }.get(found.cause, "finite numbers")
+
+
+def _fix(found: NonFinite) -> str:
+    fixes = {
+        "weight": "go on from a checkpoint of before, with a lower learning rate; in the first step, the checkpoint "
+        "that was loaded is broken itself",
+        "input": f"look at {_rows(found)} and at what makes it",
+        "outside": "look at the code that makes it: a kernel or a tensor from outside of the step",
+        "inside": "compute this operator in float32: cast its operands up, its result down",
+        "row": f"look at {_rows(found)}: leave a row out of which nothing is left, or fill its mask with "
+        "torch.finfo(dtype).min in place of -inf",
+        "labels": "leave out rows without a label that counts (every one is -100): all of them were cut off or masked",
+        "empty": "leave out batches of which nothing is left",
+        "domain": f"keep the operand away from it (clamp it, or add a small number); look at {_rows(found)}",
+        "constant": "mask what is summed up after it, or write a large finite number",
+        "unknown": f"look at {_rows(found)}",
+    }
+    if found.cause == "domain" and found.entries == (0.0, 0.0):
+        return f"look at {_rows(found)}: a mean over labels of which none counts (every one is -100) is 0 / 0"
+    return fixes[found.cause] if found.cause != "range" else _fix_of_range(found)
+
+
+def _fix_of_range(found: NonFinite) -> str:
+    dtype, exact = found.result.dtype, found.exact or 0.0
+    if dtype != torch.float16:
+        return f"the training has diverged: a lower learning rate, warm-up, or gradients clipped; look at {_rows(found)}"
+    if found.scale is not None and exact / found.scale <= torch.finfo(dtype).max / 2:
+        scale = 2.0 ** math.floor(math.log2(found.scale * torch.finfo(dtype).max / exact))
+        return f"a loss scale of {number(scale)} or less (GradScaler lowers it by itself where it may go on)"
+    if found.phase == "unscale":
+        return "keep gradients in float32: float32 masters of the trained weights"
+    return "bfloat16, where the device runs it, or a float32 residual stream with float16 matmuls"
+
+
+def _rows(found: NonFinite) -> str:
+    if not found.rows or found.batch == 1:
+        return "the batch"
+    if len(found.rows) == found.batch:
+        return f"the batch, all {found.batch} rows"
+    rows = [str(row) for row in found.rows]
+    more = f" and {len(rows) - _ROWS_NAMED} more" if len(rows) > _ROWS_NAMED else ""
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_ROWS_NAMED])}{more} of the batch (of {found.batch}, from 0)"
+
+
+def number(value: float) -> str:
+    """A magnitude as a person reads it: `71,680`, `0.0031`, `3.4e+38`."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 or 1e-4 <= abs(value) < 1e7:
+        return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
+    return f"{value:.4g}"

@@ -1,0 +1,185 @@
+"""What the current optimizer step of a trainer was given, so that a step whose loss is no number can be run again."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+
+from isotype.core.random_states import RandomStates
+from isotype.ranges.nonfinite.again import first_nonfinite
+from isotype.ranges.nonfinite.record import NonFinite
+from isotype.trace.source import first_line
+
+_SKIPS = 10
+"""Steps that a GradScaler skips in a row, down to a scale of 1, before a run is stopped: nothing is left to lower."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What came of running a step again.
+
+    Attributes:
+        found: the first value that is no number; None where every value was one.
+        why_not: why the step could not be run again, "" where it could.
+    """
+
+    found: NonFinite | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    """What one call of `compute_loss` was given: references, no copies of tensors."""
+
+    model: Any
+    inputs: Any
+    items: Any
+    states: RandomStates
+
+
+@dataclass
+class StepWatch:
+    """Sits on a trainer from `attach` to `detach` and keeps the micro-batches of the current optimizer step.
+
+    Callbacks are given neither the batch nor the loss; two methods of the trainer's instance see both. They are
+    replaced on the instance alone, and `detach` takes the replacements away.
+
+    Args:
+        trainer: a transformers or TRL trainer.
+    """
+
+    trainer: Any
+    _batches: list[_MicroBatch] = field(default_factory=list)
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _norm: torch.Tensor | float | None = None
+    _skips: int = 0
+    _replaced: tuple[str, ...] = ()
+
+    def attach(self) -> None:
+        """Begin to keep."""
+        self._replace("compute_loss", self._around_loss)
+        self._replace("_get_grad_norm", self._around_norm)
+
+    def detach(self) -> None:
+        """Leave the trainer as it was, and let go of the batches."""
+        for name in self._replaced:
+            vars(self.trainer).pop(name, None)
+        self._replaced = ()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Another optimizer step begins."""
+        self._batches.clear()
+        self._losses.clear()
+        self._norm = None
+
+    def step_so_far(self) -> tuple[float, float | None]:
+        """(sum of the losses, norm of the gradients) of the step; the one time that it is waited for.
+
+        The norm is that of all processes. Where there are several their losses are brought together only when the norm
+        is not finite, so that all of them judge alike, and wait for each other in no other step.
+        """
+        parts = [*self._losses, *([] if self._norm is None else [self._norm])]
+        if not parts:
+            return 0.0, None
+        device = self._losses[0].device if self._losses else torch.device("cpu")
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in parts]).tolist()
+        norm = None if self._norm is None else values.pop()
+        accelerator, loss = self.trainer.accelerator, sum(values)
+        if accelerator.num_processes == 1:
+            return loss, norm
+        if norm is None or math.isfinite(norm):
+            return 0.0, norm
+        return float(accelerator.reduce(torch.tensor(loss, device=device), reduction="mean")), norm
+
+    def verdict(self, loss: float, norm: float | None, scale: Callable[[], float] | None) -> str | None:
+        """What ends the run; None while it may go on.
+
+        A gradient that is not finite is ordinary under a GradScaler, which skips its step and lowers the scale, until
+        nothing is left to lower; a loss never is.
+
+        Args:
+            loss: of the step.
+            norm: of its gradients, None where it was not measured.
+            scale: reads the loss scale; None without a GradScaler.
+        """
+        if not math.isfinite(loss):
+            return "the loss is not finite"
+        if norm is None or math.isfinite(norm):
+            self._skips = 0
+            return None
+        if scale is None:
+            return "the gradient is not finite"
+        self._skips += 1
+        if self._skips < _SKIPS or scale() > 1:
+            return None
+        return f"the gradient is not finite at any loss scale: {self._skips} steps were skipped in a row"
+
+    def again(self, scale: float | None) -> Again:
+        """Run the step again, every micro-batch with the random states that it had, and name the first bad operator.
+
+        Args:
+            scale: the loss scale of the step's backward, None without one.
+        """
+        batches, trainer = tuple(self._batches), self.trainer
+        if not batches:
+            return Again(why_not="its batch was not seen")
+        if str(getattr(trainer.accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
+            return Again(why_not="DeepSpeed runs the backward by itself")
+        self.detach()
+        before = dict(vars(trainer))
+        trainer._prepare_inputs = _as_it_is  # what a batch was made into; completions are not generated again
+
+        def step() -> Iterator[torch.Tensor]:
+            for batch in batches:
+                batch.states.put_back()
+                yield trainer.training_step(batch.model, copy.copy(batch.inputs), batch.items)
+
+        named = [dict(batch.inputs) for batch in batches]
+        alone = trainer.accelerator.num_processes == 1
+        try:
+            return Again(first_nonfinite(trainer.model, step, named, scale, stop=alone))
+        except Exception as error:  # noqa: BLE001 - what stopped the run is told in any case, and this beside it
+            return Again(why_not=f"{type(error).__name__}: {first_line(error)}")
+        finally:
+            vars(trainer).clear()
+            vars(trainer).update(before)
+
+    # --------------------------------------------------------------------------------------------------- the trainer
+
+    def _replace(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        if name not in vars(self.trainer):
+            method = getattr(self.trainer, name)
+            setattr(self.trainer, name, wraps(method)(around(method)))
+            self._replaced += (name,)
+
+    def _around_loss(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return method(model, inputs, *args, **kwargs)
+            states = RandomStates.taken(self.trainer.args.device)
+            items = kwargs.get("num_items_in_batch")
+            self._batches.append(_MicroBatch(model, copy.copy(inputs), items, states))
+            result = method(model, inputs, *args, **kwargs)
+            loss = result[0] if isinstance(result, tuple) else result
+            self._losses.append(loss.detach().mean())
+            return result
+
+        return compute_loss
+
+    def _around_norm(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def get_grad_norm(*args: Any, **kwargs: Any) -> Any:
+            self._norm = method(*args, **kwargs)
+            return self._norm
+
+        return get_grad_norm
+
+
+def _as_it_is(inputs: Any) -> Any:
+    return inputs
