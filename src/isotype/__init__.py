@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from isotype.precision.policy import PrecisionPolicy
     from isotype.preflight.check import check
     from isotype.preflight.repair import repair
+    from isotype.ranges.measure import measure_ranges
     from isotype.train.callback import PrecisionCallback
     from isotype.train.enforce import enforce
 
@@ -39,6 +40,7 @@ _HOME = {
     "enforce": "isotype.train.enforce",
     "check": "isotype.preflight.check",
     "repair": "isotype.preflight.repair",
+    "measure_ranges": "isotype.ranges.measure",
     "PrecisionCallback": "isotype.train.callback",
     "IsotypeError": "isotype.core.errors",
     "PrecisionError": "isotype.core.errors",
@@ -61,6 +63,7 @@ __all__ = [
     "check",
     "enforce",
     "load",
+    "measure_ranges",
     "repair",
     "resolve_precision",
 ]

@@ -67,7 +67,7 @@ def fold(model: nn.Module) -> nn.Module:
         `model`.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
-    for owner, layers in _lists_of_layers(model):
+    for owner, layers in lists_of_blocks(model):
         plan = _plan([_signature(layer) for layer in layers.children()])
         config = _config_of(model, owner)
         if len(plan.kept) < len(plan.represents) and not any(
@@ -96,11 +96,14 @@ def stands_for(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _lists_of_layers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(the module that owns it, the list) of every list of blocks; not lists of experts, which a router indexes."""
+def lists_of_blocks(model: nn.Module, fewest: int = _FEWEST) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(the module that owns it, the list) of every list of at least `fewest` blocks.
+
+    Lists of experts, which a router indexes, are none.
+    """
     for owner in model.modules():
         for child in owner.children():
-            long = type(child) in (nn.ModuleList, nn.Sequential) and len(child._modules) >= _FEWEST
+            long = type(child) in (nn.ModuleList, nn.Sequential) and len(child._modules) >= fewest
             if long and all(_is_block(layer) for layer in child.children()):
                 yield owner, child
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS, Loss
+from isotype.ranges.batches import image_shape
 
 Inputs = Mapping[str, Any] | Callable[[nn.Module], torch.Tensor]
 
@@ -53,17 +54,6 @@ def synthetic_batch(model: Any, rows: int, length: int) -> dict[str, torch.Tenso
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
     return batch
-
-
-def image_shape(config: Any) -> tuple[int, int, int] | None:
-    """(tokens of an image, placeholder token, pixels a side), None where the config does not say all three."""
-    vision = getattr(config, "vision_config", None)
-    size = getattr(vision, "image_size", None)
-    tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
-    placeholder = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    if not all(isinstance(each, int) for each in (size, tokens, placeholder)):
-        return None
-    return tokens, placeholder, size  # type: ignore[return-value]
 
 
 def batch_notes(config: Any) -> tuple[str, ...]:

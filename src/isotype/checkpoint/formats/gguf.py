@@ -111,7 +111,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
     if not isinstance(alignment, int) or alignment <= 0:
         raise damaged(path, [Problem(f"general.alignment {alignment!r}", "a positive number", DAMAGED)])
     start = -(-at // alignment) * alignment
-    tensors = _tensors(entries, len(data) - start, path)
+    tensors = _tensors(entries, start, len(data), path)
     return by_name(tensors), metadata
 
 
@@ -151,7 +151,7 @@ def _value(data: mmap.mmap, at: int, kind: int, key: str, metadata: dict[str, ob
 
 
 def _tensors(
-    entries: Sequence[tuple[str, tuple[int, ...], int, int]], data_bytes: int, path: Path
+    entries: Sequence[tuple[str, tuple[int, ...], int, int]], start: int, end: int, path: Path
 ) -> list[TensorHeader]:
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -179,9 +179,10 @@ def _tensors(
             problems.append(Problem(given, f"a multiple of {block}", DAMAGED))
             continue
         nbytes = math.prod(shape) // block * block_bytes
-        if offset + nbytes > data_bytes:
+        if start + offset + nbytes > end:
             cut.append(name)
-        tensors.append(TensorHeader(name, type_name, from_safetensors_name(type_name), shape, nbytes, path))
+        dtype = from_safetensors_name(type_name)
+        tensors.append(TensorHeader(name, type_name, dtype, shape, nbytes, path, start + offset))
     if cut:
         given = f"{len(cut)} tensors end beyond the file, first {cut[0]!r}"
         problems.append(Problem(given, "a complete file", DAMAGED))
@@ -209,8 +210,8 @@ def dense_copy(
     """
     path = Path(gguf_path)
     tensors, metadata = read_gguf_header(path)
-    root = cache_dir or default_cache_dir() / "gguf"
-    target = root / f"{path.stem}-{_fingerprint(path)}-{dtype_name(dtype)}"
+    target = _copy_path(path, dtype, cache_dir)
+    root = target.parent
     if target.is_dir():
         return target
     _check_room(root, sum(tensor.elements for tensor in tensors) * dtype.itemsize)
@@ -232,6 +233,17 @@ def dense_copy(
         raise SaveError("the dense copy of a GGUF file cannot be written", [problem]) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def some_copy(gguf_path: str | Path) -> Path:
+    """As `dense_copy`, in whichever dtype there is a copy already: float32, bfloat16, else a new one in bfloat16."""
+    copies = (_copy_path(Path(gguf_path), dtype) for dtype in (torch.float32, torch.bfloat16))
+    return next((copy for copy in copies if copy.is_dir()), None) or dense_copy(gguf_path)
+
+
+def _copy_path(path: Path, dtype: torch.dtype, cache_dir: Path | None = None) -> Path:
+    root = cache_dir or default_cache_dir() / "gguf"
+    return root / f"{path.stem}-{_fingerprint(path)}-{dtype_name(dtype)}"
 
 
 def default_cache_dir() -> Path:

@@ -12,6 +12,8 @@ from isotype.core.dtypes import from_safetensors_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.hub import offline_if_unreachable
 
+_OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
 
 def hub_config(model_id: str, revision: str | None = None) -> Any:
     """The transformers config of a hub id, of its main branch unless a revision is given.
@@ -43,6 +45,12 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 def cached_headers(model_id: str, revision: str | None = None) -> CheckpointHeaders | None:
     """Headers from the hub's local cache, if all of the weights are there."""
+    directory = local_snapshot(model_id, revision)
+    return None if directory is None else read_headers(directory)
+
+
+def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
+    """The directory of the hub's local cache that holds a model, if all of its weights are there, in safetensors."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model_id, "config.json", revision=revision)
@@ -51,7 +59,33 @@ def cached_headers(model_id: str, revision: str | None = None) -> CheckpointHead
         return None
     if found[0].suffix == ".json" and missing_shards(found[0]):
         return None
-    return read_headers(found[0])
+    return found[0].parent
+
+
+def downloaded(model_id: str, revision: str | None = None) -> Path:
+    """The directory of the hub's local cache that holds a model; what is not there is downloaded.
+
+    Raises:
+        CheckpointError: the hub does not have it, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    found = local_snapshot(model_id, revision)
+    if found is not None:
+        return found
+    why = ""
+    try:
+        with offline_if_unreachable() as why:
+            return Path(snapshot_download(model_id, revision=revision, allow_patterns=_OF_A_MODEL))
+    except (OSError, HTTPError, ValueError) as error:
+        reason = why or (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = Problem(
+            f"hub id {model_id}: {reason}",
+            "a model on the hub, or in its local cache",
+            "check the spelling and the network, or give a local directory",
+        )
+        raise CheckpointError("the model cannot be downloaded", [problem]) from error
 
 
 def remote_headers(

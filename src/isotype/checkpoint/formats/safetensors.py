@@ -11,6 +11,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -53,7 +54,8 @@ def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
     problems = problems or _check_spans(spans, data_bytes)
     if problems:
         raise damaged(path, problems)
-    return tuple(tensor for _, _, tensor in spans), metadata
+    start = path.stat().st_size - data_bytes
+    return tuple(replace(tensor, begin=start + begin) for begin, _, tensor in spans), metadata
 
 
 def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:

@@ -26,6 +26,7 @@ class TensorHeader:
         shape: sizes in torch's order, slowest dimension first.
         bytes: size in the file.
         file: where it lies.
+        begin: position of its first byte in the file; 0 where only the header is at hand.
     """
 
     name: str
@@ -34,6 +35,7 @@ class TensorHeader:
     shape: tuple[int, ...]
     bytes: int
     file: Path
+    begin: int = 0
 
     @property
     def elements(self) -> int:

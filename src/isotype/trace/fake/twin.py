@@ -8,9 +8,6 @@ keeps it in the twin.
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -21,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype})
-_HOLDERS = frozenset({dict, OrderedDict, set, list})
+from isotype.model.copies import copied, empty_copies, fill_copies
+
 _CPU = torch.device("cpu")
-_SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -71,28 +67,16 @@ def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     An attribute that cannot be copied because it belongs to this process (a lock, a file, a process group) is shared.
     """
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        memo[id(module)] = _empty_copy(module)
+    empty_copies(model, memo)
     tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     for _, tensor in tensors:
         memo[id(tensor)] = _empty_parameter(tensor, mode)
     with _FakeCopies(mode):
         for _, tensor in tensors:
-            _fill(memo[id(tensor)], tensor.__dict__, memo)
-        for module in list(model.modules()):
-            if memo[id(module)] is not module:
-                _fill(memo[id(module)], module.__dict__, memo)
-                _fill_slots(memo[id(module)], module, memo)
+            _fill(memo[id(tensor)], tensor, memo)
+        fill_copies(model, memo)
     twin: nn.Module = memo[id(model)]
     return twin
-
-
-def _empty_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class that nothing has initialized, whatever the class's own `__new__` asks for."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return module  # it lies in C++: fakes run through it
-    made: nn.Module = object.__new__(type(module))
-    return made
 
 
 def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -124,29 +108,11 @@ def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
-def _fill(made: Any, attributes: Mapping[str, Any], memo: dict[int, Any]) -> None:
-    for name, value in attributes.items():
-        if isinstance(made, torch.Tensor) and name in made.__dict__:
-            continue  # what a fake needs for itself
-        made.__dict__[name] = _copied(value, memo)
-
-
-def _fill_slots(made: Any, given: Any, memo: dict[int, Any]) -> None:
-    for cls in type(given).__mro__:
-        for member in vars(cls).values() if "__slots__" in vars(cls) else ():
-            if isinstance(member, types.MemberDescriptorType) and hasattr(given, member.__name__):
-                member.__set__(made, _copied(member.__get__(given), memo))
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, _SHARED) or type(value) in _ATOMS:
-        return value
-    if type(value) in _HOLDERS and not value:  # nearly every attribute of a module
-        return memo.setdefault(id(value), type(value)())
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
-        return value
+def _fill(made: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
+    """Give a fake what the tensor holds as attributes, apart from what a fake needs for itself."""
+    for name, value in tensor.__dict__.items():
+        if name not in made.__dict__:
+            made.__dict__[name] = copied(value, memo)
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -164,7 +130,7 @@ class _FakeCopies(TorchFunctionMode):
                 memo[id(tensor)] = made
                 # Kept alive with the memo, or another tensor could be given the same id.
                 memo.setdefault(id(memo), []).append(tensor)
-                _fill(made, tensor.__dict__, memo)
+                _fill(made, tensor, memo)
             return memo[id(tensor)]
         if func == _DATA and not isinstance(args[0], FakeTensor):
             return fake_like(

@@ -1,0 +1,94 @@
+"""Measurements of value ranges that are kept: in the user's cache folder, found again by what the checkpoint holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from isotype.checkpoint.formats.gguf import default_cache_dir
+from isotype.checkpoint.formats.headers import find_weights, read_headers
+from isotype.checkpoint.formats.hub import local_snapshot
+from isotype.checkpoint.locate import resolve_source
+from isotype.core.errors import Problem, SaveError
+from isotype.precision.ranges import Ranges
+
+_SAMPLE = 256
+"""Bytes of each tensor that count: two checkpoints of one architecture have the same headers."""
+
+
+def cached_ranges(source: str | Path, revision: str | None = None) -> Ranges | None:
+    """The measurement of a checkpoint that was kept, on whatever path the same checkpoint lay then.
+
+    How old it is, its `when` says. One that is damaged or of another layout counts as none.
+
+    Args:
+        source: checkpoint directory, GGUF file, `embedded:NAME` or hub id; of a hub id, what has been downloaded.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: `source` is no checkpoint, or its headers are damaged.
+    """
+    key = fingerprint(source, revision)
+    path = None if key is None else _path(key)
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = Ranges.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if found.key == key else None
+
+
+def keep_ranges(ranges: Ranges) -> Path:
+    """Keep a measurement of a checkpoint for `cached_ranges`; its `key` says of which.
+
+    Raises:
+        ValueError: it is of a model in memory.
+        SaveError: it cannot be written.
+    """
+    if not ranges.key:
+        raise ValueError("a model in memory has no key to keep its ranges under")
+    path = _path(ranges.key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return ranges.save(path)
+    except OSError as error:
+        fix = "set ISOTYPE_CACHE to a folder that can be written"
+        problem = Problem(f"{path}: {error}", "a folder that can be written", fix)
+        raise SaveError("the measurement of value ranges cannot be kept", [problem]) from error
+
+
+def _path(key: str) -> Path:
+    return default_cache_dir() / "ranges" / f"{key}.json"
+
+
+def fingerprint(source: str | Path, revision: str | None = None) -> str | None:
+    """Of what a checkpoint holds: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
+
+    None where there are no weights, or none on this machine. The same on every path and at any time.
+    """
+    directory = resolve_source(source)
+    if isinstance(directory, str):
+        found = local_snapshot(directory, revision)
+        if found is None:
+            return None
+        directory = found
+    if directory.is_dir() and find_weights(directory) is None:
+        return None
+    headers = read_headers(directory)
+    digest = hashlib.sha256()
+    files = sorted({tensor.file for tensor in headers.tensors})
+    config = directory / "config.json"
+    said: list[Any] = [[file.name, file.stat().st_size] for file in files]
+    said += [[each.name, each.dtype_name, each.shape, each.bytes] for each in headers.tensors]
+    digest.update(json.dumps(said).encode())
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for file in files:
+        with file.open("rb") as opened:
+            for tensor in (each for each in headers.tensors if each.file == file):
+                opened.seek(tensor.begin)
+                digest.update(opened.read(min(tensor.bytes, _SAMPLE)))
+    return digest.hexdigest()[:32]

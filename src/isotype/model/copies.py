@@ -1,0 +1,57 @@
+"""Copies of a tree of modules whose tensors somebody else provides: fakes, or shared ones."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype})
+_HOLDERS = frozenset({dict, OrderedDict, set, list})
+_SHARED = (types.ModuleType, type, torch.Generator)
+
+
+def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
+    """For every module of `model` that `memo` does not know, one of the same class that nothing has initialized."""
+    for module in model.modules():
+        # A scripted module lies in C++ and is shared.
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        memo.setdefault(id(module), module if scripted else object.__new__(type(module)))
+
+
+def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
+    """Copy what the modules hold into the copies that `memo` has of them, apart from those whose ids `leave` names.
+
+    What `memo` knows already (tensors, containers, by `id`) is taken from it. An attribute that cannot be copied because
+    it belongs to this process (a lock, a file, a process group) is shared.
+    """
+    for module in list(model.modules()):
+        made = memo[id(module)]
+        if made is not module and id(module) not in leave:
+            for name, value in module.__dict__.items():
+                made.__dict__[name] = copied(value, memo)
+            _fill_slots(made, module, memo)
+
+
+def _fill_slots(made: Any, given: Any, memo: dict[int, Any]) -> None:
+    for cls in type(given).__mro__:
+        for member in vars(cls).values() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType) and hasattr(given, member.__name__):
+                member.__set__(made, copied(member.__get__(given), memo))
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of an attribute; the attribute itself where it cannot be copied."""
+    if isinstance(value, _SHARED) or type(value) in _ATOMS:
+        return value
+    if type(value) in _HOLDERS and not value:  # nearly every attribute of a module
+        return memo.setdefault(id(value), type(value)())
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
+        return value

@@ -1,0 +1,172 @@
+"""What is run through a model whose ranges are measured: a batch that is given, text of this package, or what is drawn."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.core.errors import Problem, UsageError
+from isotype.core.names import plural
+
+LENGTH = 64
+"""Tokens of one text."""
+
+_SEED = 0
+_FIRST = 5  # past the special tokens that most vocabularies begin with
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What is run.
+
+    Attributes:
+        batches: arguments by name of each forward.
+        rows: how many texts lie in a batch one below the other and are told apart; 0 where a batch is one.
+        said: what it is, in words.
+        tokens: number of tokens in all.
+        notes: what it leaves out.
+    """
+
+    batches: tuple[Mapping[str, Any], ...]
+    rows: int
+    said: str
+    tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def given_batches(batch: Any) -> Batches:
+    """A batch of the user's own, or several.
+
+    Raises:
+        UsageError: neither a mapping of tensors nor several of them.
+    """
+    batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
+    if not batches or not all(isinstance(each, Mapping) for each in batches):
+        given = f"a {type(batch).__name__}"
+        expected = "a dict of the tensors that the model is called with, or a list of such"
+        fix = "give one batch of the training data loader"
+        raise UsageError("no batch to measure", [Problem(given, expected, fix)])
+    said = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
+    return Batches(tuple(map(dict, batches)), 0, said, sum(map(_tokens_in, batches)))
+
+
+def _tokens_in(batch: Mapping[str, Any]) -> int:
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    named = [batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch]
+    counted = named or [each for each in tensors if not each.is_floating_point()] or tensors
+    return int(counted[0].numel()) if counted else 0
+
+
+def passages() -> tuple[str, ...]:
+    """The texts that come with this package."""
+    path = resources.files("isotype.data") / "passages" / "passages.txt"
+    return tuple(path.read_text(encoding="utf-8").strip().split("\n\f\n"))
+
+
+def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
+    """Texts of this package through the tokenizer, or token ids that are drawn, and whatever else the model takes.
+
+    The texts are of 64 tokens each (of all of `tokens` where these are fewer) and make one batch.
+
+    Args:
+        model: a transformers model, PEFT or not; it may lie on the meta device.
+        tokenizer: the checkpoint's tokenizer or processor; None draws token ids.
+        tokens: how many in all, rounded up to whole texts.
+
+    Raises:
+        UsageError: the model takes no token ids.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config: Any = getattr(base, "config", None)
+    if not hasattr(config, "to_dict") or getattr(base, "main_input_name", "input_ids") != "input_ids":
+        named = getattr(base, "main_input_name", "arguments of its own")
+        problem = Problem(
+            f"{type(base).__name__}, which takes {named}",
+            "a batch",
+            "give batch=, what the model is called with",
+        )
+        raise UsageError("no batch can be made up for this model", [problem])
+    length = min(LENGTH, max(2, tokens))
+    rows = -(-tokens // length)
+    words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
+    if words is not None:
+        ids = _texts(words, rows, length)
+        said = f"{plural(rows, 'text')} of {length} tokens that come with isotype"
+    else:
+        ids = _drawn(size, rows, length)
+        said = f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, for want of a tokenizer"
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    notes = _add_images(batch, base, size)
+    batch["labels"] = _labels(base, batch)
+    return Batches((batch,), rows, said, ids.numel(), notes)
+
+
+def _texts(tokenizer: Any, rows: int, length: int) -> torch.Tensor:
+    """Row r begins with passage r and goes on with the following ones until it is long enough."""
+    texts = passages()
+    # The special tokens that a text begins with come once a row.
+    pieces = [tokenizer(text)["input_ids"] for text in texts]
+    found = []
+    for row in range(rows):
+        ids: list[int] = []
+        turn, start = row % len(texts), row // len(texts)
+        while len(ids) < length * (start + 1):
+            ids += pieces[turn % len(texts)]
+            turn += 1
+        found.append(ids[length * start : length * (start + 1)])
+    return torch.tensor(found)
+
+
+def _drawn(size: int, rows: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randint(min(_FIRST, size - 1), size, (rows, length), generator=generator)
+
+
+def _labels(base: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    name, ids = type(base).__name__, batch["input_ids"]
+    if name.endswith("ForSequenceClassification"):
+        return torch.zeros(ids.shape[0], dtype=torch.long)
+    if name.endswith("ForTokenClassification"):
+        return torch.zeros_like(ids)
+    # Nothing is learned from the tokens that stand for an image.
+    images = image_shape(base.config) if "pixel_values" in batch else None
+    return ids.clone() if images is None else ids.masked_fill(ids == images[1], -100)
+
+
+def _add_images(batch: dict[str, torch.Tensor], base: Any, size: int) -> tuple[str, ...]:
+    """One image a row, drawn, for a vision-language model that says how many tokens it takes."""
+    if getattr(base.config, "vision_config", None) is None:
+        return ()
+    ids, image = batch["input_ids"], image_shape(base.config)
+    if image is None:
+        return ("the batch is text only: the config does not say how many tokens an image takes",)
+    tokens, placeholder, side = image
+    ids[ids == placeholder] = min(_FIRST, size - 1)
+    room = torch.full((ids.shape[0], tokens), placeholder)
+    ids = torch.cat([ids[:, :1], room, ids[:, 1:]], dim=1)
+    batch["input_ids"], batch["attention_mask"] = ids, torch.ones_like(ids)
+    generator = torch.Generator().manual_seed(_SEED)
+    # What processors return has about mean 0 and variance 1.
+    batch["pixel_values"] = torch.randn(ids.shape[0], 3, side, side, generator=generator)
+    if "token_type_ids" in inspect.signature(base.forward).parameters:
+        batch["token_type_ids"] = (ids == placeholder).long()
+    return ("its images are drawn: normally distributed values with a fixed seed",)
+
+
+def image_shape(config: Any) -> tuple[int, int, int] | None:
+    """(tokens of an image, placeholder token, pixels a side), None where the config does not say all three."""
+    vision = getattr(config, "vision_config", None)
+    size = getattr(vision, "image_size", None)
+    tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
+    placeholder = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    if not all(isinstance(each, int) for each in (size, tokens, placeholder)):
+        return None
+    return tokens, placeholder, size  # type: ignore[return-value]

@@ -1,0 +1,91 @@
+"""Magnitudes of tensors: measured once and remembered on the tensor while it lives unchanged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from isotype.precision.ranges import FLOAT16_FLUSHED
+
+_KNOWN = "_isotype_magnitude"
+FILL = 1e38
+"""What lies above is a fill value, infinity or the largest number of float32 or bfloat16, unless an operator made it."""
+
+
+_SAMPLE = 1 << 15
+"""What is counted on a sample is counted to a fraction of a percent; torch uses no threads for so few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """The largest magnitude of a tensor.
+
+    Attributes:
+        value: of its values that are no fill values; infinity or NaN where an operator made such.
+        filled: whether it holds fill values, as attention masks do.
+    """
+
+    value: float
+    filled: bool = False
+
+
+def magnitude(tensor: torch.Tensor) -> Magnitude:
+    """The largest magnitude of a float tensor; values above 1e38 in it are taken as fill values."""
+    known = getattr(tensor, _KNOWN, None)
+    if known is not None and known[0] == tensor._version:
+        found: Magnitude = known[1]
+        return found
+    return remember(tensor, _measured(tensor))
+
+
+def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
+    """Keep what is known of `tensor` on it, until it is written to."""
+    setattr(tensor, _KNOWN, (tensor._version, measured))
+    return measured
+
+
+def pass_on(given: torch.Tensor, made: torch.Tensor) -> None:
+    """`made` holds the very values of `given`: what is known of them is known of it."""
+    known = getattr(given, _KNOWN, None)
+    if known is not None and known[0] == given._version:
+        remember(made, known[1])
+
+
+def _measured(tensor: torch.Tensor) -> Magnitude:
+    if not tensor.numel():
+        return Magnitude(0.0)
+    low, high = (float(each) for each in torch.aminmax(tensor.detach()))
+    largest = max(-low, high) if low == low and high == high else math.nan
+    if largest < FILL or math.isnan(largest):
+        return Magnitude(largest)
+    values = tensor.detach().abs()
+    inside = values[values < FILL]
+    return Magnitude(float(inside.max()) if inside.numel() else 0.0, filled=True)
+
+
+def flushed_share(tensor: torch.Tensor) -> float:
+    """Share of the nonzero values of a float tensor that float16 rounds to zero, of an even sample where it is large."""
+    values = sampled(tensor).abs()
+    nonzero = int(torch.count_nonzero(values))
+    if not nonzero:
+        return 0.0
+    return 1.0 - int(torch.count_nonzero(values >= FLOAT16_FLUSHED)) / nonzero
+
+
+def median(tensor: torch.Tensor) -> float:
+    """Median magnitude of the nonzero values of a float tensor, of an even sample where it is large."""
+    values = sampled(tensor).float().abs()
+    nonzero = values[values > 0]
+    return float(nonzero.median()) if nonzero.numel() else 0.0
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """At most 2^15 values of a tensor, evenly apart in memory; all of a smaller one."""
+    # In the order of memory, or a transposed matrix would be copied.
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.detach().permute(order).reshape(-1)
+    # An odd step meets every column of a matrix, whose widths are even.
+    step = max(1, -(-flat.numel() // _SAMPLE))
+    return flat[:: step if step == 1 else step | 1]

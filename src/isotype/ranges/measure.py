@@ -1,0 +1,166 @@
+"""measure_ranges: the largest values of a model, in one forward and backward in float32."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from isotype.checkpoint.measured import fingerprint, keep_ranges
+from isotype.core.dtypes import dtype_name
+from isotype.core.random_states import random_states_kept
+from isotype.precision.ranges import Ranges
+from isotype.ranges.bar import Bar
+from isotype.ranges.batches import Batches, given_batches, made_batches
+from isotype.ranges.recorder import RangeRecorder
+from isotype.ranges.sources import of_checkpoint, of_module
+from isotype.ranges.twin import Twin, twin_of
+from isotype.ranges.weights import Weights
+from isotype.trace.loss import find_loss, loss_of
+
+TOKENS = 256
+"""Tokens that are run where nobody gives a batch."""
+
+
+def measure_ranges(
+    model: nn.Module | str | Path,
+    batch: Any = None,
+    *,
+    tokens: int = TOKENS,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+    revision: str | None = None,
+) -> Ranges:
+    """Run a forward and a backward of the mean loss and write down the largest magnitude of every value.
+
+    It is computed in float32 from the weights as they are, in evaluation mode, without autocast and without a policy's
+    boundaries. Of a checkpoint, and of a model in memory, one block at a time is there in float32: blocks are computed
+    again in the backward. A model in memory is not changed, nor its gradients, hooks, modes or random states. What is
+    measured of a checkpoint on text of this package is kept for `isotype.checkpoint.measured.cached_ranges`.
+
+    Args:
+        model: a module (with PEFT adapters, quantized layers, boundaries or not), or a checkpoint: a directory, a
+            GGUF file, `embedded:NAME` or a hub id.
+        batch: what the model is called with, a dict of tensors, labels included, or a list of such dicts; by default
+            short texts that come with isotype.
+        tokens: how many tokens of these texts.
+        device: where it is computed; by default where the model is, of a checkpoint the CPU.
+        dtype: dtype that it is computed in; by default float32, bfloat16 where that does not fit into free memory.
+        progress: whether a bar is shown on a terminal when it takes longer than three seconds.
+        revision: branch, tag or commit of a hub id.
+
+    Returns:
+        The measurement. Where even float32 overflows it holds infinity or NaN, and a note names the first operator.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be loaded.
+        UsageError: no batch can be made up for the model, or the one given is none.
+    """
+    live = isinstance(model, nn.Module)
+    measured = of_module(model) if isinstance(model, nn.Module) else of_checkpoint(model, revision)
+    base = measured.model
+    run = given_batches(batch) if batch is not None else made_batches(base, measured.tokenizer(), tokens)
+    where = torch.device(device) if device is not None else measured.device
+    chosen = dtype or measured.fitting_dtype(where)
+    recorder, weights = RangeRecorder(), Weights(chosen, where)
+    bar = Bar("measuring value ranges", progress)
+    twin = twin_of(base, weights, recorder, bar.advance, measured.read)
+    bar.total = 2 * len(run.batches) * sum(map(len, twin.blocks))
+    try:
+        losses, notes = _run(twin, recorder, run, where, chosen)
+    finally:
+        bar.close()
+    key = "" if live else fingerprint(str(model), revision) or ""
+    ranges = Ranges(
+        source=measured.source,
+        key=key,
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        dtype=dtype_name(chosen),
+        text=run.said,
+        tokens=run.tokens,
+        batches=run.rows or len(run.batches),
+        spread=recorder.spread(),
+        modules=recorder.modules(twin.weight_ranges()),
+        operators=recorder.operators(),
+        stream=_stream(recorder, twin),
+        loss=losses,
+        notes=(*measured.notes, *run.notes, *notes),
+    )
+    if key and batch is None:
+        keep_ranges(ranges)
+    return ranges
+
+
+def _run(
+    twin: Twin, recorder: RangeRecorder, run: Batches, device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    """Forward and backward of every batch: their losses, and what there is to say."""
+    losses, notes = [], dict[str, None]()
+    with _undisturbed(device):
+        for batch in run.batches:
+            inputs = _on(batch, device, dtype)
+            with recorder.step(run.rows):
+                output = twin.model(**inputs)
+                if find_loss(output) is None:
+                    notes[
+                        "the model returns no loss: gradients are those of the mean of its first output"
+                    ] = None
+                loss = loss_of(output)
+                loss = loss if not loss.ndim else loss.float().mean()
+                recorder.phase = "backward"
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                else:
+                    notes["the loss depends on nothing that takes a gradient: there are no gradients"] = None
+            twin.weights.end_step()
+            losses.append(float(loss.detach()))
+    if recorder.first:
+        notes[f"not finite in {dtype_name(dtype)}: {recorder.first}"] = None
+    return tuple(losses), tuple(notes)
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Whatever the caller has switched on is off, what is drawn is put back."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(random_states_kept())
+        if device.type == "cuda":
+            stack.enter_context(torch.random.fork_rng(devices=[device]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
+
+
+def _on(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.is_floating_point():
+            return value.to(device)
+        # Gradients reach what only images or embeddings lead to.
+        return value.detach().to(device, dtype, copy=True).requires_grad_()
+
+    return {name: tree_map(moved, value) for name, value in batch.items()}
+
+
+def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
+    """The embedding before each list of blocks, and its blocks."""
+    order = recorder.order()
+    found: list[str] = []
+    start = 0
+    for blocks in sorted((each for each in twin.blocks if each[0] in order), key=lambda each: order[each[0]]):
+        first = order[blocks[0]]
+        embeddings = [
+            name for name, at in order.items() if start <= at < first and recorder.kind(name) == "embedding"
+        ]
+        found += [*embeddings[:1], *(block for block in blocks if block in order)]
+        start = order[found[-1]]
+    return tuple(dict.fromkeys(found))

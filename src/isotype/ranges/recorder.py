@@ -1,0 +1,340 @@
+"""What a step's values are: a dispatch mode for operators, hooks for modules and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isotype.core.names import named
+from isotype.model.walk import kind_of
+from isotype.precision.ranges import ModuleRange, OperatorRange
+from isotype.ranges.magnitude import FILL, Magnitude, flushed_share, magnitude, pass_on, remember
+from isotype.ranges.weights import WeightRange, attached, rows_of, whole
+from isotype.trace.recorder import leaves, operator_name, tensors_in
+from isotype.trace.source import asking_line, shown
+
+# They move values or make them from nothing: none is rounded.
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "clone", "_to_copy", "copy_", "copy", "cat", "stack", "index_select", "gather", "index", "masked_select", "repeat",
+        "roll", "flip", "constant_pad_nd", "slice_backward", "select_backward", "empty", "empty_like", "new_empty",
+        "empty_strided", "new_empty_strided", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "zero_",
+        "lift_fresh", "lift_fresh_copy", "contiguous", "slice_scatter", "select_scatter", "_reshape_copy",
+    )
+)  # fmt: skip
+_SHAPES = frozenset({"aten.detach", "aten.alias", "aten.sym_size", "prim.device"})
+_SAME_VALUES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous", "aten.flip", "aten.roll"})
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(slots=True)
+class _Operator:
+    inputs: list[float]
+    output: float
+    flushed: float
+    source: str
+
+
+@dataclass(slots=True)
+class _Module:
+    """Magnitudes of one module; `each`: of its output, of every text or batch."""
+
+    kind: str
+    input: float = 0.0
+    output: float = 0.0
+    gradient: float = 0.0
+    each: dict[int, float] = field(default_factory=dict)
+
+
+class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down the magnitudes of a running step.
+
+    Attributes:
+        phase: of the operators that run now.
+        first: the first operator whose result is not finite where its operands are; "" while there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase: Phase = "forward"
+        self.first = ""
+        self._modules: dict[str, _Module] = {}
+        self._operators: dict[tuple[str, str, int, Phase], _Operator] = {}
+        self._frames: list[str] = []
+        self._places: dict[int, tuple[str, Any]] = {}
+        self._calls: Counter[tuple[str, str, Phase]] = Counter()
+        self._rows = 0
+        self._texts = 0
+        self._paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, for nothing is compiled here: torch would wrap every dispatch in a switch of its compiler."""
+        return False
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    @contextmanager
+    def step(self, rows: int) -> Iterator[None]:
+        """A forward and backward; `rows` texts lie in it one below the other, 0 where it is one batch."""
+        self._rows, self.phase = rows, "forward"
+        self._frames.clear()
+        self._places.clear()
+        self._calls.clear()
+        with self:
+            yield
+        self._texts += rows or 1
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """What runs inside has been seen in the forward, where it belongs to a backward: it is computed again."""
+        before, self._paused = self._paused, torch._C._current_graph_task_id() != -1 or self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
+        """Follow the modules of `model` by hooks.
+
+        Outputs of embeddings get a gradient, so that gradients reach whatever they reach in some training, whichever
+        weights are frozen here; not inside of blocks, where a table of positions may decide which kernel runs.
+
+        Args:
+            model: its module tree.
+            names: plain names of its modules, by id.
+            inside: ids of the modules inside of blocks.
+        """
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks: what it runs is its caller's
+            kind = {"linear4bit": "linear", "linear8bit": "linear"}.get(kind_of(module), kind_of(module))
+            module.register_forward_pre_hook(
+                self._entering(names[id(module)], kind), with_kwargs=True, prepend=True
+            )
+            module.register_forward_hook(self._leaving, always_call=True)
+            if kind == "embedding" and id(module) not in inside:
+                module.register_forward_hook(_give_gradient, prepend=True)
+
+    def _entering(self, name: str, kind: str) -> Callable[..., None]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._frames.append(name)
+            if self._paused:
+                return
+            known = self._modules.setdefault(name, _Module(kind))
+            if known.kind == "other":
+                known.kind = kind  # PEFT's wrapper came first, the layer in it has the same name
+            for tensor in _floats((args, kwargs)):
+                known.input = _larger(known.input, self._seen(tensor).value)
+
+        return enter
+
+    def _leaving(self, _: nn.Module, __: Any, output: Any) -> None:
+        name = self._frames.pop()
+        if self._paused:
+            return
+        known = self._modules[name]
+        for tensor in _floats(output):
+            known.output = _larger(known.output, self._seen(tensor).value)
+            self._note_each(known, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(self._gradient(known))  # type: ignore[no-untyped-call]
+
+    def _note_each(self, known: _Module, tensor: torch.Tensor) -> None:
+        """Keep the largest output of every text apart."""
+        if not self._rows:
+            values = [self._seen(tensor).value]
+        elif tensor.ndim and tensor.shape[0] == self._rows and tensor.numel():
+            with torch._C._DisableTorchDispatch():
+                low, high = torch.aminmax(tensor.detach().reshape(self._rows, -1), dim=1)
+                values = torch.maximum(-low, high).tolist()
+        else:
+            return
+        for position, value in enumerate(values):
+            text = self._texts + position
+            known.each[text] = _larger(known.each.get(text, 0.0), value)
+
+    def _gradient(self, known: _Module) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            known.gradient = _larger(known.gradient, self._seen(gradient).value)
+
+        return note
+
+    def _seen(self, tensor: torch.Tensor) -> Magnitude:
+        with torch._C._DisableTorchDispatch():
+            return magnitude(tensor)
+
+    # ----------------------------------------------------------------------------------------------- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        short = _short(func)
+        if short == "aten.embedding":
+            args = rows_of(args)
+        elif short not in _SHAPES:
+            args, kwargs = whole(args, kwargs)
+        result = func(*args, **kwargs)
+        if not self._paused:
+            with torch._C._DisableTorchDispatch():
+                self._write(func, short, args, kwargs, result)
+        return result
+
+    def _write(self, func: Any, short: str, args: Any, kwargs: Any, result: Any) -> None:
+        made = [each for each in leaves(result) if isinstance(each, torch.Tensor) and _is_float(each)]
+        if not made:
+            return
+        given = [each for _, each in tensors_in(func, args, kwargs) if _is_float(each)]
+        if short in _SAME_VALUES or (_is_view(func) and given and given[0].numel() <= made[0].numel()):
+            if len(given) == len(made) == 1 and _width(made[0]) >= _width(given[0]):
+                pass_on(given[0], made[0])
+            return
+        if _is_view(func) or short in _MOVES:
+            return
+        operands = [magnitude(each) for each in given]
+        fills = any(each.filled for each in operands) or _is_fill(short, args, kwargs)
+        output = 0.0
+        for each in made:
+            output = _larger(output, self._checked(each, operands, fills, func).value)
+        module, source = self._place()
+        index = self._calls[module, short, self.phase]
+        self._calls[module, short, self.phase] += 1
+        key = (module, operator_name(func), index, self.phase)
+        flushed = max(map(flushed_share, made))
+        inputs = [each.value for each in operands]
+        known = self._operators.get(key)
+        if known is None:
+            self._operators[key] = _Operator(inputs, output, flushed, shown(source))
+        else:
+            known.inputs = [_larger(*pair) for pair in zip_longest(known.inputs, inputs, fillvalue=0.0)]
+            known.output, known.flushed = _larger(known.output, output), max(known.flushed, flushed)
+
+    def _checked(
+        self, made: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
+    ) -> Magnitude:
+        """The magnitude of a result; infinite where the operator overflowed, not where it was given infinity."""
+        found = magnitude(made)
+        if found.filled and not fills:
+            found = remember(made, Magnitude(math.inf))
+        if not math.isfinite(found.value) and not self.first:
+            module, source = self._place()
+            given = ", ".join(f"{each.value:.4g}" for each in operands)
+            at = f" ({shown(source)})" if source else ""
+            self.first = (
+                f"{operator_name(func)} in {named(module)}{at}, {self.phase}: operands up to {given or 'none'}, "
+                f"result {'NaN' if math.isnan(found.value) else 'infinite'}"
+            )
+        return found
+
+    def _place(self) -> tuple[str, Any]:
+        """(module, line) of the operator that runs now; in a backward those of the forward call it belongs to."""
+        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        if node is not None and not self._frames:
+            return self._places.get(node._sequence_nr(), ("", None))
+        place = (self._frames[-1] if self._frames else "", asking_line())
+        if torch.is_grad_enabled():
+            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+        return place
+
+    # -------------------------------------------------------------------------------------------------- result
+
+    def operators(self) -> tuple[OperatorRange, ...]:
+        """Every operator that was seen, in the order of the first call."""
+        return tuple(
+            OperatorRange(
+                module, op, index, phase, tuple(seen.inputs), seen.output, seen.flushed, seen.source
+            )
+            for (module, op, index, phase), seen in self._operators.items()
+        )
+
+    def order(self) -> dict[str, int]:
+        """Names of the modules that were called, with their positions in the order of the first call."""
+        return {name: position for position, name in enumerate(self._modules)}
+
+    def kind(self, name: str) -> str:
+        """The kind of a module that was called."""
+        return self._modules[name].kind
+
+    def modules(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:
+        """Every module that was called, in the order of the first call; `weights`: what is known of its own ones."""
+        none = WeightRange()
+        return tuple(
+            ModuleRange(
+                name,
+                seen.kind,
+                seen.input,
+                seen.output,
+                seen.gradient,
+                weights.get(name, none).largest,
+                weights.get(name, none).median,
+                weights.get(name, none).gradient,
+            )
+            for name, seen in self._modules.items()
+        )
+
+    def spread(self) -> float:
+        """The largest ratio between a module's output in one text or batch and in another; 1 where there is one."""
+        ratios = [
+            max(seen.each.values()) / min(seen.each.values())
+            for seen in self._modules.values()
+            if len(seen.each) == self._texts and min(seen.each.values()) > 0
+        ]
+        return max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger of two magnitudes; NaN where one is NaN."""
+    return other if other > one or math.isnan(other) else one
+
+
+def _floats(value: Any) -> Iterator[torch.Tensor]:
+    return (each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and _is_float(each))
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point
+
+
+def _width(tensor: torch.Tensor) -> int:
+    return tensor.dtype.itemsize
+
+
+def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
+    wanted = isinstance(output, torch.Tensor) and _is_float(output) and not output.requires_grad
+    return attached(output) if wanted and torch.is_grad_enabled() else None
+
+
+@cache
+def _short(func: Any) -> str:
+    """`aten.mm` of `aten.mm.default`."""
+    return operator_name(func).rpartition(".")[0]
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether the results share the memory of an argument that is not written to."""
+    returns = func._schema.returns
+    return bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
+
+
+def _is_fill(short: str, args: Any, kwargs: Any) -> bool:
+    """Whether what is infinite in a result was asked for: by a number among the arguments, or as log(0)."""
+    numbers = (each for each in (*args, *kwargs.values()) if type(each) is float)
+    return short == "aten.log" or any(abs(number) >= FILL for number in numbers)

@@ -1,0 +1,157 @@
+"""What is measured: a model in memory, or one whose weights stay on disk until a module asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.adapter import tokenizer_of
+from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.formats.config import read_config
+from isotype.checkpoint.formats.gguf import some_copy
+from isotype.checkpoint.formats.headers import find_weights
+from isotype.checkpoint.formats.hub import downloaded, local_snapshot
+from isotype.checkpoint.load import load
+from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.stream import blank_model, fill_buffers, stored_weights
+from isotype.core.errors import CheckpointError
+from isotype.model.walk import kind_of
+from isotype.ranges.twin import Read, unwrapped
+from isotype.ranges.weights import Weight
+from isotype.trace.fold import lists_of_blocks
+
+_ROOM = 1.5
+"""Memory of a measurement over that of the largest block's weights."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured.
+
+    Attributes:
+        model: the module; on the meta device where its weights stay on disk.
+        source: what it is, in words.
+        device: where it is.
+        directory: where its tokenizer may be; None where nobody knows.
+        read: how a parameter's values are had; None where they are the parameter's own.
+        notes: what there is to say about it.
+    """
+
+    model: nn.Module
+    source: str
+    device: torch.device
+    directory: Path | None = None
+    read: Read | None = None
+    notes: tuple[str, ...] = ()
+
+    def tokenizer(self) -> Any | None:
+        """The tokenizer that lies beside the weights, or None."""
+        return None if self.directory is None else tokenizer_of(self.directory)
+
+    def fitting_dtype(self, device: torch.device) -> torch.dtype:
+        """float32, or bfloat16 where the largest block does not fit into the free memory of `device` in float32."""
+        free = free_memory(device)
+        needed = _ROOM * 4 * max(_units(self.model), default=0)
+        return torch.bfloat16 if free is not None and needed > free else torch.float32
+
+
+def _units(model: nn.Module) -> list[int]:
+    """Numbers of weights that are there at the same time: of a block, or of a module outside of blocks."""
+    blocks: list[nn.Module] = [
+        block for _, layers in lists_of_blocks(model, fewest=1) for block in layers.children()
+    ]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    units = [sum(each.numel() for each in block.parameters()) for block in blocks]
+    outside = [module for module in model.modules() if id(module) not in inside]
+    return units + [
+        sum(each.numel() for each in module.parameters(recurse=False))
+        for module in outside
+        if kind_of(module) != "embedding"  # of which only the rows that are looked up are made
+    ]
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a device; None where nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().available)
+
+
+def of_module(model: nn.Module) -> Measured:
+    """A model in memory."""
+    model = unwrapped(model)
+    wrapped: Any = model
+    base = wrapped.get_base_model() if hasattr(model, "peft_config") else model
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    named = str(getattr(base, "name_or_path", "") or "")
+    directory: Path | None = None
+    if named:
+        try:
+            directory = _directory(named, None)
+        except CheckpointError:
+            directory = None  # it has been moved since, or lies on a hub that nobody can reach
+    return Measured(model, type(base).__name__, device, directory)
+
+
+def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
+    """A checkpoint, its weights left on disk where transformers' own conversions allow to read them one by one."""
+    directory = _directory(source, revision, download=True)
+    assert directory is not None
+    facts = facts_of(directory)
+    cpu = torch.device("cpu")
+    if facts.quantization is not None:
+        return _loaded(source, directory, f"its weights are stored in {facts.quantization.format}")
+    model = blank_model(read_config(directory))
+    stored = stored_weights(model, directory)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    held = {
+        each: next((name for name in tied if name in stored.shapes), None) for each, tied in names.items()
+    }
+    missing = [names[each][0] for each, name in held.items() if name is None]
+    if missing:
+        return _loaded(source, directory, f"it has no {missing[0]}, which transformers draws")
+    fill_buffers(model, stored)
+
+    def read(_: nn.Module, __: str, parameter: torch.Tensor) -> Weight:
+        name = held[id(parameter)]
+        assert name is not None
+        return Weight(id(parameter), parameter.shape, lambda: stored.read(name))
+
+    return Measured(model, str(source), cpu, directory, read)
+
+
+def _loaded(source: str | Path, directory: Path, why: str) -> Measured:
+    facts = facts_of(directory)
+    saved = facts.quantization.format if facts.quantization else None
+    policy = resolve_precision(
+        directory, quantization=saved if saved in ("nf4", "fp4", "int8") else None, device="cpu"
+    )
+    model = load(directory, policy, device_map=None)
+    note = f"loaded whole, not block by block: {why}"
+    return Measured(model.requires_grad_(False), str(source), torch.device("cpu"), directory, None, (note,))
+
+
+def _directory(source: str | Path, revision: str | None, download: bool = False) -> Path | None:
+    """The directory with a checkpoint's safetensors and tokenizer; a GGUF file's is its dense copy."""
+    found = resolve_source(source)
+    if isinstance(found, str):
+        return downloaded(found, revision) if download else local_snapshot(found, revision)
+    if found.is_dir():
+        weights = find_weights(found)
+        found = weights[0] if weights is not None and weights[0].suffix == ".gguf" else found
+    if found.suffix != ".gguf":
+        return found
+    return some_copy(found)

@@ -1,0 +1,225 @@
+"""The model that is measured: a copy of a model's modules that shares its weights and makes them when they are asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from isotype.core.names import base_name
+from isotype.model.boundary import set_boundary
+from isotype.model.copies import empty_copies, fill_copies
+from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.walk import kind_of
+from isotype.ranges.recorder import RangeRecorder
+from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
+from isotype.trace.fold import lists_of_blocks
+
+_WRAPPED = ("_orig_mod", "module")
+_QUANTIZED = ("linear4bit", "linear8bit")
+_HALVES = (torch.float16, torch.bfloat16)
+
+Read = Callable[[nn.Module, str, torch.Tensor], Weight]
+"""The weight of a parameter: of which module, its own name in it, and the parameter."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A model that is measured.
+
+    Attributes:
+        model: the copy; what it holds is its own, apart from the values of parameters.
+        names: the plain name of each of its modules, by id.
+        blocks: plain names of the blocks of every list of blocks, list by list.
+        weights: makes its weights.
+    """
+
+    model: nn.Module
+    names: dict[int, str]
+    blocks: tuple[tuple[str, ...], ...]
+    weights: Weights
+
+    def weight_ranges(self) -> dict[str, WeightRange]:
+        """What is known of the weights of every module that holds some, by plain name."""
+        return {
+            self.names[id(module)]: self.weights.range_of(_own(module).own)
+            for module in self.model.modules()
+            if isinstance(_own(module), OnDemand) and _own(module).own
+        }
+
+
+def _own(module: nn.Module) -> Any:
+    return module.__dict__.get("_parameters", {})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DDP and `torch.compile`."""
+    while type(model).__module__.startswith(("torch.nn.parallel", "torch._dynamo")):
+        model = next(getattr(model, name) for name in _WRAPPED if name in {**vars(model), **model._modules})
+    return model
+
+
+def twin_of(
+    model: nn.Module,
+    weights: Weights,
+    recorder: RangeRecorder,
+    done: Callable[[], None],
+    read: Read | None = None,
+) -> Twin:
+    """A copy of `model` to be measured, in evaluation mode and without the boundaries that a policy has set.
+
+    Args:
+        model: any module; it is not changed.
+        weights: makes the copy's weights.
+        recorder: follows the copy's modules.
+        done: called whenever a block has run.
+        read: how a parameter's values are had; by default they are the parameter's.
+    """
+    memo = _Memo(model, weights)
+    for module in model.modules():
+        memo[id(module._parameters)] = OnDemand(weights, _weights_of(module, read or _live))
+        if kind_of(module) in _QUANTIZED:
+            memo[id(module)] = _dense(module, memo)
+    dense = [id(module) for module in model.modules() if kind_of(module) in _QUANTIZED]
+    empty_copies(model, memo)
+    fill_copies(model, memo, leave=frozenset(dense))
+    made: nn.Module = memo[id(model)]
+    names = {id(module): base_name(name) for name, module in made.named_modules()}
+    for module in made.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            _tidy(module, weights.dtype)
+    blocks, inside = [], set[int]()
+    for _, layers in lists_of_blocks(made, fewest=1):
+        if id(layers) in inside:
+            continue  # a list within a block
+        blocks.append(tuple(names[id(block)] for block in layers.children()))
+        for block in layers.children():
+            inside |= {id(module) for module in block.modules()}
+            vars(block)["forward"] = _checkpointed(block.forward, weights, recorder, done)
+    recorder.watch(made, names, inside)
+    for module in made.modules():
+        if isinstance(_own(module), OnDemand) and _own(module).own:
+            _keep_while_it_runs(module, weights, id(module) in inside)
+    return Twin(made, names, tuple(blocks), weights)
+
+
+class _Memo(dict[int, Any]):
+    """For copies: a parameter that a module holds as a plain attribute (a flat list of a recurrent layer) is cast."""
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        super().__init__()
+        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
+        self._weights = weights
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """What stands for the object of that id."""
+        if key not in self and key in self._parameters:
+            self[key] = self._parameters[key].detach().to(self._weights.device, self._weights.dtype)
+        return super().get(key, default)
+
+
+def _weights_of(module: nn.Module, read: Read) -> dict[str, Weight | None]:
+    return {
+        name: None if parameter is None else read(module, name, parameter)
+        for name, parameter in module._parameters.items()
+    }
+
+
+def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
+    kind = kind_of(module) if name == "weight" else ""
+    state: Any = (
+        quantization_state(module) if kind == "linear4bit" else getattr(parameter, "quant_state", None)
+    )
+    if state is not None:
+        shape: Any = state.shape
+        values: Callable[[], torch.Tensor] = functools.partial(_dequantized_4bit, parameter, state)
+    elif kind == "linear8bit" and row_scales(module) is not None:
+        shape = parameter.shape
+        values = functools.partial(_dequantized_8bit, parameter, row_scales(module))
+    else:
+        shape, values = parameter.shape, lambda: parameter.detach()
+    return Weight(id(parameter), torch.Size(shape), values, parameter.requires_grad)
+
+
+def _dequantized_4bit(parameter: torch.Tensor, state: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    values: torch.Tensor = dequantize_4bit(parameter.detach(), state)
+    return values
+
+
+def _dequantized_8bit(parameter: torch.Tensor, scales: Any) -> torch.Tensor:
+    """Code x row scale / 127, LLM.int8, https://arxiv.org/abs/2208.07339."""
+    values: torch.Tensor = parameter.detach().float() * scales.float().to(parameter.device)[:, None] / 127
+    return values
+
+
+def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
+    with torch.device("meta"):
+        dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    vars(dense)["_parameters"] = memo[id(layer._parameters)]
+    return dense
+
+
+def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
+    """Take off what belongs to a run, not to the function: boundaries, accelerate's hooks, compilation, modes."""
+    set_boundary(module, None, dtype)
+    own = vars(module)
+    if "_hf_hook" in own:
+        own.pop("_hf_hook")
+        own.pop("forward", None)
+        if "_old_forward" in own:
+            own["forward"] = own.pop("_old_forward")
+    own.pop("_compiled_call_impl", None)
+    own["training"] = False
+    if own.get("gradient_checkpointing"):
+        own["gradient_checkpointing"] = False
+    config: Any = own.get("config")
+    if getattr(config, "use_cache", None):
+        config.use_cache = False  # a block that is computed again would fill the cache twice
+    for holder in (own, module._buffers):
+        for name, value in list(holder.items()):
+            if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
+                holder[name] = value.to(dtype)
+
+
+def _checkpointed(
+    forward: Callable[..., Any], weights: Weights, recorder: RangeRecorder, done: Callable[[], None]
+) -> Callable[..., Any]:
+    """The forward of a block, computed again in the backward: its weights are there while it runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.again(), weights.kept():
+            result = forward(*args, **kwargs)
+        done()
+        return result
+
+    def block(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    return block
+
+
+def _keep_while_it_runs(module: nn.Module, weights: Weights, inside: bool) -> None:
+    """Outside of blocks, a module's own weights are there while it runs; of an embedding only the rows it looks up."""
+    looks_up = kind_of(module) == "embedding"
+
+    def enter(*_: Any) -> None:
+        weights.embedding = looks_up
+        if not inside:
+            weights.open()
+
+    def leave(*_: Any) -> None:
+        weights.embedding = False
+        if not inside:
+            weights.close()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,220 @@
+"""Weights that are made in float32 when a module asks for them and dropped when its block has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from isotype.ranges.magnitude import Magnitude, magnitude, median, remember
+
+_LATER = "_isotype_weight"
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One parameter of the model that is measured.
+
+    Attributes:
+        key: the same of tied parameters.
+        shape: its shape.
+        read: gives its values, in whatever dtype they are stored.
+        trainable: whether its gradient is wanted.
+    """
+
+    key: Hashable
+    shape: torch.Size
+    read: Callable[[], torch.Tensor]
+    trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRange:
+    """Largest magnitude of weights, median magnitude of the nonzero ones, largest magnitude of their gradients."""
+
+    largest: float = 0.0
+    median: float = 0.0
+    gradient: float = 0.0
+
+
+@dataclass
+class Weights:
+    """Makes the weights of a model in the dtype and on the device of a measurement.
+
+    Attributes:
+        dtype: that of the measurement.
+        device: that of the measurement.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    _open: list[dict[Hashable, torch.Tensor]] = field(default_factory=list)
+    _seen: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
+    _gradients: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    _largest_gradient: dict[Hashable, float] = field(default_factory=dict)
+    embedding: bool = False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is made inside is kept until the end of it."""
+        self._open.append({})
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def open(self) -> None:
+        """As `kept`, until `close`."""
+        self._open.append({})
+
+    def close(self) -> None:
+        """Drop what was made since `open`."""
+        self._open.pop()
+
+    def make(self, weight: Weight) -> torch.Tensor:
+        """The values of `weight`."""
+        for made in reversed(self._open):
+            if weight.key in made:
+                return made[weight.key]
+        if self.embedding and not weight.trainable:
+            value = self.stand_in(weight)
+            setattr(value, _LATER, (self, weight))
+            return value
+        value = self._made(weight)
+        if self._open:
+            self._open[-1][weight.key] = value
+        return value
+
+    def _made(self, weight: Weight) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            stored = weight.read()
+            value = stored.detach().to(self.device, self.dtype)
+            if weight.key not in self._seen:
+                self._seen[weight.key] = (magnitude(value).value, median(value))
+            remember(value, Magnitude(self._seen[weight.key][0]))
+        if weight.trainable and torch.is_grad_enabled():
+            value = attached(value, lambda gradient: self._add(weight.key, gradient))
+            remember(value, Magnitude(self._seen[weight.key][0]))
+        return value
+
+    def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of `weight` that `indices` name, each once, and the indices into them."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            stored = weight.read().detach()
+            if weight.key not in self._seen:
+                chunks = torch.split(stored.flatten(), _CHUNK)
+                self._seen[weight.key] = (max(magnitude(each).value for each in chunks), median(stored))
+            wanted, inverse = torch.unique(indices, return_inverse=True)
+            value = stored[wanted.to(stored.device)].to(self.device, self.dtype)
+            remember(value, Magnitude(self._seen[weight.key][0]))
+        return value, inverse
+
+    def stand_in(self, weight: Weight) -> torch.Tensor:
+        """A tensor of the shape and dtype that takes no memory."""
+        with torch._C._DisableTorchDispatch():
+            return torch.zeros((), dtype=self.dtype, device=self.device).expand(weight.shape)
+
+    def _add(self, key: Hashable, gradient: torch.Tensor) -> None:
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            known = self._gradients.get(key)
+            self._gradients[key] = gradient.detach().clone() if known is None else known.add_(gradient)
+
+    def end_step(self) -> None:
+        """A backward is over: the gradients are whole."""
+        for key, gradient in self._gradients.items():
+            largest = magnitude(gradient).value
+            self._largest_gradient[key] = max(self._largest_gradient.get(key, 0.0), largest)
+        self._gradients.clear()
+
+    def range_of(self, own: Mapping[str, Weight]) -> WeightRange:
+        """Of the parameters of one module together."""
+        seen = [
+            (weight.shape.numel(), *self._seen[weight.key])
+            for weight in own.values()
+            if weight.key in self._seen
+        ]
+        if not seen:
+            return WeightRange()
+        gradients = (self._largest_gradient.get(weight.key, 0.0) for weight in own.values())
+        return WeightRange(max(each[1] for each in seen), max(seen)[2], max(gradients))
+
+
+class OnDemand(dict[str, Any]):
+    """A module's `_parameters`: each is made when it is asked for by name; those who look at all see stand-ins."""
+
+    def __init__(self, weights: Weights, own: Mapping[str, Weight | None]) -> None:
+        super().__init__(own)
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> torch.Tensor | None:
+        weight = super().__getitem__(name)
+        return None if weight is None else self._weights.make(weight)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `[]`, or `default`."""
+        return self[name] if name in self else default  # noqa: SIM401 - it is what `get` is
+
+    def items(self) -> Any:
+        """Names with stand-ins."""
+        return [(name, self._stand_in(weight)) for name, weight in super().items()]
+
+    def values(self) -> Any:
+        """Stand-ins."""
+        return [value for _, value in self.items()]
+
+    @property
+    def own(self) -> dict[str, Weight]:
+        """The weights themselves."""
+        return {name: weight for name, weight in super().items() if weight is not None}
+
+    def _stand_in(self, weight: Weight | None) -> torch.Tensor | None:
+        return None if weight is None else self._weights.stand_in(weight)
+
+
+def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an embedding, of a weight that is not made only the rows that are asked for."""
+    later = getattr(args[0], _LATER, None)
+    if later is None:
+        return args
+    weights, weight = later
+    value, indices = weights.rows(weight, args[1])
+    return (value, indices)  # the rest concerns the gradient of the weight, and nobody wants it
+
+
+def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of any other operator: a weight that is not made is made."""
+
+    def made(value: Any) -> Any:
+        later = getattr(value, _LATER, None) if isinstance(value, torch.Tensor) else None
+        return value if later is None else later[0]._made(later[1])
+
+    if any(hasattr(each, _LATER) for each in args):
+        return tree_map(made, (args, kwargs))  # type: ignore[no-any-return]
+    return args, kwargs
+
+
+def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+    """The same values, with a gradient that `sink` is told (and nobody else) when a backward reaches it."""
+    anchor = torch.empty(0, requires_grad=True)
+    made: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, sink: Any) -> torch.Tensor:
+        ctx.sink = sink
+        with torch._C._DisableTorchDispatch():
+            # An output that is an input could not be written to in place, which models do to embeddings.
+            return value.clone() if sink is None else value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.sink is not None:
+            ctx.sink(gradients[0])
+        return None, None, None

@@ -1,0 +1,101 @@
+"""measure_ranges against a plain forward and backward that hooks look at."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from isotype.core.names import base_name
+from isotype.precision.ranges import Ranges
+from tests.models import quiet, save_tiny, tiny_batch, tiny_model
+
+BF16 = torch.bfloat16
+_EXPERTS = ("qwen3-moe", "gpt-oss")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+
+
+def largest(values: Any) -> float:
+    found = [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
+    floats = [each.detach().abs() for each in found if each.is_floating_point() and each.numel()]
+    return max((float(each[each < 1e38].max()) for each in floats if (each < 1e38).any()), default=0.0)
+
+
+def reference(
+    model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float64
+) -> dict[str, list[float]]:
+    """By module: largest input, output and gradient of the output of a plain run in `dtype`."""
+    model = copy.deepcopy(model).to(dtype).eval()
+    model.config.use_cache = False
+    seen: dict[str, list[float]] = {}
+    batch = {
+        name: value.to(dtype).requires_grad_() if value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+
+    def follow(name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding) and "relative" not in name:
+            module.register_forward_hook(lambda _, __, out: out.clone().requires_grad_())
+        mine = seen.setdefault(name, [0.0, 0.0, 0.0])
+
+        def note(at: int, value: Any) -> None:
+            mine[at] = max(mine[at], largest(value))
+
+        module.register_forward_pre_hook(lambda _, a, k: note(0, (a, k)), with_kwargs=True)
+
+        def leaving(_: Any, __: Any, out: Any) -> None:
+            note(1, out)
+            for each in torch.utils._pytree.tree_leaves(out):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(lambda gradient: note(2, gradient))
+
+        module.register_forward_hook(leaving)
+
+    for name, module in model.named_modules():
+        follow(base_name(name), module)
+    model(**batch).loss.backward()
+    return seen
+
+
+def agrees(ranges: Ranges, seen: dict[str, list[float]], rel: float = 1e-4) -> None:
+    assert {each.name for each in ranges.modules} == {name for name, found in seen.items() if any(found)}
+    for each in ranges.modules:
+        assert [each.input, each.output, each.gradient] == pytest.approx(
+            seen[each.name], rel=rel, abs=1e-12
+        ), each
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-tied-bias", "gemma3", "gemma3-vision", "qwen3-moe", "t5", "gpt2", "gpt-oss"]
+)
+def test_modules_agree_with_a_plain_run_in_float64(name: str) -> None:
+    model = tiny_model(name, BF16).requires_grad_(False)
+    batch = tiny_batch(name)
+    ranges = isotype.measure_ranges(model, batch)
+    # torch has no grouped matmul in float64.
+    agrees(ranges, reference(model, batch, torch.float32 if name in _EXPERTS else torch.float64))
+    assert ranges.notes == ()
+    assert ranges.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-bias", "gemma3-vision", "qwen3-moe", "t5"])
+def test_a_checkpoint_is_measured_as_the_model_in_memory(name: str, tmp_path: Path) -> None:
+    path = save_tiny(name, tmp_path / "model", BF16)
+    on_disk = isotype.measure_ranges(path)
+    with quiet():
+        model = type(tiny_model(name)).from_pretrained(path, dtype=BF16)
+    in_memory = isotype.measure_ranges(model.requires_grad_(False))
+    assert on_disk.notes == in_memory.notes
+    assert on_disk.modules == in_memory.modules
+    assert on_disk.operators == in_memory.operators
+    assert on_disk.loss == in_memory.loss
+    assert on_disk.stream == in_memory.stream
