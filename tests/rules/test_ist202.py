@@ -35,7 +35,7 @@ def test_adapter_inputs_that_autocast_casts_back() -> None:
     (finding,) = found(RULE, traced(llama(BF16), batch(), autocast=BF16))
     assert finding.severity == "note"
     assert finding.message.startswith(
-        "inputs of adapters are cast to float32 and by autocast back to bfloat16: "
+        "adapter inputs are cast to float32, and by autocast back to bfloat16: "
     )
     assert (
         "lora_A.default.weight is float32, to which the layer around it casts its input at" in finding.cause

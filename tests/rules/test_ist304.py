@@ -8,7 +8,7 @@ from tests.rules.samples import BF16, FP16, FP32, POLICY, adapter, trace
 
 def test_a_trainers_cast_of_masters() -> None:
     (finding,) = find(trace([adapter(BF16)], policy=POLICY, autocast=BF16))
-    assert finding.message == "bfloat16 in 1 of 1 trainable parameters, the masters are float32"
+    assert finding.message == "1 of 1 trainable parameters are not in the master dtype float32: bfloat16"
     assert finding.fixes[0].safety == "safe"
 
 

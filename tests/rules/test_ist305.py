@@ -51,7 +51,7 @@ def test_a_constant_of_another_dtype() -> None:
 
 def test_masters_beside_bfloat16_parameters() -> None:
     (finding,) = find(trace([adapter(FP32), weight("lm_head.weight", BF16, trainable=True)]))
-    assert finding.message == "trainable parameters in bfloat16 (1) beside float32 (1)"
+    assert finding.message == "1 trainable parameter is bfloat16, 1 float32"
 
 
 def test_one_dtype_and_pinned_parameters_are_silent() -> None:

@@ -66,10 +66,10 @@ def test_a_moving_average_in_bfloat16(together: bool) -> None:
     (finding,) = found(RULE, traced(Averaged(BF16, together), given(BF16)))
     assert finding.severity == "warning"
     assert finding.message == (
-        "2 bfloat16 tensors are added to in place outside of the optimizer: what is smaller than half a step is lost"
+        "2 bfloat16 tensors are added to in place outside of the optimizer: what is smaller than half a rounding step is lost"
     )
     assert finding.cause.startswith("average.weight is bfloat16, and added to in place at test_ist503.py:")
-    assert finding.notes == ("half a step of bfloat16 is between 1/512 and 1/256 of a value",)
+    assert finding.notes == ("half a rounding step of bfloat16 is between 1/512 and 1/256 of a value",)
 
 
 def test_the_rounding_is_real() -> None:
@@ -100,7 +100,7 @@ def test_a_count_in_float16() -> None:
 def test_a_merge_into_bfloat16() -> None:
     (finding,) = found(RULE, traced(llama(), merge, phases=("forward",)))
     assert finding.message == (
-        "adapters are merged into 14 bfloat16 weights: what is smaller than half a step is lost"
+        "adapters are merged into 14 bfloat16 weights: what is smaller than half a rounding step is lost"
     )
     assert "q_proj.base_layer.weight is bfloat16" in finding.cause
     assert [fix.actions[0].kind for fix in finding.fixes] == ["advice", "advice"]

@@ -7,7 +7,7 @@ from tests.rules.samples import BF16, FP16, FP32, adapter, norm, packed, trace, 
 def test_float32_adapters_on_a_bfloat16_base() -> None:
     (finding,) = find(trace([weight(), adapter(FP32, exact_in=BF16)], fsdp=1))
     assert finding.severity == "error"
-    assert finding.message == "FSDP1 flattens bfloat16 and float32 in model.layers.0"
+    assert finding.message == "FSDP1 cannot flatten bfloat16 and float32 together in model.layers.0"
     assert (
         "Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32" in finding.notes[0]
     )

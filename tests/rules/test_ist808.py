@@ -30,7 +30,7 @@ def test_positions_that_run_into_each_other(dtype: torch.dtype, length: int, cas
     assert torch.arange(length).to(dtype).unique().numel() < length
     (finding,) = verified(Positions(dtype, dtype, cast), {"length": length}, "IST808")
     name = str(dtype).removeprefix("torch.")
-    assert finding.message == f"{length:,} numbers in a row are counted in {name}: not all of them differ"
+    assert finding.message == f"torch.arange makes {length:,} numbers in {name}: some neighbours are equal"
     assert finding.cause.startswith(f"torch.arange in {name} at test_ist808.py:")
     assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
     assert finding.fixes[0].verified

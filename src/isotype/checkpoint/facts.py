@@ -87,14 +87,14 @@ def _of_module(model: Any) -> ModelFacts:
         config = None
     quantization = _layers_quantization(base, config) or _config_quantization(config)
     stored = list(_stored_parameters(base, _adapter_prefixes(model)))
-    said_dtype = config_dtype(config)
-    counts, trained = _weigh(stored, quantization, said_dtype)
+    named_dtype = config_dtype(config)
+    counts, trained = _weigh(stored, quantization, named_dtype)
     pinned, strict = _pins(base)
     return ModelFacts(
         source=type(base).__name__,
         model_type=getattr(config, "model_type", None) or None,
         architecture=type(base).__name__,
-        config_dtype=said_dtype,
+        config_dtype=named_dtype,
         weight_dtypes=counts,
         trained_dtype=trained,
         quantization=quantization,
@@ -119,8 +119,8 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
 
 def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
     """From the bitsandbytes layers themselves, which know better than a config that may be out of date."""
-    said = _config_quantization(config)
-    skip = said.skip_modules if said else ()
+    quantization = _config_quantization(config)
+    skip = quantization.skip_modules if quantization else ()
     found: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
@@ -181,22 +181,22 @@ def _of_config(
     model = build_on_meta(config, source)
     pinned, strict = _pins(model)
     quantization = _config_quantization(config)
-    said_dtype = config_dtype(config)
+    named_dtype = config_dtype(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if headers is not None and quantization is None:
         _check_shapes(source, model, headers)
     if headers is None:
-        dense = said_dtype if quantization is None else None
+        dense = named_dtype if quantization is None else None
         counts: Mapping[torch.dtype | str, int] = {dense: parameters} if dense else {}
-        trained, nbytes = said_dtype, parameters * dense.itemsize if dense else None
+        trained, nbytes = named_dtype, parameters * dense.itemsize if dense else None
     else:
-        counts, trained = _weigh(_stored(headers.tensors), quantization, said_dtype)
+        counts, trained = _weigh(_stored(headers.tensors), quantization, named_dtype)
         nbytes = sum(tensor.bytes for tensor in headers.tensors)
     return ModelFacts(
         source=source,
         model_type=config.model_type,
         architecture=type(model).__name__,
-        config_dtype=said_dtype,
+        config_dtype=named_dtype,
         weight_dtypes=counts,
         trained_dtype=trained,
         quantization=quantization,
@@ -248,12 +248,12 @@ def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _config_quantization(config: Any) -> QuantizationFacts | None:
-    said = getattr(config, "quantization_config", None)
-    if said is None and hasattr(config, "get_text_config"):
-        said = getattr(config.get_text_config(), "quantization_config", None)
-    if not said:
+    given = getattr(config, "quantization_config", None)
+    if given is None and hasattr(config, "get_text_config"):
+        given = getattr(config.get_text_config(), "quantization_config", None)
+    if not given:
         return None
-    options: Mapping[str, Any] = said if isinstance(said, Mapping) else said.to_dict()
+    options: Mapping[str, Any] = given if isinstance(given, Mapping) else given.to_dict()
     name = options.get("quant_method")
     method = str(getattr(name, "value", name or "bitsandbytes"))
     skip = options.get("llm_int8_skip_modules") or options.get("modules_to_not_convert") or ()
@@ -288,7 +288,7 @@ def _stored(tensors: Iterable[TensorHeader]) -> Iterator[_Stored]:
 
 
 def _weigh(
-    stored: Iterable[_Stored], quantization: QuantizationFacts | None, said_dtype: torch.dtype | None
+    stored: Iterable[_Stored], quantization: QuantizationFacts | None, named_dtype: torch.dtype | None
 ) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
     """Elements per dtype or format, and the dtype the weights were trained in."""
     form = quantization.format if quantization else None
@@ -306,7 +306,7 @@ def _weigh(
             counts[form] += tensor.bytes * 8 // bits
     # Nothing is trained in 8 bits throughout: float8 is a storage of something wider.
     wide = {dtype: n for dtype, n in counts.items() if isinstance(dtype, torch.dtype) and dtype.itemsize > 1}
-    trained = max(wide, key=lambda dtype: (wide[dtype], dtype == said_dtype)) if wide else said_dtype
+    trained = max(wide, key=lambda dtype: (wide[dtype], dtype == named_dtype)) if wide else named_dtype
     return dict(counts), trained
 
 

@@ -27,8 +27,8 @@ _INT8 = re.compile(r"(?P<layer>.+)\.(SCB|weight_format)$")
 _MXFP4 = re.compile(r"(?P<weight>.+)_(blocks|scales)$")
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # What a quantization_config says that is worth a line.
-_SAID = ("bnb_4bit_", "load_in_", "bits", "group_size", "desc_act")
-_SAID_8BIT = ("load_in_", "llm_int8_threshold")
+_SHOWN = ("bnb_4bit_", "load_in_", "bits", "group_size", "desc_act")
+_SHOWN_8BIT = ("load_in_", "llm_int8_threshold")
 _PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4}
 
 
@@ -148,10 +148,10 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     stored = gather(headers.tensors)
     main = _main_dtype(stored)
     groups = _groups(stored, main)
-    said = _said_dtype(config)
+    named = _named_dtype(config)
     notes = []
-    if said is not None and main is not None and said != main:
-        notes.append(f"config.json says {said}, most unquantized weights are {main}")
+    if named is not None and main is not None and named != main:
+        notes.append(f"config.json says {named}, most unquantized weights are {main}")
     return Inspection(
         path=str(path),
         format=headers.format,
@@ -159,7 +159,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
         groups=groups,
         totals=_totals(stored),
         quantization=_quantization(config, stored),
-        config_dtype=said,
+        config_dtype=named,
         notes=tuple(notes),
     )
 
@@ -185,7 +185,7 @@ def _config(source: Path | str) -> Mapping[str, Any]:
     return read_json(path) if path.is_file() and source.suffix != ".gguf" else {}
 
 
-def _said_dtype(config: Mapping[str, Any]) -> str | None:
+def _named_dtype(config: Mapping[str, Any]) -> str | None:
     text = config.get("text_config")
     for holder in (config, text if isinstance(text, dict) else {}):
         value = holder.get("dtype") or holder.get("torch_dtype")
@@ -195,13 +195,13 @@ def _said_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _quantization(config: Mapping[str, Any], stored: Sequence[_Stored]) -> str:
-    said = config.get("quantization_config")
-    if isinstance(said, dict):
-        method = str(said.get("quant_method", "bitsandbytes"))
-        shown = _SAID_8BIT if said.get("load_in_8bit") else _SAID
+    options = config.get("quantization_config")
+    if isinstance(options, dict):
+        method = str(options.get("quant_method", "bitsandbytes"))
+        shown = _SHOWN_8BIT if options.get("load_in_8bit") else _SHOWN
         details = [
             f"{name.removeprefix('bnb_4bit_')}={value}"
-            for name, value in said.items()
+            for name, value in options.items()
             if name.startswith(shown) and value not in (None, False)
         ]
         return " ".join([method, *details])

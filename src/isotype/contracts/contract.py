@@ -171,7 +171,7 @@ class Contracts:
                 return replace(found, assumed=disputed)
         families = families_of(op, self.kind)
         breach = next(
-            (said for family in families if (said := family.breach(pattern, integer)) is not None), None
+            (breach for family in families if (breach := family.breach(pattern, integer)) is not None), None
         )
         if breach is not None:
             return Verdict(False, message=breach, assumed=True)

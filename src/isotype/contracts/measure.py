@@ -209,9 +209,9 @@ def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
         raise ValueError(f"{base}: not the same operators, or measured with torch {other.torch_version}")
     messages = table["messages"]
 
-    def spelled(patterns: Mapping[str, str | int], said: Sequence[str]) -> dict[str, str | tuple[str]]:
+    def spelled(patterns: Mapping[str, str | int], messages: Sequence[str]) -> dict[str, str | tuple[str]]:
         return {
-            key: (fill(said[entry], letters_in(key)),) if isinstance(entry, int) else entry
+            key: (fill(messages[entry], letters_in(key)),) if isinstance(entry, int) else entry
             for key, entry in patterns.items()
         }
 

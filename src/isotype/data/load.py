@@ -263,8 +263,8 @@ def _prepare_parquet(files: tuple[Path, ...], job: _Job, columns: Sequence[str] 
     try:
         dataset = datasets.load_dataset("parquet", data_files=_literal(files), split="train")
     except (datasets.exceptions.DatasetsError, ValueError) as error:
-        said = " ".join(str(error.__cause__ or error).split())
-        return _Prepared([Problem(f"{named}: {said}", "parquet files that can be read as one table", fix)])
+        message = " ".join(str(error.__cause__ or error).split())
+        return _Prepared([Problem(f"{named}: {message}", "parquet files that can be read as one table", fix)])
     return _sampled(dataset, named, job, columns)
 
 

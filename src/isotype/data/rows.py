@@ -76,10 +76,10 @@ def _excerpt(text: str, at: int) -> str:
 def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> Problem:
     fix = "fix the line, or write the file with a JSON library"
     if not isinstance(error, json.JSONDecodeError):
-        said = (
+        message = (
             "its lists or objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
         )
-        return Problem(f"not JSON: {said}", expected, fix)
+        return Problem(f"not JSON: {message}", expected, fix)
     given = f"not JSON at column {error.colno}: {_excerpt(text, error.pos)}"
     return Problem(given, f"{expected} (the parser says: {error.msg})", fix)
 

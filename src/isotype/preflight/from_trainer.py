@@ -147,7 +147,7 @@ def _first_batch(trainer: Any) -> Any:
         try:
             batch = next(iter(trainer.get_train_dataloader()), None)
         except ValueError as error:
-            if not any(said in str(error) for said in _NO_DATA):
+            if not any(message in str(error) for message in _NO_DATA):
                 raise
             batch = None
     if batch is None:

@@ -92,14 +92,14 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
         error: what was raised.
         whose: written before it where the finding names its cause.
     """
-    said = f"{type(error).__name__}: {first_line(error)}"
+    raised = f"{type(error).__name__}: {first_line(error)}"
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
     return Finding(
         code,
         "warning",
-        f"{what}, because {said}",
+        f"{what}, because {raised}",
         source=line_of(error),
-        cause=f"{whose}{said}",
+        cause=f"{whose}{raised}",
         kind="untraced",
     )
 

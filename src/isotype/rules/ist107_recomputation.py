@@ -45,7 +45,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     failure = trace.failure
     if failure is None or not failure.recomputed:
         return
-    kept = "under autocast a weight's cast is kept for the forward and made again in the recomputation"
+    kept = "autocast caches the cast of a weight in the forward, and casts it again in the recomputation"
     yield Finding(
         code="IST107",
         severity="error",

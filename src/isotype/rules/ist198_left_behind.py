@@ -34,7 +34,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield Finding(
             code="IST198",
             severity="note",
-            message="the check could not put back all that the step's own code has assigned",
+            message="the check could not restore everything that the step's own code assigned",
             cause=trace.left[0],
             notes=trace.left[1:],
         )

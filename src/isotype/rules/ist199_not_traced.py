@@ -29,7 +29,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from isotype.core.names import short
+from isotype.core.names import plural, short
 from isotype.rules import ist403_packed_raw
 from isotype.rules.finding import Finding, Kind
 from isotype.rules.kit import contract_rule
@@ -60,7 +60,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     if blamed is not None:
         yield blamed
         return
-    followed = sum(call.phase == failure.phase for call in trace.calls)
+    seen = sum(call.phase == failure.phase for call in trace.calls)
+    was = "was" if seen == 1 else "were"
     yield Finding(
         code="IST199",
         severity="error" if error else "warning",
@@ -70,9 +71,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         source=failure.source,
         cause=failure.error,
         notes=(
-            "nothing of the step was judged"
+            "no part of the step was checked"
             if failure.phase == "load"
-            else f"{followed} operators of the {failure.phase} were seen before; nothing after {_place(failure)} was judged",
+            else f"{plural(seen, 'operator')} of the {failure.phase} {was} checked before; nothing after {_place(failure)} was",
         ),
         fixes=(
             advice(

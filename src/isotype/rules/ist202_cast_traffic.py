@@ -140,7 +140,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     return Finding(
         code="IST202",
         severity="note",
-        message=f"inputs of adapters are cast to {wide} and by autocast back to {narrow}: {format_bytes(moved)}",
+        message=f"adapter inputs are cast to {wide}, and by autocast back to {narrow}: {format_bytes(moved)}",
         module=up.module,
         op=first.call.op,
         phase=first.call.phase,

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short
+from isotype.core.names import agree, short
 from isotype.core.units import format_bytes
 from isotype.rules.finding import Cost, Finding, finding_at
 from isotype.rules.kit import costs
@@ -110,7 +110,7 @@ def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
 def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool) -> Finding:
     first = casts[0]
     wide, narrow = dtype_name(first.after), dtype_name(first.before)
-    what = "nothing in the step reads" if unread else "the loss reads in pieces"
+    what = "nothing in the step reads" if unread else "the loss reads piece by piece"
     how = (
         f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
         if unread
@@ -119,9 +119,7 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     return finding_at(
         "IST204",
         "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
-        f"{len(casts)} outputs are copied to {wide}, {format_bytes(size)}, which {what}"
-        if len(casts) > 1
-        else f"an output is copied to {wide}, {format_bytes(size)}, which {what}",
+        f"{agree(len(casts), 'output', 'are')} copied to {wide} ({format_bytes(size)}), which {what}",
         first.call,
         [cast.call for cast in casts],
         cause=f"a cast to {wide} at {short(first.call.source)}",

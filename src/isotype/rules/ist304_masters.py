@@ -49,12 +49,12 @@ def find(trace: Trace) -> Iterator[Finding]:
         wrong = tuple(weight for weight in trained(trace) if weight.dtype != master and not weight.pinned)
     if not wrong:
         return
-    dtypes = ", ".join(sorted({dtype_name(weight.dtype) for weight in wrong}))
+    dtypes = " and ".join(sorted({dtype_name(weight.dtype) for weight in wrong}))
     yield finding_of(
         "IST304",
         "warning",
-        f"{dtypes} in {count(wrong)} of {count(trained(trace))} trainable parameters, "
-        f"the masters are {dtype_name(master)}",
+        f"{count(wrong)} of {count(trained(trace))} trainable parameters are not in the master dtype "
+        f"{dtype_name(master)}: {dtypes}",
         wrong,
         phase="optimizer",
         fixes=float32_masters(trace, wrong) if master == torch.float32 else (_cast(wrong, master),),
@@ -62,10 +62,10 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _cast(weights: tuple[Weight, ...], master: torch.dtype) -> Fix:
-    fits = all(weight.exact_in == master for weight in weights)
+    exact = all(weight.exact_in == master for weight in weights)
     name = dtype_name(master)
     return Fix(
-        f"cast the trainable parameters to {name}" + (", which holds every value of theirs" if fits else ""),
-        "safe" if fits else "unsafe",
+        f"cast the trainable parameters to {name}" + (", in which every value is exact" if exact else ""),
+        "safe" if exact else "unsafe",
         actions=casts(weights, master),
     )

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short, starred
+from isotype.core.names import agree, short, starred
 from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.fixes import advice, fix
@@ -56,7 +56,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "IST305",
             "warning",
-            f"trainable parameters in {', '.join(sorted(dtypes))} ({count(low)}) beside float32 ({count(high)})",
+            f"{agree(count(low), 'trainable parameter', 'are')} {' or '.join(sorted(dtypes))}, {count(high)} float32",
             low,
             phase="optimizer",
             fixes=float32_masters(trace, low)[:1],
@@ -135,7 +135,7 @@ def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
         )
     if mismatched.origin.kind == "outside":
         yield advice(
-            "optimizer", "make the optimizer after the model has got its dtypes, or load its state again"
+            "optimizer", "make the optimizer after the model has its final dtypes, or load its state again"
         )
     optimizer = trace.setup.optimizer
     if optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer):

@@ -43,7 +43,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield Finding(
         "IST306",
         "warning",
-        f"the step runs in {dtype_name(setup.autocast)}, the policy computes in {dtype_name(setup.policy.compute)}",
+        f"autocast is set to {dtype_name(setup.autocast)}, the policy computes in {dtype_name(setup.policy.compute)}",
         cause=f"autocast to {dtype_name(setup.autocast)}",
         fixes=(Fix(f"set autocast to {value}", "safe", actions=actions),),
     )

@@ -166,7 +166,7 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
         f"{dtype_name(first.operands[0].dtype)} activations are cast to {codes}, the dtype of packed codes",
         first,
         casts,
-        cause=f"a cast to {codes} at {short(first.source)}, as {layer.name} lies",
+        cause=f"a cast to {codes} at {short(first.source)}, the storage dtype of {layer.name}",
         notes=(
             *((plural(more, "more such cast"),) if more else ()),
             "nothing fails: fractions and signs are lost, and no gradient passes",
@@ -193,7 +193,7 @@ def _failed(trace: Trace, failure: Failure) -> Iterator[Finding]:
         phase=failure.phase,
         source=failure.source,
         cause=cause,
-        notes=(f"the step ends with {failure.error}", "nothing after it was judged"),
+        notes=(f"the step ends with {failure.error}", "nothing after it was checked"),
         fixes=(fix,),
     )
 

@@ -49,7 +49,7 @@ from isotype.trace.record import Call, Operand, Trace, Weight
 
 TITLE = "A 16-bit weight that is added to in place"
 
-_LOST = "what is smaller than half a step is lost"
+_LOST = "what is smaller than half a rounding step is lost"
 _ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
 
 
@@ -103,7 +103,9 @@ def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tupl
         op=call.op,
         source=call.source,
         cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to in place at {short(call.source)}",
-        notes=(f"half a step of {dtype_name(dtype)} is between 1/{2 * share} and 1/{share} of a value",),
+        notes=(
+            f"half a rounding step of {dtype_name(dtype)} is between 1/{2 * share} and 1/{share} of a value",
+        ),
         fixes=fixes,
     )
     return replace(finding, phase=call.phase)

@@ -81,7 +81,7 @@ def _finding(trace: Trace, origins: list[Origin], calls: list[Call]) -> Finding:
     return finding_at(
         "IST606",
         "error",
-        f"float64 does not exist on {trace.setup.profile.title}",
+        f"{trace.setup.profile.title} has no float64",
         first,
         calls,
         cause=cause_text(origins[0], trace.owners),

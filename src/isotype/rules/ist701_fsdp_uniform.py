@@ -61,7 +61,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield finding_of(
         "IST701",
         "error",
-        f"FSDP1 flattens {dtypes} in {where}",
+        f"FSDP1 cannot flatten {dtypes} together in {where}",
         mismatched,
         phase="load",
         notes=(
@@ -75,7 +75,7 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     packed = [weight for weight in mismatched if weight.quantization is not None]
     plain = [weight for weight in mismatched if weight.quantization is None]
     if packed:
-        how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and keep all else in it too"
+        how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and keep every other parameter in it too"
         yield advice("bnb_4bit_quant_storage", how)
         return
     safe = all(weight.exact_in == most and not weight.trainable for weight in plain)

@@ -42,7 +42,7 @@ LARGEST = torch.finfo(torch.float16).max
 
 _written_beyond = contract_rule(
     __name__,
-    "a number beyond {given}'s range is written into it",
+    "a number beyond {given}'s range is written into a {given} tensor",
     lambda finding: advice(
         finding.source, "write torch.finfo(tensor.dtype).min, of the tensor that is filled"
     ),

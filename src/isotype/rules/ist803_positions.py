@@ -85,7 +85,7 @@ def _angles(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "IST803",
             "warning",
-            f"{first.op} of an angle that is off by up to {first.off:.2g} radians: it comes from a number in 16 bit",
+            f"{first.op} of an angle that is off by up to {first.off:.2g} radians: it is computed from a number rounded to 16 bits",
             first,
             calls,
             cause=f"a cast to 16 bit at {short(at)}" if line else f"the input {at} is given in 16 bit",

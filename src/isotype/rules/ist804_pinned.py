@@ -24,7 +24,6 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree
 from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import HALVES, borders, casts, count, finding_of
@@ -39,14 +38,15 @@ def find(trace: Trace) -> Iterator[Finding]:
         rounded = [
             w for w in trace.weights if w.pinned and w.dtype == dtype and not w.adapter and not w.quantization
         ]
+        are = "is" if count(rounded) == 1 else "are"
         if rounded:
             yield finding_of(
                 "IST804",
                 "warning" if dtype == torch.float16 else "note",
-                f"{agree(count(rounded), 'parameter', 'are')} {dtype_name(dtype)} that the model's author keeps in float32",
+                f"{count(rounded)} of the parameters that the model's author keeps in float32 {are} {dtype_name(dtype)}",
                 rounded,
                 phase="load",
-                notes=("digits that a cast has taken come back only with the checkpoint",),
+                notes=("what a cast has rounded away comes back only from the checkpoint",),
                 fixes=_fixes(trace, rounded),
             )
 

@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "IST808",
             "warning",
-            f"{count:,} numbers in a row are counted in {name}: not all of them differ",
+            f"torch.arange makes {count:,} numbers in {name}: some neighbours are equal",
             calls[0],
             calls,
             cause=f"torch.arange in {name} at {short(source)}",

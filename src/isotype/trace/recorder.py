@@ -194,8 +194,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The origin of a tensor that nothing in the step made: a number, or one that the code keeps for itself."""
         source = shown(asking_line())
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
-            said, like = self._said("a tensor"), self._like(tensor.dtype)
-            return Origin("constant", tensor.dtype, said, self.module, source, like=like)
+            function, like = self._function_name("a tensor"), self._like(tensor.dtype)
+            return Origin("constant", tensor.dtype, function, self.module, source, like=like)
         return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
@@ -309,7 +309,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 before = before.before  # a gradient is cast in every layer; one step says it
             kind: Any = self._cast_kind() if operands else "constant"
             like = self._like(dtype) if kind in ("cast", "constant") else None
-            return Origin(kind, dtype, self._said(name), place.module, shown(source), before, like)
+            return Origin(kind, dtype, self._function_name(name), place.module, shown(source), before, like)
         if "dequantize" in name and operands and operands[0].origin.kind == "parameter":
             layer = operands[0].origin.name.rpartition(".")[0]
             return Origin("state", dtype, layer, place.module, shown(source))
@@ -319,11 +319,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if winner is None:
             before = operands[0].origin if operands else None
             kind = "operator" if operands else "constant"
-            return Origin(kind, dtype, self._said(name), place.module, shown(source), before)
+            return Origin(kind, dtype, self._function_name(name), place.module, shown(source), before)
         floats = {operand.dtype for operand in operands if operand.dtype in FLOATS and operand.shape}
         promoted = len(floats) > 1 and dtype == max(floats, key=width)
         if promoted and dtype in FLOATS and winner.origin.kind != "promotion":
-            return Origin("promotion", dtype, self._said(name), place.module, shown(source), winner.origin)
+            return Origin(
+                "promotion", dtype, self._function_name(name), place.module, shown(source), winner.origin
+            )
         return winner.origin
 
     def _cast_kind(self) -> Any:
@@ -332,7 +334,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_autocast = self.autocast is not None and self.function not in _CAST_FUNCTIONS
         return "autocast" if by_autocast else "cast"
 
-    def _said(self, name: str) -> str:
+    def _function_name(self, name: str) -> str:
         return self.function or name
 
     # ---------------------------------------------------------------------------------------------------- place

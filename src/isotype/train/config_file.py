@@ -37,16 +37,16 @@ def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        message = getattr(error, "problem", None) or " ".join(str(error).split())
         raise UsageError(
             "config file is not YAML",
-            [Problem(f"--config {path}{at}: {said}", "`name: value` lines", "correct that line")],
+            [Problem(f"--config {path}{at}: {message}", "`name: value` lines", "correct that line")],
         ) from error
     if not isinstance(values, dict):
-        held = "nothing" if values is None else f"a {type(values).__name__}"
+        content = "nothing" if values is None else f"a {type(values).__name__}"
         raise UsageError(
             "config file is not a mapping",
-            [Problem(f"--config {path} holds {held}", "`name: value` lines", "write learning_rate: 1e-4")],
+            [Problem(f"--config {path} holds {content}", "`name: value` lines", "write learning_rate: 1e-4")],
         )
     for name, value in (values.pop("env", None) or {}).items():
         os.environ[name] = str(value)

@@ -38,8 +38,8 @@ def before_first_step(
         try:
             report = run(request_of_first_step(module, (args, kwargs), arguments, optimizer), verify=False)
         except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
-            said = f"{type(error).__name__}: {first_line(error)}"
-            logger.warning("the step was not checked, because %s (%s)", said, line_of(error))
+            raised = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
             return
         tell(report)
 

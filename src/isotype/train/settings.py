@@ -92,8 +92,10 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     except (ValueError, TypeError, OSError) as error:
         wrong = list(number_problems(partial(_given_value, parser, given, config_keys=config_keys)))
         fix = "change what it names"
-        said = Problem(" ".join(str(error).split()), f"arguments that trl {method.name} takes together", fix)
-        raise UsageError("arguments that cannot work", wrong or [said]) from error
+        conflict = Problem(
+            " ".join(str(error).split()), f"arguments that trl {method.name} takes together", fix
+        )
+        raise UsageError("arguments that cannot work", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
         raise UsageError(
             "an argument needs a package that is not installed",

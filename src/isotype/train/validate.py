@@ -147,8 +147,8 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
             given += f" --lr_scheduler_kwargs {json.dumps(training.lr_scheduler_kwargs)}"
         get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        yield Problem(f"{given}: {said}", "arguments that it can be made of", "change what it names")
+        message = " ".join(str(error).split())
+        yield Problem(f"{given}: {message}", "arguments that it can be made of", "change what it names")
 
 
 def _hub(settings: Settings) -> Iterator[Problem]:
@@ -165,8 +165,10 @@ def _hub(settings: Settings) -> Iterator[Problem]:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        said = str(error).partition(":")[0]
-        yield Problem(f"--hub_model_id {name!r}", f"NAME or OWNER/NAME ({said})", "--hub_model_id OWNER/NAME")
+        message = str(error).partition(":")[0]
+        yield Problem(
+            f"--hub_model_id {name!r}", f"NAME or OWNER/NAME ({message})", "--hub_model_id OWNER/NAME"
+        )
         return
     try:
         HfApi(token=training.hub_token).whoami()

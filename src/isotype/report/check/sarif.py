@@ -65,7 +65,7 @@ def _invocation(report: Record) -> dict[str, Any]:
     notices = [{"level": "note", "message": {"text": note}} for note in report.trace.notes]
     if failure is not None:
         at = f"{failure.phase} {failure.module}".strip()
-        text = f"the step was followed only up to {at}: {failure.error}"
+        text = f"the step was traced only up to {at}: {failure.error}"
         notices.append({"level": "error", "message": {"text": text}})
     invocation: dict[str, Any] = {"executionSuccessful": report.complete}
     return invocation | ({"toolExecutionNotifications": notices} if notices else {})

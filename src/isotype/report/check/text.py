@@ -57,7 +57,7 @@ def verdict(report: Record) -> str:
     failure, found = report.trace.failure, counts(report)
     capacity = format_bytes(report.trace.setup.profile.memory_bytes or 0)
     lacking = f"needs {peak} of {capacity}"
-    unseen = "" if failure is None else f"followed only up to {_where(failure.phase, failure.module)}"
+    unseen = "" if failure is None else f"traced only up to {_where(failure.phase, failure.module)}"
     rest = [clause for clause in (found, unseen) if clause]
     match report.status:
         case "fails":

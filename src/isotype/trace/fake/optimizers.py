@@ -15,7 +15,7 @@ from isotype.trace.optimizers import OPTIMIZERS
 
 
 def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
-    """An optimizer over `parameters`, or a note (a string) where its step cannot be followed on fake tensors.
+    """An optimizer over `parameters`, or a note (a string) where its step cannot be traced on fake tensors.
 
     Args:
         asked: a name, an optimizer (its class and defaults are taken), or a callable (parameters -> optimizer).

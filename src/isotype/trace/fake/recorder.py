@@ -380,7 +380,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         # A parameter that the forward has cast is another object here, where the real step keeps it.
         ours = "poisoned by swap_tensors" in text
         if ours:
-            text = "a backward behind a module that its own forward moves by .to() cannot be followed"
+            text = "a backward behind a module that its own forward moves by .to() cannot be traced"
         ours = ours or isinstance(error, TimeSpentError)
         again = self.phase == "backward" and frame is not None and not ours
         name, condition = frame.name if frame else "", condition_at(source)

@@ -191,11 +191,11 @@ class _Step:
                 hook = self._gradient(weight.repeats)
                 self.handles.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for owner, moments in self.states.items():
-            for key, held in moments.items():
-                if isinstance(held, torch.Tensor):
+            for key, moment in moments.items():
+                if isinstance(moment, torch.Tensor):
                     kept = f"the optimizer's {key} of {owner}"
-                    self.recorder.mark(held, Origin("outside", held.dtype, kept))
-                    ledger.seen(held, "optimizer")
+                    self.recorder.mark(moment, Origin("outside", moment.dtype, kept))
+                    ledger.seen(moment, "optimizer")
         for name, value in _named(self.inputs):
             if not isinstance(value, FakeTensor):  # in an object that is passed as it is
                 self.recorder.stand_for(value, Origin("input", value.dtype, name))
