@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from isotype.ranges.nonfinite.again import first_nonfinite
 from isotype.ranges.nonfinite.record import NonFinite
+from isotype.ranges.nonfinite.verdict import Verdict
 from tests.models import quiet
 from tests.naive import Naive, broken
 
@@ -334,3 +336,16 @@ def test_checkpointed_blocks_and_accumulated_micro_batches():
     first = first_nonfinite(model, run, [given, other])
     assert first is not None
     assert (first.cause, first.phase) == ("labels", "forward")
+
+
+def test_verdicts():
+    verdict = Verdict()
+    scales = itertools.count()
+    assert verdict.of(1.0, 2.0, None) is None
+    assert verdict.of(math.nan, 2.0, lambda: 65536.0) == "the loss is not finite"
+    assert verdict.of(1.0, math.inf, None) == "the gradient is not finite"
+    assert all(verdict.of(1.0, math.inf, lambda: 2.0**16 / 2 ** next(scales)) is None for _ in range(16))
+    said = verdict.of(1.0, math.inf, lambda: 1.0)
+    assert said == "the gradient is not finite at any loss scale: 17 steps were skipped in a row"
+    assert verdict.of(1.0, 1.0, lambda: 1.0) is None
+    assert verdict.of(1.0, math.inf, lambda: 1.0) is None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import transformers
 
 import isotype
 from isotype.core.errors import TrainingError
-from isotype.train.watch import StepWatch
 from tests.models import quiet
 from tests.naive import Naive
 
@@ -192,16 +188,3 @@ def test_the_run_again_draws_the_same_dropout(tmp_path: Path):
     said = stopped(trainer)
     assert "div gives infinity: " in said or "div gives NaN: " in said
     assert "lm_head.1   aten.div.Tensor   forward   train/test_watch.py:" in said
-
-
-def test_verdicts():
-    watch = StepWatch(SimpleNamespace())
-    scales = itertools.count()
-    assert watch.verdict(1.0, 2.0, None) is None
-    assert watch.verdict(math.nan, 2.0, lambda: 65536.0) == "the loss is not finite"
-    assert watch.verdict(1.0, math.inf, None) == "the gradient is not finite"
-    assert all(watch.verdict(1.0, math.inf, lambda: 2.0**16 / 2 ** next(scales)) is None for _ in range(16))
-    said = watch.verdict(1.0, math.inf, lambda: 1.0)
-    assert said == "the gradient is not finite at any loss scale: 17 steps were skipped in a row"
-    assert watch.verdict(1.0, 1.0, lambda: 1.0) is None
-    assert watch.verdict(1.0, math.inf, lambda: 1.0) is None

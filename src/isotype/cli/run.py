@@ -92,6 +92,11 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--no-preflight", action="store_true", help="do not trace the first step before it runs"
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="watch the whole training: stop before the update whose loss or gradient is no number, and name the operator",
+    )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
     given = parser.parse_args(own)
     target = given.module or (_script(rest.pop(0)) if rest else None)
@@ -111,7 +116,9 @@ def parse(argv: Sequence[str]) -> Options:
     if problems or target is None:
         raise UsageError("nothing to run", problems)
     seconds = 0.0 if given.no_preflight else given.preflight_seconds
-    return Options(target, given.module is not None, tuple(rest), given.steps, given.device, seconds)
+    return Options(
+        target, given.module is not None, tuple(rest), given.steps, given.device, seconds, given.watch
+    )
 
 
 def _script(given: str) -> str:

@@ -110,13 +110,18 @@ def _fix(found: NonFinite) -> str:
     }
     if found.cause == "domain" and found.entries == (0.0, 0.0):
         return f"look at {_rows(found)}: a mean over labels of which none counts (every one is -100) is 0 / 0"
-    return fixes[found.cause] if found.cause != "range" else _fix_of_range(found)
+    halves = found.result.dtype.itemsize <= 2
+    return (
+        fixes[found.cause]
+        if found.cause != "range" and (found.cause != "inside" or halves)
+        else _fix_of_range(found)
+    )
 
 
 def _fix_of_range(found: NonFinite) -> str:
     dtype, exact = found.result.dtype, found.exact or 0.0
     if dtype != torch.float16:
-        return f"the training has diverged: a lower learning rate, warm-up, or gradients clipped; look at {_rows(found)}"
+        return f"values have diverged: a lower learning rate, warm-up, or gradients clipped; look at {_rows(found)}"
     if found.scale is not None and exact / found.scale <= torch.finfo(dtype).max / 2:
         scale = 2.0 ** math.floor(math.log2(found.scale * torch.finfo(dtype).max / exact))
         return f"a loss scale of {number(scale)} or less (GradScaler lowers it by itself where it may go on)"

@@ -104,7 +104,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Keep the loss scale, to see whether the step lowers it; end a training whose values are no numbers.
 
         Raises:
-            TrainingError: loss or gradient are not finite, see `isotype.train.watch.StepWatch.verdict`.
+            TrainingError: loss or gradient are not finite, see `isotype.ranges.nonfinite.verdict`.
         """
         self._scale = _loss_scale(kwargs["optimizer"])
         if self._steps is not None:
@@ -113,7 +113,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def _look(self, steps: StepWatch, args: Any, step: int, schedule: Any) -> None:
         loss, norm = steps.step_so_far()
         scale = self._scale
-        what = steps.verdict(loss, norm, None if scale is None else lambda: float(scale))
+        what = steps.verdict.of(loss, norm, None if scale is None else lambda: float(scale))
         if what is None:
             return
         again = steps.again(scale)

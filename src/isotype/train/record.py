@@ -93,12 +93,12 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         """End the run before an update that would ruin the weights, and say which operator is to blame.
 
         Raises:
-            TrainingError: loss or gradient are not finite, see `StepWatch.verdict`.
+            TrainingError: loss or gradient are not finite, see `Verdict`.
         """
         loss, norm = self.trainer.step_so_far()
         scaler = self.trainer.accelerator.scaler
         scaled = scaler is not None and scaler.is_enabled()
-        what = self._watch.verdict(loss, norm, scaler.get_scale if scaled else None)
+        what = self._watch.verdict.of(loss, norm, scaler.get_scale if scaled else None)
         if what is None:
             return
         scale = float(scaler.get_scale()) if scaled else None

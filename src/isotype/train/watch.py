@@ -14,10 +14,8 @@ import torch
 from isotype.core.random_states import RandomStates
 from isotype.ranges.nonfinite.again import first_nonfinite
 from isotype.ranges.nonfinite.record import NonFinite
+from isotype.ranges.nonfinite.verdict import Verdict
 from isotype.trace.source import first_line
-
-_SKIPS = 10
-"""Steps that a GradScaler skips in a row, down to a scale of 1, before a run is stopped: nothing is left to lower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,14 @@ class StepWatch:
 
     Args:
         trainer: a transformers or TRL trainer.
+        verdict: judges its steps.
     """
 
     trainer: Any
     _batches: list[_MicroBatch] = field(default_factory=list)
     _losses: list[torch.Tensor] = field(default_factory=list)
     _norm: torch.Tensor | float | None = None
-    _skips: int = 0
+    verdict: Verdict = field(default_factory=Verdict)
     _replaced: tuple[str, ...] = ()
 
     def attach(self) -> None:
@@ -97,29 +96,6 @@ class StepWatch:
         if norm is None or math.isfinite(norm):
             return 0.0, norm
         return float(accelerator.reduce(torch.tensor(loss, device=device), reduction="mean")), norm
-
-    def verdict(self, loss: float, norm: float | None, scale: Callable[[], float] | None) -> str | None:
-        """What ends the run; None while it may go on.
-
-        A gradient that is not finite is ordinary under a GradScaler, which skips its step and lowers the scale, until
-        nothing is left to lower; a loss never is.
-
-        Args:
-            loss: of the step.
-            norm: of its gradients, None where it was not measured.
-            scale: reads the loss scale; None without a GradScaler.
-        """
-        if not math.isfinite(loss):
-            return "the loss is not finite"
-        if norm is None or math.isfinite(norm):
-            self._skips = 0
-            return None
-        if scale is None:
-            return "the gradient is not finite"
-        self._skips += 1
-        if self._skips < _SKIPS or scale() > 1:
-            return None
-        return f"the gradient is not finite at any loss scale: {self._skips} steps were skipped in a row"
 
     def again(self, scale: float | None) -> Again:
         """Run the step again, every micro-batch with the random states that it had, and name the first bad operator.

@@ -371,7 +371,7 @@ def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr("isotype.preflight.script.ahead.run", run)
     console = Console(record=True, width=100, file=io.StringIO())
-    diagnosis = Diagnosis(1, None, 10.0, console, Family(tmp_path, os.getpid()))
+    diagnosis = Diagnosis(Options("train.py", False, ()), console, Family(tmp_path, os.getpid()))
     diagnosis.begin()
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2))

@@ -33,6 +33,8 @@ from isotype.preflight.script.ahead import (
     without_tensors,
 )
 from isotype.preflight.script.family import Family
+from isotype.preflight.script.numbers import Numbers
+from isotype.preflight.script.options import Options
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render, short_source
 from isotype.report.narrow import wrapped
@@ -64,19 +66,16 @@ class Diagnosis:
     """Follows one script and speaks about it.
 
     Args:
-        steps: optimizer steps to watch.
-        device: a profile to judge for, None for the device the model is on.
-        seconds: that the trace on fake tensors may take before the step runs; 0 for none.
+        options: what `isotype run` was asked.
         console: where to speak.
         family: the processes of this run; one of them speaks about the first step, and one explains a crash.
     """
 
-    def __init__(
-        self, steps: int, device: str | None, seconds: float, console: Console, family: Family
-    ) -> None:
-        self.watch = Watch(steps, self._before, self._after, self._evaluates)
+    def __init__(self, options: Options, console: Console, family: Family) -> None:
+        self.watch = Watch(options.steps, self._before, self._after, self._evaluates)
         self.report: Report | None = None
-        self._device, self._seconds, self._console = device, seconds, console
+        self._device, self._seconds, self._console = options.device, options.seconds, console
+        self._numbers = Numbers(self._say, self.stop) if options.watch else None
         self._family = family
         self._speaker: int | None = None
         self._request: partial[StepRequest] | None = None
@@ -90,6 +89,8 @@ class Diagnosis:
     def stop(self) -> None:
         """Take everything away from the script; what was recorded stays."""
         self.watch.detach()
+        if self._numbers is not None:
+            self._numbers.detach()
 
     # ------------------------------------------------------------------------------------------------ before a step
 
@@ -106,6 +107,8 @@ class Diagnosis:
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
         self._request = without_tensors(request)
+        if self._numbers is not None:
+            self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
         """A forward before the first training step: nothing is said of it unless it raises."""

@@ -20,6 +20,7 @@ class Options:
         steps: optimizer steps to watch.
         device: profile to judge for; None for the device the model is on.
         seconds: that tracing the first step on fake tensors may take before it runs; 0 for no such trace.
+        watch: whether the values of the whole training are watched, and a loss that is no number ends it.
     """
 
     target: str
@@ -28,8 +29,10 @@ class Options:
     steps: int = 1
     device: str | None = None
     seconds: float = PREFLIGHT_SECONDS
+    watch: bool = False
 
     def flags(self) -> Sequence[str]:
         """The arguments of `isotype run` that ask for the same, without what is run."""
         device = () if self.device is None else ("--device", self.device)
-        return ("--steps", str(self.steps), *device, "--preflight-seconds", f"{self.seconds:g}")
+        watch = ("--watch",) if self.watch else ()
+        return ("--steps", str(self.steps), *device, *watch, "--preflight-seconds", f"{self.seconds:g}")

@@ -53,10 +53,7 @@ class Session:
     def _begin(self) -> None:
         from isotype.preflight.script.diagnosis import Diagnosis
 
-        options = self.options
-        self._diagnosis = Diagnosis(
-            options.steps, options.device, options.seconds, _errors(self._family), self._family
-        )
+        self._diagnosis = Diagnosis(self.options, _errors(self._family), self._family)
         self._diagnosis.begin()
 
     def stop(self) -> None:

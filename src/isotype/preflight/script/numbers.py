@@ -1,0 +1,232 @@
+"""`isotype run --watch`: a script is stopped at the first update whose loss or gradient is no number.
+
+What stays on for the whole run is little: a hook on the model that keeps references to what the current step's forwards were
+given, one on every optimizer's step, and two functions of torch that see what none of its hooks does: the loss on which `backward`
+is called, and a GradScaler that skips. Values are read once a step, just before the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizers
+
+from isotype.core.random_states import RandomStates
+from isotype.ranges.nonfinite.again import first_nonfinite
+from isotype.ranges.nonfinite.verdict import Verdict
+from isotype.report.check.text import short_source
+from isotype.report.nonfinite import problem_of
+from isotype.trace.live.forward import enumerate_inputs, named_inputs
+from isotype.trace.live.modes import no_modes
+from isotype.trace.live.recorder import device_of
+from isotype.trace.loss import find_loss
+from isotype.trace.source import asking_line, first_line, shown
+
+STOPPED = 1
+"""Exit status of a script that was stopped."""
+
+_FORWARDS = 64
+"""Forwards of a step that are kept, at most: a script may never call an optimizer of torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward of the current step: what it was given, by reference."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    states: RandomStates
+    autocast: AbstractContextManager[Any]
+
+
+class Numbers:
+    """Watches the values of a script's training, from `attach` to `detach`.
+
+    Args:
+        say: prints a line.
+        stop: takes everything that watches away from the script, this too.
+    """
+
+    def __init__(self, say: Callable[[str], None], stop: Callable[[], None]) -> None:
+        self._say, self._stop = say, stop
+        self._model: nn.Module | None = None
+        self._device = torch.device("cpu")
+        self._forwards: deque[_Forward] = deque(maxlen=_FORWARDS)
+        self._losses: list[torch.Tensor] = []
+        self._backward_at = ""
+        self._verdict = Verdict()
+        self._steps = 0
+        self._scaler: Any = None
+        self._skipped = False
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def attach(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Begin with the forward of `model` that is about to run."""
+        if self._model is not None:
+            return
+        self._model, self._device = model, torch.device(device_of(model))
+        handles = [
+            model.register_forward_pre_hook(partial(self._guard, self._forward), with_kwargs=True),
+            optimizers.register_optimizer_step_pre_hook(partial(self._guard, self._updating)),
+        ]
+        self._undo = [handle.remove for handle in handles]
+        self._replace(torch.autograd, "backward", self._around_backward)
+        self._replace(torch.amp.GradScaler, "step", self._around_scaler)
+        self._forward(model, args, kwargs)
+
+    def detach(self) -> None:
+        """Take everything away, and let go of the script's tensors."""
+        while self._undo:
+            self._undo.pop()()
+        self._model = None
+        self._end_step()
+
+    def _replace(self, holder: Any, name: str, around: Callable[[Any], Any]) -> None:
+        own = getattr(holder, name)
+        setattr(holder, name, wraps(own)(around(own)))
+        self._undo.append(lambda: setattr(holder, name, own))
+
+    def _guard(self, act: Callable[..., None], *given: Any) -> None:
+        try:
+            act(*given)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script is not
+            self._say(f"values are no longer watched: {type(error).__name__}: {first_line(error)}")
+            self.detach()
+
+    # ------------------------------------------------------------------------------------------------- what is seen
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            kind = self._device.type
+            autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            self._forwards.append(_Forward(args, dict(kwargs), RandomStates.taken(self._device), autocast))
+
+    def _around_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            self._guard(self._backward, tensors)
+            return backward(tensors, *args, **kwargs)
+
+        return noting
+
+    def _backward(self, tensors: Any) -> None:
+        given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        self._losses += [each.detach() for each in given if not each.dim()]
+        self._backward_at = self._backward_at or shown(asking_line())
+
+    def _around_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not scaler.is_enabled():
+                return step(scaler, optimizer, *args, **kwargs)
+            self._guard(self._unscaled, scaler)
+            self._scaler, self._skipped = scaler, True
+            result = step(scaler, optimizer, *args, **kwargs)
+            self._scaler = None
+            if self._skipped:
+                self._guard(self._judge, 0.0, math.inf, scaler)
+                self._end_step()
+            return result
+
+        return scaled
+
+    def _unscaled(self, scaler: Any) -> None:
+        """A loss that is NaN is no overflow; one that only its scale has made infinite is a skipped step as any other."""
+        losses = self._read(self._losses)
+        if any(map(math.isnan, losses)):
+            self._judge(math.nan, None, scaler)
+
+    def _read(self, values: list[torch.Tensor]) -> list[float]:
+        found: list[float] = (
+            torch.stack([each.float().to(self._device) for each in values]).tolist() if values else []
+        )
+        return found
+
+    def _updating(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._skipped = False
+        if self._scaler is not None:  # it has looked at the gradients itself
+            self._judge(0.0, 0.0, self._scaler)
+        else:
+            gradients = [
+                parameter.grad
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None and parameter.grad.layout is torch.strided
+            ]
+            norms = [torch.nn.utils.get_total_norm(gradients)] if gradients else []
+            read = self._read([*self._losses, *norms])
+            norm = read.pop() if gradients else None
+            self._judge(sum(read), norm, None)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._steps += 1
+        self._forwards.clear()
+        self._losses.clear()
+
+    # ----------------------------------------------------------------------------------------------------- judging
+
+    def _judge(self, loss: float, norm: float | None, scaler: Any) -> None:
+        what = self._verdict.of(loss, norm, None if scaler is None else scaler.get_scale)
+        if what is None:
+            return
+        scale = None if scaler is None else float(scaler.get_scale())
+        parts = {"loss": loss, "gradient norm": norm, "loss scale": scale}
+        seen = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+        self._say(f"{what}: the script was stopped before the update of step {self._steps + 1} ({seen})")
+        model, forwards = self._model, tuple(self._forwards)
+        self._stop()
+        if model is None or not forwards:
+            self._say("the forward that led there was not seen")
+        else:
+            self._explain(model, forwards, scale)
+        raise SystemExit(STOPPED)
+
+    def _explain(self, model: nn.Module, forwards: tuple[_Forward, ...], scale: float | None) -> None:
+        """Run the step again and say what is found in it."""
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        if inner is model and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            self._say("it was not run again: other processes hold parts of the model")
+            return
+        where, outside = short_source(self._backward_at), False
+
+        def step() -> Iterator[torch.Tensor]:
+            nonlocal outside
+            for forward in forwards:
+                forward.states.put_back()
+                with forward.autocast:
+                    output = inner(*forward.args, **forward.kwargs)
+                loss = find_loss(output)
+                outside = outside or loss is None
+                if loss is not None:
+                    if loss.requires_grad:
+                        torch.autograd.backward((loss if scale is None else loss * scale).sum())
+                    yield loss
+
+        batches = [
+            named_inputs(inner, forward.args, forward.kwargs)
+            or dict(enumerate_inputs(forward.args, forward.kwargs))
+            for forward in forwards
+        ]
+        try:
+            with no_modes():
+                found = first_nonfinite(inner, step, batches, scale)
+        except Exception as error:  # noqa: BLE001 - that the script was stopped is said; this is one line under it
+            self._say(f"the step could not be run again: {type(error).__name__}: {first_line(error)}")
+            return
+        if found is not None:
+            self._say(f"the step, run again:\n  - {problem_of(found)}")
+        elif outside:
+            self._say(
+                f"the model's forward, run again, is finite; the loss that the script computes of it is not (its backward: {where})"
+            )
+        else:
+            self._say("the step, run again, is finite: what the script does to loss or gradients is not")
