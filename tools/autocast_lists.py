@@ -27,9 +27,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isotype.contracts.autocast import AUTOCAST_KINDS, TABLE, AutocastLists
+from isotype.contracts.autocast import TABLE, AutocastLists
 from isotype.contracts.measure import write_json
 
+AUTOCAST_KINDS: tuple[str, ...] = ("cpu", "cuda", "xpu", "mps")
 _LOWER = torch.bfloat16  # every device's autocast takes it; float16 has the same lists
 _UNSAFE = "unsafe to autocast"
 

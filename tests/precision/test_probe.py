@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.errors import PrecisionError
 from isotype.precision.devices import probe
-from isotype.precision.devices.probe import measure_all, measure_matmul, next_side
+from isotype.precision.devices.probe import MatmulRate, measure_all, next_side
+
+
+def measure_matmul(
+    dtype: torch.dtype, device: str = "cpu", seconds: float = 0.05, size: int = 256
+) -> MatmulRate:
+    return measure_all(device, seconds, (dtype,), size)[dtype]
 
 
 def test_float32_rate_is_plausible() -> None:
-    rate = measure_matmul(torch.float32, seconds=0.05, size=256)
+    rate = measure_matmul(torch.float32)
     assert rate.flops_per_second is not None
     assert 1e7 < rate.flops_per_second < 1e14
     assert rate.repeats >= 1

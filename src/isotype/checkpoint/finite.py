@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from isotype.core.errors import CheckpointError, Problem
+from isotype.core.names import listed, plural
 
 _MOST = 12
 
@@ -27,17 +28,16 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
     }
     if not broken:
         return
-    listed = ", ".join(f"{name} ({words})" for name, words in list(broken.items())[:_MOST])
-    more = f" and {len(broken) - _MOST} more" if len(broken) > _MOST else ""
+    which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)
     overflowed = (
         "; if the file itself is sound, float16 is too small for it: give --dtype bfloat16 or float32"
     )
     half = any(words.endswith("float16") for words in broken.values())
     fix = f"copy, download or train them again: nothing repairs them{overflowed if half else ''}"
-    count = f"{len(broken)} tensor{'s' if len(broken) > 1 else ''}"
+    count = plural(len(broken), "tensor")
     raise CheckpointError(
         "weights that are not finite",
-        [Problem(f"{source}: {count} with NaN or infinity: {listed}{more}", "finite numbers", fix)],
+        [Problem(f"{source}: {count} with NaN or infinity: {which}", "finite numbers", fix)],
     )
 
 

@@ -8,7 +8,6 @@ from functools import cache
 
 from isotype.contracts.contract import TABLES
 
-AUTOCAST_KINDS: tuple[str, ...] = ("cpu", "cuda", "xpu", "mps")
 TABLE = TABLES / "autocast.json"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isotype.core.errors import Problem
+from isotype.core.names import listed
 from isotype.data.cells import COLUMNS, REFILL, TEXT, TURN_COLUMNS, Column, Row, describe
 from isotype.data.methods import METHODS, Format
 from isotype.data.roles import CHATS, chat_problems, mixed_turns
@@ -99,9 +100,7 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
 
 def quoted(names: Iterable[str], limit: int = 12) -> str:
     """Names in quotes, in their order; beyond `limit` their number only."""
-    listed = [f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names]
-    more = len(listed) - limit
-    return ", ".join(listed[:limit]) + (f" and {more} more" if more > 0 else "") if listed else "none"
+    return listed((f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names), limit) or "none"
 
 
 @dataclass

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import DataError, Problem
 from isotype.core.hub import offline_if_unreachable
+from isotype.core.names import listed
 from isotype.data.cells import COLUMNS, TEXT_COLUMNS
 from isotype.data.columns import columns_problem, quoted, survey
 from isotype.data.locate import EMBEDDED, PARQUET, LocalData, data_error, find_local, splits_problems
@@ -259,7 +260,7 @@ def _prepare_parquet(files: tuple[Path, ...], job: _Job, columns: Sequence[str] 
             problems.append(Problem(given, expected, fix))
     if problems:
         return _Prepared(problems)
-    named = ", ".join(path.name for path in files[:3]) + f" and {len(files) - 3} more" * (len(files) > 3)
+    named = listed(path.name for path in files)
     try:
         dataset = datasets.load_dataset("parquet", data_files=_literal(files), split="train")
     except (datasets.exceptions.DatasetsError, ValueError) as error:

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from isotype.core.errors import DataError, Problem
+from isotype.core.names import plural
 from isotype.data.columns import quoted
 from isotype.data.rows import READERS
 
@@ -46,7 +47,7 @@ class LocalData:
 
 def data_error(name: str, problems: Sequence[Problem]) -> DataError:
     more = len(problems) - MOST_PROBLEMS
-    hint = f"{more} more problem{'s' * (more > 1)} not shown" if more > 0 else None
+    hint = f"{plural(more, 'more problem')} not shown" if more > 0 else None
     return DataError(f"The data set '{name}' cannot be trained on", problems[:MOST_PROBLEMS], hint)
 
 

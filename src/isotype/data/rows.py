@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from isotype.core.errors import Problem
+from isotype.core.names import plural
 from isotype.data.mapping import ColumnMap
 
 Record = tuple[int, Any]
@@ -197,7 +198,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                     yield line, dict(zip(header, cells, strict=True))
                 else:
                     fix = 'put cells that contain the separator or quotes in quotes: "a, ""b"""'
-                    given = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+                    given = plural(len(cells), "cell")
                     yield line, Problem(given, f"{len(header)}, one for each column of the header", fix)
         except csv.Error as error:
             fix = 'quote cells as "…" and double the quotes inside them: ""'

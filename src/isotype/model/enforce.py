@@ -12,6 +12,7 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.names import plural
 from isotype.model.boundary import set_boundary
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
 from isotype.model.walk import Place, is_pinned, own_float_parameters, places
@@ -120,7 +121,7 @@ def policy_of(model: Any) -> PrecisionPolicy | None:
 def summarize(changes: tuple[Change, ...]) -> list[str]:
     """One line for each kind of change with how often it occurred, most frequent first."""
     counts = Counter(change.what for change in changes)
-    return [f"{what} ({count} place{'s' if count > 1 else ''})" for what, count in counts.most_common()]
+    return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
 
 def wanted_dtypes(found: Sequence[Place], policy: PrecisionPolicy) -> dict[nn.Parameter, torch.dtype]:

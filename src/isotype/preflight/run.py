@@ -13,6 +13,7 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, UsageError
+from isotype.core.names import listed, plural
 from isotype.preflight.apply import apply_actions
 from isotype.preflight.repair import needs_the_caller
 from isotype.preflight.request import StepRequest
@@ -231,9 +232,7 @@ def _cleared(
 
 def _downstream(errors: Sequence[Finding]) -> str:
     places = [f"{each.code} at {each.source.rpartition('/')[2] or each.module}" for each in errors]
-    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-    plural = "s" if len(places) > 1 else ""
-    return f"{len(places)} downstream error{plural}: {', '.join(places[:3])}{more}"
+    return f"{plural(len(places), 'downstream error')}: {listed(places)}"
 
 
 # Tried in order of preference: more ways than these to fix the same thing help nobody, and each costs a trace.
@@ -244,7 +243,7 @@ def _outcome(after: Sequence[Finding]) -> str:
     left = sum(1 for each in after if each.severity != "note")
     if not left:
         return "the step then runs clean"
-    return f"it is gone; {left} other finding{'s' if left > 1 else ''} left"
+    return f"it is gone; {plural(left, 'other finding')} left"
 
 
 def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
+from isotype.core.grouping import grouped
+from isotype.core.names import listed, plural
 from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting, wrapped
 
@@ -38,10 +40,10 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
 def mismatch_lines(inspection: Inspection) -> list[str]:
     """One line for each group with tensors stored otherwise, and for each note."""
     lines = [
-        f"mismatched: {_names([mismatched.name for mismatched in some])} {'is' if len(some) == 1 else 'are'} {dtype}, "
+        f"mismatched: {listed([mismatched.name for mismatched in some], _NAMES_SHOWN)} {'is' if len(some) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
         for group in inspection.groups
-        for dtype, some in _by_dtype(group).items()
+        for dtype, some in grouped(group.mismatched, lambda each: each.dtype).items()
     ]
     for group in inspection.groups:
         if group.unlike is not None:
@@ -57,18 +59,6 @@ def inspection_json(inspection: Inspection) -> dict[str, Any]:
         "tensors": inspection.tensors,
         "values": inspection.values,
     }
-
-
-def _by_dtype(group: Group) -> dict[str, list[Any]]:
-    together: dict[str, list[Any]] = {}
-    for mismatched in group.mismatched:
-        together.setdefault(mismatched.dtype, []).append(mismatched)
-    return together
-
-
-def _names(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return f"{shown} and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else shown
 
 
 def _group_table(inspection: Inspection) -> Table:
@@ -119,7 +109,7 @@ def _total_table(inspection: Inspection) -> Table:
 def _shape(group: Group) -> str:
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
-    return f"{first} (+{others} other{'s' if others > 1 else ''})" if others else first
+    return f"{first} (+{plural(others, 'other')})" if others else first
 
 
 def _share(part: int, whole: int) -> str:

@@ -32,6 +32,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.grouping import grouped
+from isotype.core.names import plural
 from isotype.rules.finding import Finding, Kind, finding_at
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
@@ -102,6 +103,6 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
         calls,
         cause=cause_text(blamed, owners),
         evidence=evidence(query.origin),
-        notes=(f"{count} attention call{'s' if count > 1 else ''}",),
+        notes=(plural(count, "attention call"),),
         fixes=tuple(candidates(trace, group, owners)),
     )

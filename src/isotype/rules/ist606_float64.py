@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.names import distinct_names, short
+from isotype.core.names import distinct_names, plural, short
 from isotype.rules.finding import ActionKind, Finding, Fix, Kind, finding_at
 from isotype.rules.kit.fixes import advice, and_its_like, fix
 from isotype.rules.kit.words import cause_text
@@ -86,7 +86,7 @@ def _finding(trace: Trace, origins: list[Origin], calls: list[Call]) -> Finding:
         calls,
         cause=cause_text(origins[0], trace.owners),
         notes=(
-            *((f"{more} more {origins[0].kind}{'s' if more > 1 else ''} likewise",) if more else ()),
+            *((f"{plural(more, f'more {origins[0].kind}')} likewise",) if more else ()),
             trace.setup.profile.reason(torch.float64),
         ),
         fixes=tuple(_fixes(origins)),

@@ -16,6 +16,7 @@ from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.safetensors import read_safetensors, read_sharded_headers
 from isotype.checkpoint.formats.tensor import TensorHeader, by_name
 from isotype.core.errors import CheckpointError, Problem
+from isotype.core.names import listed
 
 Kind = Literal["model", "adapter"]
 
@@ -146,9 +147,8 @@ def contents(directory: Path) -> str:
     return _listed(sorted(directory.iterdir())) or "nothing"
 
 
-def _listed(files: Sequence[Path], most: int = 6) -> str:
-    names = ", ".join(file.name for file in files[:most])
-    return f"{names} and {len(files) - most} more" if len(files) > most else names
+def _listed(files: Sequence[Path]) -> str:
+    return listed((file.name for file in files), 6)
 
 
 def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:

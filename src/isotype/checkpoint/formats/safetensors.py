@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, by_name, damaged, file_size
 from isotype.core.dtypes import from_safetensors_name
 from isotype.core.errors import CheckpointError, Problem
+from isotype.core.names import listed
 
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library itself
 _SIGNATURES = (
@@ -180,7 +181,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
         found = {tensor.name for tensor in held}
         for some, what in ((names - found, "lacks"), (found - names, "holds, against the index,")):
             if some:
-                given = f"{shard} {what} {_names(some)}"
+                given = f"{shard} {what} {listed(sorted(some))}"
                 fix = "take index and shards from the same save of the model"
                 problems.append(Problem(given, f"what {index.name} says", fix))
     if problems:
@@ -220,9 +221,3 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
         )
     metadata = content.get("metadata")
     return weight_map, metadata if isinstance(metadata, dict) else {}
-
-
-def _names(names: Iterable[str], most: int = 3) -> str:
-    ordered = sorted(names)
-    text = ", ".join(ordered[:most])
-    return f"{text} and {len(ordered) - most} more tensors" if len(ordered) > most else text

@@ -172,16 +172,6 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def measure_matmul(
-    dtype: torch.dtype,
-    device: str | torch.device = "cpu",
-    seconds: float = 0.25,
-    size: int = _CPU_SIZE,
-) -> MatmulRate:
-    """Measure square matmuls in `dtype` on a real device; see `measure_all`."""
-    return measure_all(device, seconds, (dtype,), size)[dtype]
-
-
 def measure_all(
     device: str | torch.device = "cpu",
     seconds_total: float = 1.0,
