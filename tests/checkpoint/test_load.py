@@ -325,7 +325,7 @@ def test_a_policy_for_other_weights_is_refused_before_they_are_read(
     assert str(caught.value) == (
         "the policy is for other weights\n"
         f"  - {tmp_path}, saved in nf4, under a policy with storage {storage}\n"
-        "    expected  the format the weights lie in\n"
+        "    expected  the format the weights are stored in\n"
         "    fix       resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
         "checkpoint, give isotype.load its path and the policy"
     )

@@ -155,7 +155,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage float32 with weights quantized in nf4",
                 "one of the two",
-                "leave the storage out (the weights lie in nf4), or take an unquantized checkpoint without a "
+                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint without a "
                 "quantization",
             ),
         ),
@@ -165,7 +165,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with weights quantized in nf4",
                 "one of the two",
-                "leave the storage out (the weights lie in nf4), or take an unquantized checkpoint without a "
+                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint without a "
                 "quantization",
             ),
         ),

@@ -245,7 +245,7 @@ def test_without_a_policy_frozen_weights_stay_as_they_lie(
         "lora",
         True,
     )
-    assert policy.reasons["storage"] == "as the model lies; no frozen weight is recast"
+    assert policy.reasons["storage"] == "as the model has it; no frozen weight is recast"
 
 
 def test_without_a_policy_the_compute_dtype_of_a_quantized_model_is_kept(path: Path, tmp_path: Path):

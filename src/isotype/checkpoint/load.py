@@ -1,4 +1,4 @@
-"""Load a checkpoint so that every weight lies as the policy says."""
+"""Load a checkpoint so that every weight is stored as the policy says."""
 
 from __future__ import annotations
 

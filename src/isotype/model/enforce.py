@@ -81,13 +81,13 @@ def _check_storage(model: Any, found: Sequence[Place], policy: PrecisionPolicy) 
 
 
 def contradiction(found: str, policy: PrecisionPolicy) -> PrecisionError:
-    """The error for a model or checkpoint (`found`, with the format it lies in) that `policy` does not fit."""
+    """The error for a model or checkpoint (`found`, with the format it is stored in) that `policy` does not fit."""
     return PrecisionError(
         "the policy is for other weights",
         [
             Problem(
                 f"{found} under a policy with storage {policy.storage}",
-                "the format the weights lie in",
+                "the format the weights are stored in",
                 "resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
                 "checkpoint, give isotype.load its path and the policy",
             )

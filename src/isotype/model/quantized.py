@@ -39,7 +39,7 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
             "packed 4-bit codes were cast",
             [
                 Problem(
-                    f"{name}: codes packed as {dtype_name(storage)} now lie as {dtype_name(layer.weight.dtype)}",
+                    f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}",
                     "the bytes as they were packed: casting them changes the codes",
                     "load the model again and do not cast it with .to(dtype), .half() or .bfloat16()",
                 )

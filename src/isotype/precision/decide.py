@@ -293,7 +293,7 @@ def _storage(
     if facts.quantization and facts.quantization.format == "mxfp4":
         reasons["storage"] = "mxfp4 weights are dequantized once at load: they have no backward"
     else:
-        reasons["storage"] = "frozen weights lie in the compute dtype, so no step casts them"
+        reasons["storage"] = "frozen weights are stored in the compute dtype, so no step casts them"
     return dtype_name(compute)
 
 
@@ -322,7 +322,7 @@ def _storage_asked(
             Problem(
                 f"storage {name} with weights quantized in {storage_format}",
                 "one of the two",
-                f"leave the storage out (the weights lie in {storage_format}), or take an unquantized checkpoint "
+                f"leave the storage out (the weights are stored in {storage_format}), or take an unquantized checkpoint "
                 "without a quantization",
             )
         )

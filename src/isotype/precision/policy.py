@@ -38,7 +38,7 @@ class PrecisionPolicy:
 
     Attributes:
         compute: dtype of matmul operands and of the residual stream.
-        storage: how a frozen base weight lies in memory: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
+        storage: how a frozen base weight is stored: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
         reduce: dtype in which gradients are summed across ranks: the masters', whose gradients they are.
         loss_scaling: whether a GradScaler is needed (float16 compute with float32 masters, nothing else).
@@ -47,7 +47,7 @@ class PrecisionPolicy:
         pinned: patterns of parameters that stay float32; a parameter is pinned if its name contains one.
         double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
         quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype here.
-        keep_frozen: whether frozen float weights stay in the dtype they lie in, whatever `storage` says: true of a
+        keep_frozen: whether frozen float weights stay in the dtype they have, whatever `storage` says: true of a
             policy that was read off a model (`PrecisionCallback` without a policy).
         reasons: role -> why.
         warnings: what an explicit request costs.

@@ -77,7 +77,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, cheapest first, until the report's findings are gone.
 
     Fixes are chosen one finding at a time, errors first; after each the step is traced again with all fixes so far,
-    so that what one fix clears on the way is not fixed twice, and fixes that work alone but not together are not
+    so that what one fix resolves on the way is not fixed twice, and fixes that work alone but not together are not
     applied together.
 
     Args:
@@ -224,7 +224,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
     """Whether the finding is gone; an error of another cause may have come to light, but there are not more.
 
-    A step that is no longer followed to its end shows nothing: what was found behind that place is only hidden.
+    A step that is no longer traced to its end shows nothing: what was found behind that place is only hidden.
     """
     if any((each.code, each.cause) == (finding.code, finding.cause) for each in after):
         return False

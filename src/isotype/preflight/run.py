@@ -18,7 +18,7 @@ from isotype.preflight.apply import apply_actions
 from isotype.preflight.repair import needs_the_caller
 from isotype.preflight.request import StepRequest
 from isotype.report.check.report import Report
-from isotype.rules import clears, judge, unjudged
+from isotype.rules import judge, resolves, unjudged
 from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.rules.kit.contract_rule import settled
 from isotype.trace.fake.code import StepCode
@@ -123,9 +123,11 @@ class _Step:
             if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
                 continue
             after = self._with(fix.actions, finding, findings, tried)
-            if after is not None and clears(finding, findings, after):
+            if after is not None and resolves(finding, findings, after):
                 good.append(replace(fix, verified=True, outcome=_outcome(after)))
-            elif after is not None and finding.severity == "error" and clears(finding, findings, after, True):
+            elif (
+                after is not None and finding.severity == "error" and resolves(finding, findings, after, True)
+            ):
                 costly.append(replace(fix, verified=True, outcome=_at_a_cost(findings, after)))
         return (*(good or costly[:1]), *advice)
 
@@ -183,24 +185,24 @@ def _roots(
 ) -> tuple[Finding, ...]:
     """The findings without downstream errors.
 
-    An error is downstream of another where that one's fix clears both, and none of its own fixes clears the other; what the
+    An error is downstream of another where that one's fix resolves both, and none of its own fixes resolves the other; what the
     step meets first is downstream of nothing that it meets later. A change of the step's arguments or of a line says nothing
     here: it may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     met = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
-    gone = {finding.key: _cleared(finding, errors, tried) for finding in errors}
-    come: dict[tuple[str, str, str], list[Finding]] = {}
+    resolved = {finding.key: _resolved(finding, errors, tried) for finding in errors}
+    below: dict[tuple[str, str, str], list[Finding]] = {}
     left = list(errors)
-    for root in sorted(errors, key=lambda finding: -len(gone[finding.key])):
-        clear = [each for each in left if each.key in gone[root.key] and root.key not in gone[each.key]]
-        for other in clear:
+    for root in sorted(errors, key=lambda finding: -len(resolved[finding.key])):
+        downstream = [each for each in left if each.key in resolved[root.key] and root.key not in resolved[each.key]]
+        for other in downstream:
             if root in left and other is not root and met[other.key] >= met[root.key]:
                 left.remove(other)
-                come.setdefault(root.key, []).append(other)
+                below.setdefault(root.key, []).append(other)
     return tuple(
-        replace(finding, notes=(*finding.notes, _downstream(come[finding.key])))
-        if finding.key in come
+        replace(finding, notes=(*finding.notes, _downstream(below[finding.key])))
+        if finding.key in below
         else finding
         for finding in findings
         if finding.severity != "error" or finding in left
@@ -216,7 +218,7 @@ def _place(where: Finding | Call) -> tuple[str, str, str]:
     return where.phase, where.module, where.source
 
 
-def _cleared(
+def _resolved(
     finding: Finding,
     errors: Sequence[Finding],
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],

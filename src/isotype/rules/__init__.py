@@ -104,7 +104,7 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     )
 
 
-def clears(
+def resolves(
     finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costly: bool = False
 ) -> bool:
     """Whether `finding` is gone and nothing new appeared: no error of another cause, no warning of another code.

@@ -1,6 +1,6 @@
 """
-**What it means.** Embeddings, the head, norms or other frozen weights that are not quantized lie in float32, while
-most of the model lies in 16 bits or in a quantization format.
+**What it means.** Embeddings, the head, norms or other frozen weights that are not quantized are float32, while
+most of the model is in 16 bits or in a quantization format.
 
 **Why it is bad.** They take twice the memory they need: for a vocabulary of 128,256 and a hidden size of 4,096, embedding
 and head take 2.1 GB more. Their float32 results promote the residual stream, so that every layer casts its input and
@@ -50,7 +50,7 @@ _LEAST_SHARE = 0.01
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Frozen weights in float32 beside ones that lie narrower."""
+    """Frozen weights in float32 beside narrower ones."""
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in costs.HALVES)]
     wide = [w for w in base if w.dtype == torch.float32 and w.quantization is None and not w.pinned]

@@ -1,5 +1,5 @@
 """
-**What it means.** The frozen weights lie in another dtype than the one the model's config names as its checkpoint's,
+**What it means.** The frozen weights have another dtype than the one the model's config names as its checkpoint's,
 and no policy asked for that.
 
 **Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate, and holds not

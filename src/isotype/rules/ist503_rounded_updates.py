@@ -1,5 +1,5 @@
 """
-**What it means.** A frozen weight or a buffer that lies in 16 bit is added to in place, outside of the optimizer: an
+**What it means.** A frozen weight or a buffer in 16 bit is added to in place, outside of the optimizer: an
 adapter is merged into its base, an exponential moving average follows the trained weights, a statistic is kept.
 
 **Why it is bad.** The sum is rounded to the weight's dtype: what is smaller than half the distance between neighbouring

@@ -1,5 +1,5 @@
 """
-**What it means.** The model is sharded by FSDP1 and its quantized weights lie as integers. 4-bit codes can lie in any dtype of
+**What it means.** The model is sharded by FSDP1 and its quantized weights are stored as integers. 4-bit codes can be stored in any dtype of
 the right size: `bnb_4bit_quant_storage` chooses it, and its default is uint8. int8 weights have no such choice.
 
 **Why it is bad.** FSDP1 flattens float parameters only: `Cannot flatten integer dtype tensors`, or `Must flatten tensors with
@@ -36,7 +36,7 @@ TITLE = "FSDP over integer codes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Quantized weights that lie as integers under FSDP1."""
+    """Quantized weights that are stored as integers under FSDP1."""
     if trace.setup.fsdp != 1:
         return
     for four_bit in (True, False):

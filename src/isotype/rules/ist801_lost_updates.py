@@ -1,5 +1,5 @@
 """
-**What it means.** Trainable parameters lie in 16 bit and the learning rate is smaller than half the distance between
+**What it means.** Trainable parameters are in 16 bit and the learning rate is smaller than half the distance between
 neighbouring numbers of that dtype at the parameters' size. An Adam update is about the learning rate in size, so the
 sum rounds back to the old value. The spacing of bfloat16 at x is 2^(floor(log2 |x|) - 7), of float16
 2^(floor(log2 |x|) - 10).

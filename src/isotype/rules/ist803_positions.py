@@ -1,5 +1,5 @@
 """
-**What it means.** Rotary frequencies lie in 16 bit, or the angles (position times frequency) are computed in it. `.to(bfloat16)`,
+**What it means.** Rotary frequencies are in 16 bit, or the angles (position times frequency) are computed in it. `.to(bfloat16)`,
 `.half()` and DeepSpeed cast buffers along with parameters; `from_pretrained(dtype=…)` does not. Autocast makes a 16-bit
 product of positions and frequencies where the model does not switch it off.
 

@@ -1,6 +1,6 @@
 """
 **What it means.** A parameter that the model's author keeps in float32 (`_keep_in_fp32_modules`: T5's `wo`, routers, some norms)
-lies in 16 bit. `from_pretrained(dtype=torch.float16)` honours the list, `.half()` and `.to(dtype)` do not.
+is in 16 bit. `from_pretrained(dtype=torch.float16)` honours the list, `.half()` and `.to(dtype)` do not.
 
 **Why it is bad.** It was pinned because the model breaks without: T5's `wo` overflows float16 and the loss is NaN.
 

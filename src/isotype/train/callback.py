@@ -285,7 +285,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
         policy,
         storage=policy.storage if policy.quantized else dtype_name(most),
         keep_frozen=True,
-        reasons={**policy.reasons, "storage": "as the model lies; no frozen weight is recast"},
+        reasons={**policy.reasons, "storage": "as the model has it; no frozen weight is recast"},
         warnings=(),
     )
 

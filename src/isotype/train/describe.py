@@ -119,7 +119,7 @@ def show_policy(
 
 
 def show_model(console: Console, model: Any) -> None:
-    """How many parameters there are, how many learn, and how the weights lie."""
+    """How many parameters there are, how many learn, and how the weights are stored."""
     total, trainable = parameter_counts(model)
     lies = ", ".join(f"{name} {format_bytes(size)}" for name, size in weight_bytes(model))
     console.print(

@@ -278,7 +278,7 @@ class Diagnosis:
             self._say("the script's last known step, traced again, explains it:")
             self._render(report)
         else:
-            self._say("the script's last known step, traced again, runs clean: the cause lies outside of it")
+            self._say("the script's last known step, traced again, runs clean: the cause is outside of it")
 
     def _diagnose(self, call: Call, headline: str) -> None:
         setup = self._setup()
