@@ -161,7 +161,7 @@ def test_packed_codes_that_were_cast_are_refused() -> None:
         enforce_model(model, policy(torch.float16, "nf4", torch.bfloat16))
     assert str(caught.value) == (
         "packed 4-bit codes were cast\n"
-        "  - 0: codes packed as bfloat16 now lie as float16\n"
+        "  - 0: codes packed as bfloat16 are now float16\n"
         "    expected  the bytes as they were packed: casting them changes the codes\n"
         "    fix       load the model again and do not cast it with .to(dtype), .half() or .bfloat16()"
     )

@@ -195,7 +195,9 @@ def _roots(
     below: dict[tuple[str, str, str], list[Finding]] = {}
     left = list(errors)
     for root in sorted(errors, key=lambda finding: -len(resolved[finding.key])):
-        downstream = [each for each in left if each.key in resolved[root.key] and root.key not in resolved[each.key]]
+        downstream = [
+            each for each in left if each.key in resolved[root.key] and root.key not in resolved[each.key]
+        ]
         for other in downstream:
             if root in left and other is not root and met[other.key] >= met[root.key]:
                 left.remove(other)
