@@ -30,8 +30,8 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
         CheckpointError, UsageError: as `isotype.train.weightless.weightless_model`.
     """
     source = _source(plan)
+    policy = resolve_request(source, plan.precision, plan.device, plan.revision)  # names what is no model
     config = model_config(source, revision=plan.revision)
-    policy = resolve_request(source, plan.precision, plan.device, plan.revision)
     model = _model(plan, config, policy)
     length = row_length(plan, config)
 
