@@ -24,7 +24,7 @@ _VIEWS = ("view", ".t.", "transpose", "slice", "expand", "empty", "detach", "ali
 _MASKS = ("add.", "scalar_tensor", "where", "masked_fill", "full")
 
 
-class Naive(TorchDispatchMode):
+class Naive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at every operator.
 
     Args:
@@ -35,7 +35,7 @@ class Naive(TorchDispatchMode):
     """
 
     def __init__(self, over: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.over = over
         self.first: tuple[str, tuple[int, ...]] | None = None
 

@@ -27,6 +27,7 @@ from isotype.core.units import format_bytes
 from isotype.report.run.card import model_card
 from isotype.report.run.charts import charts_of
 from isotype.report.run.files import write_run_report
+from isotype.report.run.headroom import Headroom, HeadroomSample, by_block, in_words
 from isotype.report.run.html import to_html
 from isotype.report.run.json import to_json
 from isotype.report.run.record import (
@@ -147,6 +148,17 @@ def realistic(**changes: Any) -> RunRecord:
     return replace(record, **changes)
 
 
+def sampled(dtype: str = "float16", growth: float = 1.0) -> Headroom:
+    """Twelve samples of four blocks; the third comes closest to the end of float16, and one batch holds a spike."""
+    samples = []
+    for number in range(12):
+        scale = growth ** (number / 11) * (1 + 0.02 * (number % 3))
+        largest = [120.0, 3000.0, 25600.0, 900.0]
+        samples.append(HeadroomSample(1 + 50 * number, tuple(scale * each for each in largest)))
+    samples[4] = replace(samples[4], largest=(120.0, math.inf, 65000.0, 900.0))
+    return Headroom(tuple(f"model.layers.{number}" for number in range(4)), dtype, tuple(samples))
+
+
 def losses(*values: float) -> tuple[StepRecord, ...]:
     template = step_records(1)[0]
     return tuple(replace(template, step=i + 1, loss=value) for i, value in enumerate(values))
@@ -201,6 +213,17 @@ records = st.builds(
     ).map(tuple),
     notes=texts,
     resumed_from=st.none() | counts,
+    headroom=st.none()
+    | st.builds(
+        Headroom,
+        st.just(("a", "b")),
+        text,
+        st.lists(
+            st.builds(HeadroomSample, step_numbers, st.tuples(st.floats(0), st.floats(0))),
+            min_size=1,
+            max_size=9,
+        ).map(tuple),
+    ),
 )
 
 
@@ -705,3 +728,41 @@ def test_what_is_in_a_cell_stays_in_it() -> None:
     card = model_card(realistic(settings=(("a|b", "c\nd"),), dataset=str(Path(__file__))))
     assert "| a\\|b | c d |" in card
     assert "datasets:" not in card  # a file of this machine is nothing that the hub knows
+
+
+# --- headroom ---------------------------------------------------------------------------------------------
+
+
+def test_headroom_is_that_of_nine_samples_in_ten() -> None:
+    blocks = by_block(sampled())
+    third = blocks[2]
+    assert (third.name, third.high) == ("model.layers.2", pytest.approx(25600 * 1.04))
+    assert third.headroom == pytest.approx(65504 / (25600 * 1.04))
+    assert third.change == pytest.approx(1.0, abs=0.05)
+    assert blocks[1].high == pytest.approx(3120)  # one infinite sample of twelve
+
+
+def test_headroom_in_words() -> None:
+    closest = (
+        "model.layers.2 gives the largest values, up to 26,624 in nine of ten micro-batches (12 looked at); "
+        "65,504, float16's largest number, is 2.46 times that."
+    )
+    assert in_words(sampled()) == closest
+    overflown = replace(
+        sampled(), samples=tuple(HeadroomSample(step, (1.0, math.inf, 2.0, 3.0)) for step in (1, 2))
+    )
+    assert in_words(overflown) == (
+        "model.layers.1 passes 65,504, float16's largest number, in more than one of ten micro-batches (2 looked at)."
+    )
+    grown = in_words(sampled(growth=4.0))
+    assert "It grew by a factor of 2.69 over the run. That is little: batches differ by as much." in grown
+    assert in_words(sampled("float32")) == (
+        f"{closest} The blocks' outputs are carried in float32, which holds far more."
+    )
+
+
+def test_headroom_has_a_section() -> None:
+    page = to_html(realistic(headroom=sampled()))
+    assert "<h2>Headroom of float16</h2>" in page
+    assert page.count('<svg class="range"') == 4
+    assert "Headroom" not in to_html(realistic())

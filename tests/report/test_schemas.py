@@ -60,7 +60,11 @@ def full_run() -> Content:
     )
     data = DataSummary(1840, 96, 16, 1.3, (180, 420, 997), 37, 0.021, 0.31)
     record = test_run_report.realistic(
-        steps=steps, data=data, resumed_from=5, error="RuntimeError: none left"
+        steps=steps,
+        data=data,
+        resumed_from=5,
+        error="RuntimeError: none left",
+        headroom=test_run_report.sampled(),
     )
     content: Content = json.loads(run_to_json(record))
     return content

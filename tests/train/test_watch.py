@@ -40,7 +40,7 @@ def rows(poisoned: tuple[int, ...] = ()) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-class Ordered(transformers.Trainer):
+class Ordered(transformers.Trainer):  # type: ignore[misc]
     def _get_train_sampler(self, *_: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -59,7 +59,7 @@ class Reference(Ordered):
         return loss
 
 
-class Overflow(transformers.TrainerCallback):
+class Overflow(transformers.TrainerCallback):  # type: ignore[misc]
     """From step 7 on a layer's results pass float16's range."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ def stopped(trainer: Any, **given: Any) -> str:
 )
 def test_a_script_stops_in_the_step_and_names_the_operator_that_is_first(
     kind: str, step: int | None, words: str, tmp_path: Path
-):
+) -> None:
     reference = trainer_of(kind, tmp_path / "reference", Reference)
     with quiet():
         reference.train()
@@ -137,7 +137,7 @@ def test_a_script_stops_in_the_step_and_names_the_operator_that_is_first(
     assert first <= 3 or f"trainer.train(resume_from_checkpoint={str(whole)!r})" in said
 
 
-def test_the_message(tmp_path: Path):
+def test_the_message(tmp_path: Path) -> None:
     said = stopped(trainer_of("batch", tmp_path / "out"))
     source = said.partition("forward   ")[2].partition("\n")[0]
     assert said.replace(str(tmp_path), "TMP").replace(source, "SOURCE") == (
@@ -156,7 +156,7 @@ def test_the_message(tmp_path: Path):
     )
 
 
-def test_who_does_not_want_it_is_not_stopped(tmp_path: Path):
+def test_who_does_not_want_it_is_not_stopped(tmp_path: Path) -> None:
     trainer = trainer_of("batch", tmp_path / "out", max_steps=6, save_steps=100)
     trainer.add_callback(isotype.PrecisionCallback(check=None, watch=False))
     with quiet():
@@ -164,7 +164,7 @@ def test_who_does_not_want_it_is_not_stopped(tmp_path: Path):
     assert trainer.state.global_step == 6
 
 
-def test_a_sound_training_is_as_it_was_without(tmp_path: Path):
+def test_a_sound_training_is_as_it_was_without(tmp_path: Path) -> None:
     losses = []
     for watch in (False, True):
         trainer = trainer_of("sound", tmp_path / str(watch), max_steps=4)
@@ -176,7 +176,7 @@ def test_a_sound_training_is_as_it_was_without(tmp_path: Path):
     assert losses[0] == losses[1]
 
 
-def test_the_run_again_draws_the_same_dropout(tmp_path: Path):
+def test_the_run_again_draws_the_same_dropout(tmp_path: Path) -> None:
     """Dropout that spoils one draw of ten: the step's own states find it again."""
 
     class Unlucky(torch.nn.Module):

@@ -262,6 +262,7 @@ def record(
         notes=(*model_notes(trainer.model), *run.notes),
         resumed_from=recorder.resumed_from,
         data=data_summary(trainer, run.lengths),
+        headroom=recorder.headroom(),
     )
 
 

@@ -15,8 +15,10 @@ import torch
 from transformers import TrainerCallback
 
 from isotype.core.errors import SaveError
+from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.train.diverged import measured, not_finite
+from isotype.train.headroom import HeadroomMeter
 from isotype.train.watch import StepWatch
 
 _LOGGED_ANYWAY = frozenset(
@@ -72,12 +74,19 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._began = 0.0
         self._learning_rate = 0.0
         self._watch = StepWatch(trainer)
+        self._headroom: HeadroomMeter | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run starts; the checkpoint may have been rotated away by the end."""
         self.resumed_from = state.global_step or None
         self._watch.attach()
+        if getattr(args, "fp16", False):
+            self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)
+
+    def headroom(self) -> Headroom | None:
+        """How much of float16's range the blocks used so far; None of a run in another dtype."""
+        return None if self._headroom is None else self._headroom.record()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the trainer as it was."""
@@ -86,6 +95,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; the learning rate is the one this step will be taken with."""
         self._watch.begin_step()
+        if self._headroom is not None:
+            self._headroom.begin_step(state.global_step + 1)
         self._began = time.perf_counter()
         self._learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
 
@@ -104,6 +115,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         scale = float(scaler.get_scale()) if scaled else None
         step = state.global_step + 1
         self.steps.append(self._record(step))
+        if self._headroom is not None:
+            self._headroom.end_step(step)
         again = self._watch.again(scale)
         seen = measured(loss, self._learning_rate, norm, scale)
         headline = f"{what}: stopped before the update"
@@ -111,6 +124,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""
+        if self._headroom is not None:
+            self._headroom.end_step(state.global_step)
         self.steps.append(self._record(state.global_step))
         self._show(state, self.steps[-1])
 

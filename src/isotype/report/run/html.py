@@ -13,6 +13,8 @@ from isotype.report.charts import Part, format_number, stacked_bar
 from isotype.report.html import package_file, render
 from isotype.report.palette import dtype_class, palette_css
 from isotype.report.run.charts import charts_of, in_words, page_data
+from isotype.report.run.headroom import bar, by_block
+from isotype.report.run.headroom import in_words as headroom_in_words
 from isotype.report.run.record import (
     JSON_NAME,
     DataSummary,
@@ -61,6 +63,7 @@ def to_html(record: RunRecord) -> str:
         charts=[(chart, in_words(chart, record)) for chart in charts],
         policy=[(row.role, row.dtype, row.reason) for row in record.policy],
         weights=_weights(record),
+        headroom=_headroom(record),
         settings=[*_places(record), *_data(record.data), *record.settings],
         notes=[*record.notes, *([] if summary.peak_memory_bytes is None else [_MEMORY])],
     )
@@ -116,6 +119,26 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
         "rows": [
             (name, format_bytes(amount), f"{amount:,} B", _share(amount, total))
             for name, amount in record.weight_bytes
+        ],
+    }
+
+
+def _headroom(record: RunRecord) -> dict[str, object] | None:
+    """How much of float16's range the blocks used: a sentence, and rows of block, magnitudes, headroom, change, bar."""
+    if record.headroom is None:
+        return None
+    return {
+        "sentence": headroom_in_words(record.headroom),
+        "rows": [
+            (
+                block.name,
+                format_number(block.median, 4),
+                format_number(block.high, 4),
+                format_number(block.headroom, 3),
+                "" if block.change is None else f"× {format_number(block.change, 3)}",
+                bar(block),
+            )
+            for block in by_block(record.headroom)
         ],
     }
 

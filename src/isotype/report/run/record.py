@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from isotype.core.errors import IsotypeError, Problem
+from isotype.report.run.headroom import Headroom
 
 SCHEMA_VERSION = 2
 """Version of the JSON form; it grows when a reader of the former version would misread the new one."""
@@ -122,6 +123,7 @@ class RunRecord:
         settings: hyperparameters as name and value.
         resumed_from: the step of the checkpoint the run went on from, None for a run from the start.
         data: what it was trained on, None where that is not known.
+        headroom: how much of float16's range the model's blocks used; None of a run in another dtype.
 
     Raises:
         IsotypeError: a time is not ISO-8601, or only one of the two carries a UTC offset.
@@ -150,6 +152,7 @@ class RunRecord:
     notes: tuple[str, ...]
     resumed_from: int | None
     data: DataSummary | None = None
+    headroom: Headroom | None = None
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []

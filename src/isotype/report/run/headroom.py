@@ -1,0 +1,120 @@
+"""How much of float16's range the blocks of a model use over a run: records, and what they come down to.
+
+A single batch may hold one odd row. So limits are quantiles over the samples, and the change over a run is that of medians.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isotype.precision.ranges import FLOAT16_LARGEST
+from isotype.report.charts import escape, format_number
+
+_LEAST = 6
+"""Samples from which on a change over the run is told."""
+_LITTLE = 2.0
+"""Headroom below which it is said to be little: batches differ by as much."""
+
+
+@dataclass(frozen=True)
+class HeadroomSample:
+    """The largest magnitudes that the blocks gave in one micro-batch.
+
+    Attributes:
+        step: optimizer step that the micro-batch belongs to.
+        largest: of each block, in their order; infinite where it overflowed.
+    """
+
+    step: int
+    largest: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """Samples of a run that computes in float16.
+
+    Attributes:
+        blocks: fully qualified names, in their order.
+        dtype: that the blocks' outputs are carried in: what is beyond 65504 is lost in `"float16"` alone.
+        samples: in the order of the steps.
+    """
+
+    blocks: tuple[str, ...]
+    dtype: str
+    samples: tuple[HeadroomSample, ...]
+
+
+@dataclass(frozen=True)
+class BlockHeadroom:
+    """One block over the run.
+
+    Attributes:
+        name: fully qualified name.
+        median: median over the samples of the largest magnitude.
+        high: the largest magnitude that nine of ten samples do not pass.
+        headroom: 65504 over `high`; infinite where a block gave zeros only.
+        change: median of the last third of the samples over that of the first; None of fewer than six samples.
+    """
+
+    name: str
+    median: float
+    high: float
+    headroom: float
+    change: float | None
+
+
+def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
+    """What the samples come down to, block by block."""
+    found = []
+    for number, name in enumerate(headroom.blocks):
+        values = [sample.largest[number] for sample in headroom.samples]
+        high = sorted(values)[math.ceil(0.9 * len(values)) - 1]
+        third = len(values) // 3
+        first, last = (_median(part) for part in (values[:third], values[-third:])) if third else (0.0, 0.0)
+        change = last / first if len(values) >= _LEAST and 0 < first < math.inf else None
+        left = FLOAT16_LARGEST / high if high else math.inf
+        found.append(BlockHeadroom(name, _median(values), high, left, change))
+    return tuple(found)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(sorted(values))
+
+
+def in_words(headroom: Headroom) -> str:
+    """The block with the least headroom, and how it changed over the run."""
+    blocks = by_block(headroom)
+    least = min(blocks, key=lambda block: block.headroom)
+    count = len(headroom.samples)
+    looked = (
+        f"in nine of ten micro-batches ({count:,} looked at)"
+        if count > 1
+        else "in the one micro-batch that was looked at"
+    )
+    if math.isinf(least.high):
+        return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({count:,} looked at)."
+    said = (
+        f"{least.name} gives the largest values, up to {format_number(least.high, 4)} {looked}; "
+        f"65,504, float16's largest number, is {format_number(least.headroom, 3)} times that."
+    )
+    if least.change is not None and not 0.9 < least.change < 1.1:
+        ratio = least.change if least.change > 1 else 1 / least.change
+        said += f" It {'grew' if least.change > 1 else 'shrank'} by a factor of {format_number(ratio, 3)} over the run."
+    if headroom.dtype != "float16":
+        return f"{said} The blocks' outputs are carried in {headroom.dtype}, which holds far more."
+    if least.headroom < _LITTLE:
+        said += " That is little: batches differ by as much. bfloat16 or a float32 residual stream has more."
+    return said
+
+
+def bar(block: BlockHeadroom) -> str:
+    """The part of float16's range that a block uses, in powers of two."""
+    used = min(1.0, max(0.0, math.log2(max(block.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
+    words = escape(f"{block.name}: up to {format_number(block.high, 4)}")
+    return (
+        f'<svg class="range" role="img" aria-label="{words}"><rect class="all" width="100%" height="100%"/>'
+        f'<rect class="used" width="{100 * used:.1f}%" height="100%"/></svg>'
+    )
