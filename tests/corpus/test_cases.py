@@ -11,7 +11,10 @@ from tests.corpus.discover import all_scenarios, corpus
 from tests.corpus.judge import NOT_PREDICTED, judge_scenario
 
 # Findings enough for dozens of traces; another report of their classes shows the same.
-_LONG = {"unsloth-zoo-706", "llamafactory-pr5480", "llava-785", "axolotl-2250"}
+_LONG = {
+    *("unsloth-zoo-706", "llamafactory-pr5480", "llava-785", "axolotl-2250"),
+    *("llamafactory-3991", "unsloth-5313", "peft-2421", "verl-omni-73"),
+}
 
 _IN_FOUR_REPORTS = {
     "adapter_vs_base_dtype",

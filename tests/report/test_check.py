@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -110,6 +111,13 @@ def test_flops_and_memory_are_the_traces() -> None:
 def test_assumed_contracts_are_named_once() -> None:
     assert crash().assumed == ("aten.mm.default",)
     assert clean().assumed == ()
+
+
+def test_a_table_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
+    doubt = "operators were measured with torch 2.13.0, this is torch 2.10.0"
+    assert re.search(rf"^assumed +{re.escape(doubt)}$", str(clean()), re.MULTILINE)
+    assert json.loads(clean().to_json())["doubts"] == [doubt]
 
 
 def test_raise_for_errors_names_everything_at_once() -> None:

@@ -315,3 +315,12 @@ def test_this_machine() -> None:
     assert report.missing == ()
     assert "isotype doctor" in _text(report)
     json.dumps(doctor_json(report))
+
+
+def test_a_table_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
+    doubt = "operators were measured with torch 2.13.0, this is torch 2.10.0"
+    text = io.StringIO()
+    render_doctor(_report(), Console(file=text, width=120))
+    assert doubt in text.getvalue()
+    assert doctor_json(_report())["device"]["doubts"] == [doubt]

@@ -90,6 +90,7 @@ class Recurrent(nn.Module):
         return self.out(self.rnn(self.body(x))[0])
 
 
+@pytest.mark.newest  # before torch 2.13 the GRU's own error names the other of the two dtypes
 def test_a_fix_must_not_bring_to_light_another_error() -> None:
     inputs = {"x": torch.ones(2, 3, 4, dtype=BF16)}
     (finding,) = isotype.check(Recurrent(torch.float32), inputs, device="cpu").errors

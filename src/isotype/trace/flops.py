@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """FLOPs of one call (a multiply-add counts two); 0 for operators that are no matmul."""
-    formula = flop_registry.get(func._overloadpacket)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=result))
     own = _OWN.get(str(func).removesuffix(".default"))
-    return 0 if own is None else int(own(args, result))
+    if own is not None:
+        return own(args, result)
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
@@ -25,13 +25,24 @@ def _grouped_mm(args: Any, result: Any) -> int:
 
 
 def _attention(args: Any, result: Any) -> int:
-    shapes = (tuple(tensor.shape) for tensor in args[:3])
-    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(*_with_all_heads(args[:3])))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(args: Any, result: Any) -> int:
-    shapes = (tuple(tensor.shape) for tensor in args[:4])
+    """Of the gradient and of query, key and value."""
+    gradient, *operands = args[:4]
+    shapes = (tuple(gradient.shape), *_with_all_heads(operands))
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Shapes of query, key and value `[batch, heads, length, width]`, each key repeated for the heads that share it.
+
+    The kernels compute so. The formulas of torch before 2.12 refuse fewer heads of keys than of queries; where the oldest
+    torch that is supported counts them (`tests/trace/test_flops.py`), this and the names of the kernels can go.
+    """
+    heads = operands[0].shape[1]
+    return tuple((shape[0], heads, *shape[2:]) for shape in (tuple(each.shape) for each in operands))
 
 
 def _gemm_4bit(args: Any, result: Any) -> int:
@@ -40,10 +51,15 @@ def _gemm_4bit(args: Any, result: Any) -> int:
     return 2 * int(args[0].shape[-1]) * int(prod(made.shape)) if isinstance(made, torch.Tensor) else 0
 
 
+_ATTENTIONS = tuple(
+    f"aten._scaled_dot_product_{kernel}"
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+)
+
 _OWN: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,
-    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **dict.fromkeys(_ATTENTIONS, _attention),
+    **dict.fromkeys((f"{name}_backward" for name in _ATTENTIONS), _attention_backward),
     "bitsandbytes.gemm_4bit": _gemm_4bit,
     "bitsandbytes.gemv_4bit": _gemm_4bit,
     "bitsandbytes.int8_linear_matmul": _gemm_4bit,

@@ -120,7 +120,7 @@ class Kernels:
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None
-            and tensor._fake_device == _CPU
+            and tensor.fake_device == _CPU
             and tensor.layout == torch.strided
             and not tensor.dtype.is_complex
             and not tensor.is_neg()

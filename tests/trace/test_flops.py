@@ -1,0 +1,51 @@
+"""FLOPs of attention, by hand."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+from isotype.trace.flops import flops_of
+
+ATEN = torch.ops.aten
+QUERY, KEY = (2, 8, 5, 16), (2, 4, 7, 16)
+ONE = 2 * 2 * 8 * 5 * 7 * 16  # a multiply-add counts two: batch, heads, rows, columns, width
+
+
+def _operands() -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(shape, device="meta") for shape in (QUERY, KEY, KEY))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ],
+)
+def test_keys_that_are_shared_by_heads_count_once_for_each(name: str) -> None:
+    """Two products forward; five backward, one of which recomputes the scores."""
+    query, key, value = _operands()
+    forward, backward = getattr(ATEN, name).default, getattr(ATEN, f"{name}_backward").default
+    assert flops_of(forward, (query, key, value), {}, None) == 2 * ONE
+    assert flops_of(backward, (query, query, key, value), {}, None) == 5 * ONE
+
+
+def test_other_operators_are_counted_by_torch() -> None:
+    a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
+    assert flops_of(ATEN.mm.default, (a, b), {}, a @ b) == 2 * 3 * 4 * 5
+    assert flops_of(ATEN.add.Tensor, (a, a), {}, a + a) == 0
+
+
+def test_the_oldest_torch_still_needs_our_own_names() -> None:
+    """torch 2.12 counts shared keys itself: with it as the lower bound `_with_all_heads` can go."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    torch_bound = next(each for each in project["project"]["dependencies"] if each.startswith("torch>="))
+    assert Version(re.sub(r"^torch>=", "", torch_bound)) < Version("2.12")
