@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from isotype.checkpoint.measured import fingerprint, keep_ranges
 from isotype.core.dtypes import dtype_name
+from isotype.core.errors import SaveError
 from isotype.core.random_states import random_states_kept
 from isotype.precision.ranges import Ranges
 from isotype.ranges.bar import Bar
@@ -94,7 +96,10 @@ def measure_ranges(
         notes=(*measured.notes, *run.notes, *notes),
     )
     if key and batch is None:
-        keep_ranges(ranges)
+        try:
+            keep_ranges(ranges)
+        except SaveError as error:
+            ranges = replace(ranges, notes=(*ranges.notes, f"it was not kept: {error.problems[0].given}"))
     return ranges
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,19 +57,24 @@ class Measured:
     def fitting_dtype(self, device: torch.device) -> torch.dtype:
         """float32, or bfloat16 where the largest block does not fit into the free memory of `device` in float32."""
         free = free_memory(device)
-        needed = _ROOM * 4 * max(_units(self.model), default=0)
+        needed = _ROOM * 4 * max(_parts(self.model), default=0)
         return torch.bfloat16 if free is not None and needed > free else torch.float32
 
 
-def _units(model: nn.Module) -> list[int]:
+def largest_part(directory: Path) -> int:
+    """Weights of the largest part of a checkpoint that has to be in memory at one time, see `_parts`."""
+    return max(_parts(blank_model(read_config(directory))), default=0)
+
+
+def _parts(model: nn.Module) -> list[int]:
     """Numbers of weights that are there at the same time: of a block, or of a module outside of blocks."""
     blocks: list[nn.Module] = [
         block for _, layers in lists_of_blocks(model, fewest=1) for block in layers.children()
     ]
     inside = {id(module) for block in blocks for module in block.modules()}
-    units = [sum(each.numel() for each in block.parameters()) for block in blocks]
+    parts = [sum(each.numel() for each in block.parameters()) for block in blocks]
     outside = [module for module in model.modules() if id(module) not in inside]
-    return units + [
+    return parts + [
         sum(each.numel() for each in module.parameters(recurse=False))
         for module in outside
         if kind_of(module) != "embedding"  # of which only the rows that are looked up are made
@@ -98,7 +104,7 @@ def of_module(model: nn.Module) -> Measured:
     directory: Path | None = None
     if named:
         try:
-            directory = _directory(named, None)
+            directory = _directory(named, None, local_snapshot)
         except CheckpointError:
             directory = None  # it has been moved since, or lies on a hub that nobody can reach
     return Measured(model, type(base).__name__, device, directory)
@@ -106,8 +112,7 @@ def of_module(model: nn.Module) -> Measured:
 
 def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
     """A checkpoint, its weights left on disk where transformers' own conversions allow to read them one by one."""
-    directory = _directory(source, revision, download=True)
-    assert directory is not None
+    directory = checkpoint_directory(source, revision)
     facts = facts_of(directory)
     cpu = torch.device("cpu")
     if facts.quantization is not None:
@@ -144,14 +149,24 @@ def _loaded(source: str | Path, directory: Path, why: str) -> Measured:
     return Measured(model.requires_grad_(False), str(source), torch.device("cpu"), directory, None, (note,))
 
 
-def _directory(source: str | Path, revision: str | None, download: bool = False) -> Path | None:
-    """The directory with a checkpoint's safetensors and tokenizer; a GGUF file's is its dense copy."""
+def checkpoint_directory(source: str | Path, revision: str | None = None) -> Path:
+    """The directory with a checkpoint's safetensors and tokenizer; a hub id is downloaded, a GGUF file unpacked.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the hub cannot be reached.
+    """
+    found = _directory(source, revision, downloaded)
+    assert found is not None
+    return found
+
+
+def _directory(
+    source: str | Path, revision: str | None, of_hub: Callable[[str, str | None], Path | None]
+) -> Path | None:
     found = resolve_source(source)
     if isinstance(found, str):
-        return downloaded(found, revision) if download else local_snapshot(found, revision)
+        return of_hub(found, revision)
     if found.is_dir():
         weights = find_weights(found)
         found = weights[0] if weights is not None and weights[0].suffix == ".gguf" else found
-    if found.suffix != ".gguf":
-        return found
-    return some_copy(found)
+    return some_copy(found) if found.suffix == ".gguf" else found

@@ -1,0 +1,159 @@
+"""What `isotype.measure_ranges` costs: seconds and memory of a checkpoint on disk, against reading it and computing.
+
+Run: python benchmarks/measure_cost.py [MODEL]. MODEL is a checkpoint, by default SmolLM2 from its package; a checkpoint
+with the blocks of an 8B Llama (random bfloat16 weights, 416 MiB a block, a vocabulary of 4096) is made in a temporary
+folder, once with one block and once with three.
+
+*plain* is transformers' own: the checkpoint read into float32 as a whole, then a forward and a backward of the same 256
+tokens with frozen weights, by which gradients reach the embedding. *memory* is the peak of resident memory over what is
+resident after a warm-up, which holds every import, as is the time. Each row is a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_BLOCK = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+_SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+_TOKENS = 256
+_MIB = 1 << 20
+
+
+def make(directory: Path, blocks: int, sizes: dict[str, int]) -> Path:
+    """A Llama checkpoint of random bfloat16 weights, one file."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(vocab_size=4096, num_hidden_layers=blocks, tie_word_embeddings=True, **sizes)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+
+    def drawn(parameter: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+        count = parameter.numel()
+        return (
+            (values.repeat(-(-count // len(values)))[:count] * scale).to(torch.bfloat16).view(parameter.shape)
+        )
+
+    directory.mkdir()
+    config.save_pretrained(directory)
+    weights = {name: drawn(parameter) for name, parameter in model.named_parameters()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def resident(field: str) -> float:
+    """MiB of this process: `VmRSS` now, `VmHWM` at the worst moment."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
+
+
+def plain(path: str) -> None:
+    """Read it all, forward, backward."""
+    from transformers import AutoModelForCausalLM
+
+    from isotype.checkpoint.adapter import tokenizer_of
+    from isotype.ranges.batches import made_batches
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+    model.enable_input_require_grads()
+    run = made_batches(model, tokenizer_of(Path(path)), _TOKENS)
+    model(**run.batches[0], use_cache=False).loss.backward()
+
+
+def measure(path: str) -> None:
+    """What is compared with it."""
+    import isotype
+
+    isotype.measure_ranges(path, tokens=_TOKENS, progress=False)
+
+
+WAYS: dict[str, Callable[[str], None]] = {"plain": plain, "measure": measure}
+
+
+def one(way: str, path: str, small: str) -> dict[str, float]:
+    """Seconds and MiB of one way, after the same on a small model; this process does nothing else."""
+    run = WAYS[way]
+    run(small)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again
+    before = resident("VmRSS")
+    started, processor = time.perf_counter(), time.process_time()
+    run(path)
+    return {
+        "seconds": time.perf_counter() - started,
+        "processor": time.process_time() - processor,
+        "MiB": resident("VmHWM") - before,
+    }
+
+
+def rows(model: str, folder: Path) -> Iterator[tuple[str, Path, float]]:
+    """(name, checkpoint, MiB of the largest block in float32) of what is measured."""
+    from isotype.ranges.sources import checkpoint_directory, largest_part
+
+    yield model, (source := checkpoint_directory(model)), largest_part(source) * 4 / _MIB
+    for blocks in (1, 3):
+        source = make(folder / f"blocks-{blocks}", blocks, _BLOCK)
+        yield (
+            f"Llama 8B, {blocks} blocks" if blocks > 1 else "Llama 8B, 1 block",
+            source,
+            largest_part(source) * 4 / _MIB,
+        )
+
+
+def main(model: str) -> None:
+    """Every row, printed as it comes, then one line of JSON."""
+    found: dict[str, Any] = {}
+    print(
+        f"{'':32} {'plain':>18} {'measured':>18} {'ratio':>6} {'largest part':>13} {'memory':>10} {'ratio':>6}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        small = make(Path(folder) / "small", 2, _SMALL)
+        environment = os.environ | {"ISOTYPE_CACHE": str(Path(folder) / "cache"), "HF_HUB_OFFLINE": "1"}
+        for name, path, part in rows(model, Path(folder)):
+            costs = {}
+            for way in WAYS:
+                command = [sys.executable, __file__, "--one", way, str(path), str(small)]
+                answer = subprocess.run(
+                    command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+                )
+                costs[way] = json.loads(answer.stdout.splitlines()[-1])
+            found[name] = costs | {"largest part": part}
+            bare, mine = costs["plain"], costs["measure"]
+            print(
+                f"{name[-32:]:32} {bare['seconds']:7.1f} s {bare['processor']:5.1f} cpu"
+                f" {mine['seconds']:7.1f} s {mine['processor']:5.1f} cpu {mine['seconds'] / bare['seconds']:6.2f}"
+                f" {part:9.0f} MiB {mine['MiB']:6.0f} MiB {mine['MiB'] / part:6.2f}",
+                flush=True,
+            )
+    one_block, three = found["Llama 8B, 1 block"], found["Llama 8B, 3 blocks"]
+    for way in WAYS:
+        each = (three[way]["seconds"] - one_block[way]["seconds"]) / 2
+        more = (three[way]["MiB"] - one_block[way]["MiB"]) / 2
+        print(f"each further block of 8B, {way}: {each:.1f} s, {more:+.0f} MiB")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(one(*sys.argv[2:])))
+    else:
+        main(sys.argv[1] if len(sys.argv) > 1 else "embedded:smollm2")

@@ -1,0 +1,106 @@
+"""Measurements that are kept: found again wherever the checkpoint lies, and only where it is the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import isotype
+from isotype.checkpoint.measured import cached_ranges, fingerprint, keep_ranges
+from isotype.core.errors import SaveError
+from isotype.precision.ranges import Ranges
+from tests.models import save_tiny, tiny_batch, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ranges"
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(each.relative_to(directory)) for each in directory.rglob("*"))
+
+
+def test_a_measurement_is_found_again_beside_nothing_of_the_users(tmp_path: Path, cache: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    before = files(path)
+    assert cached_ranges(path) is None
+    ranges = isotype.measure_ranges(path)
+    assert files(path) == before
+    assert [each.name for each in cache.iterdir()] == [f"{ranges.key}.json"]
+    moved = Path(shutil.copytree(path, tmp_path / "elsewhere" / "copy"))
+    assert cached_ranges(moved) == ranges
+
+
+def test_another_model_of_the_same_headers_is_another_one(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    before = fingerprint(path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] *= 2
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert fingerprint(path) != before
+
+
+def test_the_config_counts(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    before = fingerprint(path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert fingerprint(path) != before
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"format": 0}', "[]", '{"format": 1}'])
+def test_a_damaged_file_counts_as_none(damage: str, tmp_path: Path, cache: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    ranges = isotype.measure_ranges(path)
+    kept = cache / f"{ranges.key}.json"
+    kept.write_text(damage)
+    assert cached_ranges(path) is None
+    again = isotype.measure_ranges(path)
+    assert again.modules == ranges.modules
+    assert cached_ranges(path) == again
+
+
+def test_a_measurement_on_the_users_batch_is_not_kept(tmp_path: Path, cache: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    ranges = isotype.measure_ranges(path, tiny_batch("llama"))
+    assert ranges.text == "the batch given"
+    assert ranges.key == fingerprint(path)
+    assert not cache.exists()
+
+
+def test_a_model_in_memory_has_no_key() -> None:
+    ranges = isotype.measure_ranges(tiny_model("llama"), tiny_batch("llama"))
+    assert ranges.key == ""
+    with pytest.raises(ValueError, match="a model in memory has no key"):
+        keep_ranges(ranges)
+
+
+def test_infinity_and_nan_are_kept(tmp_path: Path, cache: Path) -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(2.0**127)
+    model.save_pretrained(tmp_path / "model")
+    ranges = isotype.measure_ranges(tmp_path / "model")
+    assert ranges.by_module["model.layers.0.mlp.up_proj"].output == float("inf")
+    (note,) = [each for each in ranges.notes if "not finite" in each]
+    assert note.startswith("not finite in float32: aten.mm.default in model.layers.0.mlp.up_proj (")
+    assert note.endswith("result infinite")
+    found = cached_ranges(tmp_path / "model")
+    assert found is not None
+    assert found.to_json() == ranges.to_json() == Ranges.from_json(ranges.to_json()).to_json()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "file"))
+    ranges = isotype.measure_ranges(path)
+    assert ranges.notes[-1].startswith(f"it was not kept: {tmp_path}/file/ranges/{ranges.key}.json: ")
+    with pytest.raises(SaveError, match="the measurement of value ranges cannot be kept"):
+        keep_ranges(ranges)
