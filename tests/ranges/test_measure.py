@@ -99,3 +99,70 @@ def test_a_checkpoint_is_measured_as_the_model_in_memory(name: str, tmp_path: Pa
     assert on_disk.operators == in_memory.operators
     assert on_disk.loss == in_memory.loss
     assert on_disk.stream == in_memory.stream
+
+
+def test_operators_are_those_of_a_plain_run() -> None:
+    """Every operator of a plain run in float32, seen by a mode of its own: module of the caller, operands, result."""
+    model, batch = tiny_model("llama"), tiny_batch("llama")
+    model.requires_grad_(False)
+    ranges = isotype.measure_ranges(model, batch)
+    seen: list[tuple[str, float, float]] = []
+    looked_at = ("aten.mm.default", "aten.bmm.default", "aten.pow.Tensor_Scalar", "aten.silu.default")
+
+    class Look(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if str(func) in looked_at:
+                with torch._C._DisableTorchDispatch():
+                    seen.append((str(func), largest(args), largest(result)))
+            return result
+
+    model.enable_input_require_grads()
+    with Look():
+        loss = model.eval()(**batch, use_cache=False).loss
+        forward = len(seen)
+        loss.backward()
+    for phase, found in (("forward", seen[:forward]), ("backward", seen[forward:])):
+        wanted = [each for each in ranges.operators if each.phase == phase and each.op in looked_at]
+        assert [each.op for each in wanted] == [op for op, *_ in found]
+        for each, (_, operands, result) in zip(wanted, found, strict=True):
+            assert (max(each.inputs), each.output) == pytest.approx((operands, result)), each
+    products = [each for each in ranges.operators if each.op == "aten.mm.default"]
+    forward_products = [each for each in products if each.phase == "forward"]
+    assert all(each.matmul and each.module.endswith(("_proj", "lm_head")) for each in products)
+    # Frozen weights take no gradient: one product a layer and direction.
+    assert {each.module for each in forward_products} == {each.module for each in products}
+    assert len(products) == 2 * len(forward_products)
+    assert all(each.source.rpartition(":")[0].endswith(".py") for each in forward_products)
+
+
+def test_the_share_that_float16_flushes() -> None:
+    class Tiny(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2.0**-20
+
+    values = torch.tensor([[0.0, 2.0**-4, 2.0**-5, 2.0**-5, 2.0**-6, 1.0]])
+    ranges = isotype.measure_ranges(Tiny(), {"x": values})
+    (product,) = [
+        each for each in ranges.operators if each.op == "aten.mul.Tensor" and each.phase == "forward"
+    ]
+    # 2^-25 itself lies halfway between zero and the smallest number: ties go to even.
+    flushed = (values * 2.0**-20).half() == 0
+    assert product.flushed == pytest.approx((int(flushed.sum()) - 1) / 5) == 3 / 5
+    assert product.inputs == (1.0,)
+    assert product.output == 2.0**-20
+
+
+def test_the_stream_is_the_embedding_and_the_blocks() -> None:
+    for name, stream in {
+        "llama": ["model.embed_tokens", "model.layers.0", "model.layers.1"],
+        "gpt2": ["transformer.wte", "transformer.h.0", "transformer.h.1"],
+        "t5": [
+            *("encoder.embed_tokens", "encoder.block.0", "encoder.block.1"),
+            *("decoder.embed_tokens", "decoder.block.0", "decoder.block.1"),
+        ],
+    }.items():
+        ranges = isotype.measure_ranges(tiny_model(name), tiny_batch(name))
+        assert list(ranges.stream) == stream
+        assert ranges.residual is not None
+        assert ranges.residual.output == max(ranges.by_module[each].output for each in stream)

@@ -22,7 +22,7 @@ from isotype.core.errors import CheckpointError, Problem
 
 @dataclass(frozen=True)
 class _Source:
-    """What one or several tensors of a model are made of: transformers' conversion and the tensors it takes."""
+    """What one or several tensors of a model are made of: transformers' conversion, if any, and the tensors it takes."""
 
     conversion: Any
     target: str
@@ -77,14 +77,16 @@ def _sources(model: Any, headers: CheckpointHeaders) -> dict[str, _Source]:
             )
         if target not in wanted:
             continue
-        conversion = by_pattern[pattern] if pattern else loading.WeightRenaming(header.name, target)
-        known = found.get(target) or _Source(conversion, target, ())
+        known = found.get(target) or _Source(by_pattern[pattern] if pattern else None, target, ())
         found[target] = _Source(known.conversion, target, (*known.tensors, (header, pattern or header.name)))
     return found
 
 
 def _converted(model: Any, source: _Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    conversion = copy.deepcopy(source.conversion)
+    if source.conversion is None:  # at most another name
+        (value,) = values.values()
+        return {source.target: value}
+    conversion = copy.deepcopy(source.conversion)  # it collects what it is given
     for header, pattern in source.tensors:
         conversion.add_tensor(source.target, header.name, pattern, lambda held=values[header.name]: held)
     made = conversion.convert(source.target, model=model, config=model.config)

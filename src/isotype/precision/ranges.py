@@ -15,7 +15,7 @@ from isotype.core.files import write_whole
 FLOAT16_LARGEST = 65504.0
 """The largest number of float16."""
 FLOAT16_FLUSHED = 2.0**-25
-"""Float16's smallest number is 2^-24; what is below half of it is rounded to zero."""
+"""Float16's smallest number is 2^-24; what is at most half of it is rounded to zero."""
 
 FORMAT = 1
 """Number of the layout of a saved measurement: one of another layout is measured again."""
@@ -46,8 +46,8 @@ class OperatorRange:
         phase: forward or backward; gradients are those of the mean loss, before any loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: share of the results' nonzero elements that are below 2^-25, which float16 rounds to zero; the
-            largest of all batches.
+        flushed: share of the results' nonzero elements that are at most 2^-25, which float16 rounds to zero, of an even
+            sample where there are many; the largest of all batches.
         source: `file:line` that called it, "" where there is none.
     """
 
@@ -82,7 +82,8 @@ class ModuleRange:
         output: of its float outputs.
         gradient: of the gradient of its outputs, of the mean loss, before any loss scaling; 0 where none arrives.
         weight: of its own float parameters; 0 where it has none.
-        median_weight: median magnitude of the nonzero values of its largest parameter; 0 where it has none.
+        median_weight: median magnitude of the nonzero values of its largest parameter, of an even sample where there
+            are many; 0 where it has none.
         weight_gradient: of the gradients of its own trainable parameters; 0 where none is trainable.
     """
 
@@ -105,14 +106,14 @@ class Ranges:
         key: fingerprint of the checkpoint's headers and file sizes; "" of a model in memory.
         when: date and time of the measurement, ISO 8601 in UTC.
         dtype: dtype that it was computed in: `"float32"`, or `"bfloat16"` where float32 did not fit.
-        text: what was run, in words: "the batch given", "4 batches of 64 tokens of the embedded text".
-        tokens: number of tokens of all batches.
-        batches: number of batches.
+        text: what was run, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
+        tokens: number of tokens of all batches. Gradients are those of the mean over the tokens of one forward.
+        batches: number of batches, or of texts that lay in one batch and are told apart in `spread`.
         spread: how far batches differ: the largest ratio between a module's output in one batch and in another.
         modules: every module that was called, in the order of the first call.
         operators: every operator whose result is floating point, in the order of the first call.
         stream: names of the modules whose outputs are the residual stream, in order: embedding and blocks.
-        loss: mean loss of each batch.
+        loss: mean loss of each forward.
         notes: what could not be measured, and why.
     """
 

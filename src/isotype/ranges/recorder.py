@@ -20,7 +20,15 @@ from torch.utils._pytree import tree_leaves
 from isotype.core.names import named
 from isotype.model.walk import kind_of
 from isotype.precision.ranges import ModuleRange, OperatorRange
-from isotype.ranges.magnitude import FILL, Magnitude, flushed_share, magnitude, pass_on, remember
+from isotype.ranges.magnitude import (
+    FILL,
+    Magnitude,
+    flushed_share,
+    largest_rows,
+    magnitude,
+    pass_on,
+    remember,
+)
 from isotype.ranges.weights import WeightRange, attached, rows_of, whole
 from isotype.trace.recorder import leaves, operator_name, tensors_in
 from isotype.trace.source import asking_line, shown
@@ -167,8 +175,7 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values = [self._seen(tensor).value]
         elif tensor.ndim and tensor.shape[0] == self._rows and tensor.numel():
             with torch._C._DisableTorchDispatch():
-                low, high = torch.aminmax(tensor.detach().reshape(self._rows, -1), dim=1)
-                values = torch.maximum(-low, high).tolist()
+                values = largest_rows(tensor)
         else:
             return
         for position, value in enumerate(values):
