@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import isotype
+from isotype.checkpoint.measured import cached_ranges
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
@@ -166,3 +168,38 @@ def test_the_stream_is_the_embedding_and_the_blocks() -> None:
         assert list(ranges.stream) == stream
         assert ranges.residual is not None
         assert ranges.residual.output == max(ranges.by_module[each].output for each in stream)
+
+
+def test_a_checkpoint_that_is_saved_quantized_is_loaded_whole(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model", BF16)
+    policy = isotype.resolve_precision(path, "bfloat16", "nf4", device="t4", storage=None)
+    with quiet():
+        model = isotype.load(path, policy, device_map={"": "cpu"})
+        model.save_pretrained(tmp_path / "nf4")
+    ranges = isotype.measure_ranges(tmp_path / "nf4")
+    assert ranges.notes == ("loaded whole, not block by block: its weights are stored in nf4",)
+    in_memory = isotype.measure_ranges(model)
+    assert ranges.by_module["model.layers.0"].output == pytest.approx(
+        in_memory.by_module["model.layers.0"].output, rel=1e-3
+    )
+
+
+def test_what_a_checkpoint_lacks_is_said(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(path, architectures=["LlamaForSequenceClassification"])
+    config.save_pretrained(path)
+    with quiet():
+        ranges = isotype.measure_ranges(path)
+    assert ranges.notes == (
+        "loaded whole, not block by block: it has no score.weight, which transformers draws",
+    )
+    assert ranges.by_module["model.layers.1"].gradient > 0
+
+
+def test_token_ids_are_drawn_for_want_of_a_tokenizer(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    ranges = isotype.measure_ranges(path, tokens=100)
+    assert ranges.text == "2 rows of 64 token ids drawn with a fixed seed, for want of a tokenizer"
+    assert (ranges.tokens, ranges.batches) == (128, 2)
+    assert isotype.measure_ranges(path, tokens=100).modules == ranges.modules
+    assert cached_ranges(path) is None

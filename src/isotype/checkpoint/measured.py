@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from isotype.checkpoint.formats.gguf import default_cache_dir
 from isotype.checkpoint.formats.headers import find_weights, read_headers
@@ -79,16 +79,16 @@ def fingerprint(source: str | Path, revision: str | None = None) -> str | None:
         return None
     headers = read_headers(directory)
     digest = hashlib.sha256()
-    files = sorted({tensor.file for tensor in headers.tensors})
-    config = directory / "config.json"
-    said: list[Any] = [[file.name, file.stat().st_size] for file in files]
-    said += [[each.name, each.dtype_name, each.shape, each.bytes] for each in headers.tensors]
+    tensors = sorted(headers.tensors, key=lambda each: (each.file, each.begin))
+    said = [[each.file.name, each.name, each.dtype_name, each.shape, each.bytes] for each in tensors]
     digest.update(json.dumps(said).encode())
+    config = directory / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
-    for file in files:
+    for file, held in groupby(tensors, key=lambda each: each.file):
+        digest.update(str(file.stat().st_size).encode())
         with file.open("rb") as opened:
-            for tensor in (each for each in headers.tensors if each.file == file):
+            for tensor in held:
                 opened.seek(tensor.begin)
                 digest.update(opened.read(min(tensor.bytes, _SAMPLE)))
     return digest.hexdigest()[:32]

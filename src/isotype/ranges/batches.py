@@ -59,8 +59,11 @@ def given_batches(batch: Any) -> Batches:
 def _tokens_in(batch: Mapping[str, Any]) -> int:
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     named = [batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch]
-    counted = named or [each for each in tensors if not each.is_floating_point()] or tensors
-    return int(counted[0].numel()) if counted else 0
+    counted = named or [each for each in tensors if not each.is_floating_point()]
+    if counted:
+        return int(counted[0].numel())
+    # Of vectors: how many there are.
+    return int(tensors[0].numel() // max(1, tensors[0].shape[-1])) if tensors and tensors[0].ndim else 0
 
 
 def passages() -> tuple[str, ...]:

@@ -45,7 +45,8 @@ def measure_ranges(
     It is computed in float32 from the weights as they are, in evaluation mode, without autocast and without a policy's
     boundaries. Of a checkpoint, and of a model in memory, one block at a time is there in float32: blocks are computed
     again in the backward. A model in memory is not changed, nor its gradients, hooks, modes or random states. What is
-    measured of a checkpoint on text of this package is kept for `isotype.checkpoint.measured.cached_ranges`.
+    measured of a checkpoint on text of this package, no less than by default, is kept for
+    `isotype.checkpoint.measured.cached_ranges`.
 
     Args:
         model: a module (with PEFT adapters, quantized layers, boundaries or not), or a checkpoint: a directory, a
@@ -63,7 +64,7 @@ def measure_ranges(
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be loaded.
-        UsageError: no batch can be made up for the model, or the one given is none.
+        UsageError: no batch can be made up for the model, or the one given is none; a model in memory without values.
     """
     live = isinstance(model, nn.Module)
     measured = of_module(model) if isinstance(model, nn.Module) else of_checkpoint(model, revision)
@@ -95,7 +96,7 @@ def measure_ranges(
         loss=losses,
         notes=(*measured.notes, *run.notes, *notes),
     )
-    if key and batch is None:
+    if key and batch is None and tokens >= TOKENS:
         try:
             keep_ranges(ranges)
         except SaveError as error:

@@ -20,7 +20,7 @@ from isotype.checkpoint.load import load
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stream import blank_model, fill_buffers, stored_weights
-from isotype.core.errors import CheckpointError
+from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.walk import kind_of
 from isotype.ranges.twin import Read, unwrapped
 from isotype.ranges.weights import Weight
@@ -95,10 +95,21 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def of_module(model: nn.Module) -> Measured:
-    """A model in memory."""
+    """A model in memory.
+
+    Raises:
+        UsageError: its weights have no values here.
+    """
     model = unwrapped(model)
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "peft_config") else model
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or hasattr(parameter, "full_tensor"):
+            where = "on the meta device" if parameter.is_meta else "sharded over processes"
+            problem = Problem(
+                f"{name} {where}", "weights with values", "give the checkpoint, by its path or hub id"
+            )
+            raise UsageError("this model cannot be measured in memory", [problem])
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     named = str(getattr(base, "name_or_path", "") or "")
     directory: Path | None = None
