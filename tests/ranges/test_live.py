@@ -215,7 +215,7 @@ def test_no_batch_can_be_made_up_for_a_module_of_ones_own() -> None:
 
 
 def test_a_model_without_values_is_refused() -> None:
-    with pytest.raises(UsageError, match="embed_tokens.weight on the meta device"):
+    with pytest.raises(UsageError, match=r"embed_tokens\.weight on the meta device"):
         isotype.measure_ranges(tiny_model("llama").to("meta"))
 
 
