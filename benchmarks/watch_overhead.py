@@ -116,7 +116,7 @@ def cost(name: str, pairs: int, turn: int, tiny: bool) -> None:
     with tempfile.TemporaryDirectory() as out, quiet():
         arguments = transformers.TrainingArguments(
             output_dir=out, max_steps=steps, per_device_train_batch_size=rows, bf16=not tiny, report_to="none",
-            disable_tqdm=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False,
+            disable_tqdm=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False, use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in ids]
         turns.trainer = transformers.Trainer(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from hypothesis import given
@@ -121,6 +123,23 @@ def test_values_that_are_not_numbers(values: torch.Tensor) -> None:
     weight = _linear(values)
     assert weight.largest is not None
     assert not weight.largest <= torch.finfo(FP32).max
+
+
+def test_no_weight_is_too_large_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isotype.trace.weights._LOOKED_AT", 8)
+    values = torch.ones(4, 4)
+    assert (_linear(values).largest, _linear(values).median_magnitude) == (1.0, None)
+    values[3, 3] = float("nan")
+    assert math.isnan(_linear(values).largest or 0.0)
+
+
+def test_of_a_quantized_weight_the_constants_are_looked_at() -> None:
+    layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=FP32, quant_type="nf4")
+    layer.load_state_dict({"weight": torch.randn(64, 64)})
+    layer = layer.to("cpu")
+    assert table(layer)["weight"].largest is None
+    layer.weight.quant_state.state2.absmax[0] = float("inf")
+    assert math.isnan(table(layer)["weight"].largest or 0.0)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedParameter
 
+from isotype.checkpoint.finite import all_finite
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, places
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.record import MemoryKind, Quantization, Weight
 
-# Values of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
+# Medians and digits of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
 _LOOKED_AT = 1 << 24
 
 
@@ -159,15 +161,22 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float | None]:
-    """Largest absolute value and median magnitude of float weights whose values are at hand."""
-    if not _has_values(tensor) or not tensor.is_floating_point() or not 0 < tensor.numel() <= _LOOKED_AT:
+    """Largest absolute value and median magnitude of float weights whose values are at hand.
+
+    All values of every weight are looked at: one that is no number spoils all that is computed. Of a quantized weight it is
+    known only whether what it is dequantized with is finite.
+    """
+    if buffer or not _has_values(tensor) or not tensor.numel():
         return None, None
-    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16) or buffer:
+    if getattr(tensor, "quant_state", None) is not None or getattr(tensor, "SCB", None) is not None:
+        return (None if all_finite([tensor]) else math.nan), None
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return None, None
-    values = tensor.detach().abs()
-    largest = float(values.max())
-    if not tensor.requires_grad:
+    least, most = (float(each) for each in torch.aminmax(tensor.detach()))  # one pass, nothing allocated
+    largest = math.nan if math.isnan(least) or math.isnan(most) else max(abs(least), abs(most))
+    if not tensor.requires_grad or tensor.numel() > _LOOKED_AT:
         return largest, None
+    values = tensor.detach().abs()
     nonzero = values[values > 0]
     return largest, float(nonzero.float().median()) if nonzero.numel() else None
 

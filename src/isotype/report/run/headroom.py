@@ -100,13 +100,14 @@ def in_words(headroom: Headroom) -> str:
         f"{least.name} gives the largest values, up to {format_number(least.high, 4)} {looked}; "
         f"65,504, float16's largest number, is {format_number(least.headroom, 3)} times that."
     )
+    if headroom.dtype == "float16" and least.headroom < _LITTLE:
+        said += " That is little: batches differ by as much. bfloat16 or a float32 residual stream has more."
     if least.change is not None and not 0.9 < least.change < 1.1:
         ratio = least.change if least.change > 1 else 1 / least.change
-        said += f" It {'grew' if least.change > 1 else 'shrank'} by a factor of {format_number(ratio, 3)} over the run."
+        grew = "grew" if least.change > 1 else "shrank"
+        said += f" The values {grew} by a factor of {format_number(ratio, 3)} over the run."
     if headroom.dtype != "float16":
-        return f"{said} The blocks' outputs are carried in {headroom.dtype}, which holds far more."
-    if least.headroom < _LITTLE:
-        said += " That is little: batches differ by as much. bfloat16 or a float32 residual stream has more."
+        said += f" The blocks' outputs are carried in {headroom.dtype}, which holds far more."
     return said
 
 
