@@ -107,15 +107,16 @@ def cost(name: str, pairs: int, turn: int, tiny: bool) -> None:
     steps = turns.warm + 2 * pairs * turn
     if tiny:
         model: Any = model_of()
-        vocabulary, rows, length = model.config.vocab_size, 4, 64
+        vocabulary, rows, length, half = model.config.vocab_size, 4, 64, False
     else:
-        policy = isotype.resolve_precision(name, dtype="bfloat16")
+        policy = isotype.resolve_precision(name)
         model = isotype.add_lora(isotype.load(name, policy), policy, r=16)
-        vocabulary, rows, length = model.config.vocab_size, 2, 256
+        vocabulary, rows, length = model.config.vocab_size, 2, 128
+        half = policy.compute == torch.bfloat16
     ids = torch.randint(0, vocabulary, (rows * steps, length), generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as out, quiet():
         arguments = transformers.TrainingArguments(
-            output_dir=out, max_steps=steps, per_device_train_batch_size=rows, bf16=not tiny, report_to="none",
+            output_dir=out, max_steps=steps, per_device_train_batch_size=rows, bf16=half, report_to="none",
             disable_tqdm=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False, use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in ids]
