@@ -1,12 +1,13 @@
 """What `isotype.measure_ranges` costs: seconds and memory of a checkpoint on disk, against reading it and computing.
 
-Run: python benchmarks/measure_cost.py [MODEL]. MODEL is a checkpoint, by default SmolLM2 from its package; a checkpoint
+Run: python benchmarks/measure_cost.py [MODEL], or with --text in front: how much more a longer text shows. MODEL is a checkpoint, by default SmolLM2 from its package; a checkpoint
 with the blocks of an 8B Llama (random bfloat16 weights, 416 MiB a block, a vocabulary of 4096) is made in a temporary
 folder, once with one block and once with three.
 
 *plain* is transformers' own: the checkpoint read into float32 as a whole, then a forward and a backward of the same 256
 tokens with frozen weights, by which gradients reach the embedding. *memory* is the peak of resident memory over what is
-resident after a warm-up, which holds every import, as is the time. Each row is a process of its own.
+resident after a warm-up, which holds every import, as is the time. Each row is a process of its own. *ratio* is that of
+processor time: seconds on the wall say little where other processes keep the cores busy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -107,9 +109,9 @@ def one(way: str, path: str, small: str) -> dict[str, float]:
 
 def rows(model: str, folder: Path) -> Iterator[tuple[str, Path, float]]:
     """(name, checkpoint, MiB of the largest block in float32) of what is measured."""
-    from isotype.ranges.sources import checkpoint_directory, largest_part
+    from isotype.ranges.sources import largest_part
 
-    yield model, (source := checkpoint_directory(model)), largest_part(source) * 4 / _MIB
+    yield model, (source := _checkpoint(model)), largest_part(source) * 4 / _MIB
     for blocks in (1, 3):
         source = make(folder / f"blocks-{blocks}", blocks, _BLOCK)
         yield (
@@ -117,6 +119,37 @@ def rows(model: str, folder: Path) -> Iterator[tuple[str, Path, float]]:
             source,
             largest_part(source) * 4 / _MIB,
         )
+
+
+def text(model: str) -> None:
+    """What fewer tokens miss: how much larger a value is in the longest text, over all modules or matrix products."""
+    import isotype
+
+    counts = (16, 64, 128, 256, 512, 768)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ISOTYPE_CACHE"] = folder
+        source = _checkpoint(model)
+        found = {count: isotype.measure_ranges(source, tokens=count) for count in counts}
+    longest = found[counts[-1]]
+    print(f"larger in {counts[-1]} tokens than in fewer: median, 95 %, most")
+    for count, ranges in found.items():
+        outputs = [
+            each.output / ranges.by_module[each.name].output for each in longest.modules if each.output
+        ]
+        pairs = zip(longest.operators, ranges.operators, strict=True)
+        products = [one.largest / other.largest for one, other in pairs if one.matmul and other.largest]
+        cells = []
+        for ratios in (outputs, products):
+            middle, *_, high = statistics.quantiles(ratios, n=20)[9:]
+            cells.append(f"{middle:5.2f} {high:5.2f} {max(ratios):5.2f}")
+        residual = ranges.residual.output if ranges.residual else 0.0
+        print(f"{count:5} tokens: outputs {cells[0]}, products {cells[1]}; residual stream {residual:,.0f}")
+
+
+def _checkpoint(model: str) -> Path:
+    from isotype.ranges.sources import checkpoint_directory
+
+    return checkpoint_directory(model)
 
 
 def main(model: str) -> None:
@@ -140,20 +173,22 @@ def main(model: str) -> None:
             bare, mine = costs["plain"], costs["measure"]
             print(
                 f"{name[-32:]:32} {bare['seconds']:7.1f} s {bare['processor']:5.1f} cpu"
-                f" {mine['seconds']:7.1f} s {mine['processor']:5.1f} cpu {mine['seconds'] / bare['seconds']:6.2f}"
+                f" {mine['seconds']:7.1f} s {mine['processor']:5.1f} cpu {mine['processor'] / bare['processor']:6.2f}"
                 f" {part:9.0f} MiB {mine['MiB']:6.0f} MiB {mine['MiB'] / part:6.2f}",
                 flush=True,
             )
     one_block, three = found["Llama 8B, 1 block"], found["Llama 8B, 3 blocks"]
     for way in WAYS:
-        each = (three[way]["seconds"] - one_block[way]["seconds"]) / 2
+        each = (three[way]["processor"] - one_block[way]["processor"]) / 2
         more = (three[way]["MiB"] - one_block[way]["MiB"]) / 2
-        print(f"each further block of 8B, {way}: {each:.1f} s, {more:+.0f} MiB")
+        print(f"each further block of 8B, {way}: {each:.1f} s of processor time, {more:+.0f} MiB")
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(one(*sys.argv[2:])))
+    elif sys.argv[1:2] == ["--text"]:
+        text(sys.argv[2] if len(sys.argv) > 2 else "embedded:smollm2")
     else:
         main(sys.argv[1] if len(sys.argv) > 1 else "embedded:smollm2")

@@ -40,14 +40,14 @@ def test_one_block_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
     }
-    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=6, tie_word_embeddings=True, **sizes)
+    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=4, tie_word_embeddings=True, **sizes)
     with quiet():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(tmp_path / "large")
     block = sum(each.numel() for each in model.model.layers[0].parameters()) * 4
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
     # What is freed is then given back at once; else malloc keeps a few of such small weights for the next ones.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
     command = [
         sys.executable,
         "-c",

@@ -120,6 +120,7 @@ def _run(
                     ] = None
                 loss = loss_of(output)
                 loss = loss if not loss.ndim else loss.float().mean()
+                del output  # logits are larger than a block of a small model
                 recorder.phase = "backward"
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
