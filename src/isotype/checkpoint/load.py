@@ -17,6 +17,7 @@ from isotype.checkpoint.formats.gguf import dense_copy
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
+from isotype.model.range_boundaries import float32_by_ranges
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 
@@ -61,7 +62,7 @@ def load(
         del kwargs["quantization_config"]
     cls = concrete_class(config, model_class)
     with without_bars():
-        model = pinning(cls).from_pretrained(
+        model = pinning(cls, policy).from_pretrained(
             source, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **kwargs
         )
     model.__class__ = cls
@@ -115,8 +116,9 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
     )
 
 
-def pinning(cls: Any) -> Any:
-    """A subclass that keeps every pinned parameter in float32 while it is being loaded.
+def pinning(cls: Any, policy: PrecisionPolicy | None = None) -> Any:
+    """A subclass that keeps every pinned parameter in float32 while it is being loaded, and all that `policy` keeps in
+    float32 because of value ranges.
 
     transformers casts the patterns of `_keep_in_fp32_modules` to bfloat16 when bfloat16 is asked for; rounding
     them and casting back would not bring the digits back, so the choice is made before the first byte is read.
@@ -131,7 +133,10 @@ def pinning(cls: Any) -> Any:
     def dtype_plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
         if dtype == torch.float32:
             return {}
-        return dict.fromkeys(self._keep_in_fp32_modules | self._keep_in_fp32_modules_strict, torch.float32)
+        names = self._keep_in_fp32_modules | self._keep_in_fp32_modules_strict
+        if policy is not None:
+            names |= float32_by_ranges(self, policy)
+        return dict.fromkeys(names, torch.float32)
 
     subclass: Any = type(cls.__name__, (cls,), {"post_init": post_init, "_get_dtype_plan": dtype_plan})
     subclass.__module__ = cls.__module__

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.measured import cached_ranges
 from isotype.core.errors import Problem
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.ranges import Ranges
 from isotype.precision.versions import incompatible_here, installed
 
 
@@ -32,6 +35,7 @@ def resolve_precision(
     trainable: str = "lora",
     *,
     revision: str | None = None,
+    ranges: Ranges | None = None,
     **storage: Unpack[StorageOptions],
 ) -> PrecisionPolicy:
     """Decide the dtype of every role of a training run, once, with the reason for each.
@@ -45,6 +49,9 @@ def resolve_precision(
             the best one here.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
         revision: branch, tag or commit of a hub id; of no meaning for anything else.
+        ranges: from `isotype.measure_ranges`: for float16 they decide the residual stream's dtype, exceptions and the
+            first loss scale. Without them, an earlier measurement of the same checkpoint does, else what is publicly
+            known of the model's family, else the dtype it was trained in.
         **storage: by keyword, see `StorageOptions`:
 
             - `master`: dtype of trainable parameters; float32 unless asked.
@@ -61,16 +68,25 @@ def resolve_precision(
         CheckpointError: `model` names no checkpoint.
     """
     return resolve_request(
-        model, PrecisionRequest(dtype, quantization, trainable, **storage), device, revision
+        model, PrecisionRequest(dtype, quantization, trainable, **storage), device, revision, ranges
     )
 
 
 def resolve_request(
-    model: Any, request: PrecisionRequest, device: str | torch.device = "auto", revision: str | None = None
+    model: Any,
+    request: PrecisionRequest,
+    device: str | torch.device = "auto",
+    revision: str | None = None,
+    ranges: Ranges | None = None,
 ) -> PrecisionPolicy:
     """`resolve_precision` of what was asked as one value; the same errors."""
     facts, profile = facts_of(model, revision=revision), device_profile(device)
-    return decide(facts, profile, request, _obstacles(facts, profile, request.quantization))
+    obstacles = _obstacles(facts, profile, request.quantization)
+    policy = decide(facts, profile, request, obstacles, ranges)
+    if policy.compute != torch.float16 or ranges is not None or not isinstance(model, (str, Path)):
+        return policy
+    known = cached_ranges(model, revision)
+    return policy if known is None else decide(facts, profile, request, obstacles, known)
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:

@@ -8,6 +8,8 @@ keep working, and it can be taken away again.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import types
 from collections.abc import Callable
 from functools import cache
@@ -34,8 +36,20 @@ class Boundary:
         return _rebuild, (self.original, self.boundary), self.__getstate__()
 
 
-def set_boundary(module: nn.Module, boundary: str | None, compute: torch.dtype) -> bool:
+_COMPUTE, _RESULT, _EXPONENT = "_boundary_compute", "_boundary_result", "_boundary_exponent"
+
+
+def set_boundary(
+    module: nn.Module,
+    boundary: str | None,
+    compute: torch.dtype,
+    *,
+    result: torch.dtype | None = None,
+    exponent: int = 0,
+) -> bool:
     """Give `module` a boundary of the kind named, change it, or take it away (None). Returns whether it changed.
+
+    `result` is the dtype of float outputs, by default `compute`; `exponent` belongs to `"scale"`.
 
     - `"float32"`: float inputs are cast to float32, autocast is off inside, float outputs return in `compute`.
       For pinned parameters and for norms and embeddings with float32 weights.
@@ -45,15 +59,23 @@ def set_boundary(module: nn.Module, boundary: str | None, compute: torch.dtype) 
       place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
     - `"int8"`: as `"bias"`, and the input comes in `compute` and as a matrix, which is all that bitsandbytes'
       int8 kernels take; the row scales survive a copy of the weight (see `_init_8bit_state`).
+    - `"scale"`: as `"compute"`, or as the quantized layer does it, of the input times 2^-exponent; the result is widened
+      to `result`, multiplied by 2^exponent, and the bias is added to that.
+    - `"residual"`: the first float input and the outputs are cast to `result`. For embeddings and blocks, whose hidden
+      states are the residual stream.
+    - `"autocast"`: the forward runs under autocast to `compute`. For the whole model: a float32 residual stream needs
+      autocast at every matmul, in evaluation and generation too.
     """
-    before = (type(module), module.__dict__.get("_boundary_compute"))
+    attributes = {_COMPUTE: compute, _RESULT: result or compute, _EXPONENT: exponent}
+    before = (type(module), {name: module.__dict__.get(name) for name in attributes})
     base: Any = original_class(module)
     module.__class__ = base if boundary is None else _boundary_class(base, boundary)
-    if boundary is None:
-        module.__dict__.pop("_boundary_compute", None)
-    else:
-        module.__dict__["_boundary_compute"] = compute
-    if before == (type(module), module.__dict__.get("_boundary_compute")):
+    for name, value in attributes.items():
+        if boundary is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = value
+    if before == (type(module), {name: module.__dict__.get(name) for name in attributes}):
         return False
     for name in ("forward", "_old_forward"):  # accelerate's hooks keep the method that they call
         method = module.__dict__.get(name)
@@ -82,14 +104,14 @@ def _sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
 
 
 def _device_type(module: nn.Module) -> str:
-    return next(module.parameters(recurse=False)).device.type
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device.type for tensor in tensors), "cpu")
 
 
 def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
-    compute = self._boundary_compute
     args, kwargs = _cast(args, torch.float32), _cast(kwargs, torch.float32)
     with torch.autocast(_device_type(self), enabled=False):
-        return _cast(self.original.forward(self, *args, **kwargs), compute)
+        return _cast(self.original.forward(self, *args, **kwargs), self._boundary_result)
 
 
 def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +121,7 @@ def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(_device_type(self), enabled=False):
             return self.original.forward(twin, *_cast(args, compute), **_cast(kwargs, compute))
     with torch.autocast(_device_type(self), dtype=compute):
-        return _cast(self.original.forward(self, *args, **kwargs), compute)
+        return _cast(self.original.forward(self, *args, **kwargs), self._boundary_result)
 
 
 def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +138,45 @@ def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
     # Autocast would reach the float32 matmul that stands for an int8 one on a CPU without AVX512 (bitsandbytes
     # 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
-        return _forward_bias(self, rows).reshape(*x.shape[:-1], -1)
+        out = _forward_bias(self, rows).reshape(*x.shape[:-1], -1)
+    return cast(torch.Tensor, _cast(out, self._boundary_result))
+
+
+def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
+    compute, factor = self._boundary_compute, 2.0**self._boundary_exponent
+    bias = self.bias
+    layer = self if bias is None else _sharing(self, {"bias": None})
+    low = (x.float() / factor).to(compute)  # exact but for subnormal numbers: only the exponent changes
+    if hasattr(self, "init_8bit_state"):
+        with torch.autocast(_device_type(self), enabled=False):
+            out = self.original.forward(layer, low.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+    else:
+        with torch.autocast(_device_type(self), dtype=compute):
+            out = self.original.forward(layer, low)
+    out = out.to(self._boundary_result) * factor
+    return cast(torch.Tensor, out if bias is None else out + bias.to(out.dtype))
+
+
+def _forward_residual(self: Any, *args: Any, **kwargs: Any) -> Any:
+    dtype = self._boundary_result
+    place = next((i for i, value in enumerate(args) if _is_float(value)), None)
+    if place is not None:
+        args = (*args[:place], args[place].to(dtype), *args[place + 1 :])
+    elif _is_float(kwargs.get("hidden_states")):
+        kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"].to(dtype)}
+    out = self.original.forward(self, *args, **kwargs)
+    if isinstance(out, tuple) and out and _is_float(out[0]):
+        return (out[0].to(dtype), *out[1:])
+    return out.to(dtype) if _is_float(out) else out
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _forward_autocast(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(_device_type(self), dtype=self._boundary_compute):
+        return self.original.forward(self, *args, **kwargs)
 
 
 def _init_8bit_state(self: Any) -> None:
@@ -132,6 +192,9 @@ _MEMBERS: dict[str, dict[str, Callable[..., Any]]] = {
     "compute": {"forward": _forward_compute},
     "bias": {"forward": _forward_bias},
     "int8": {"forward": _forward_int8, "init_8bit_state": _init_8bit_state},
+    "scale": {"forward": _forward_scale},
+    "residual": {"forward": _forward_residual},
+    "autocast": {"forward": _forward_autocast},
 }
 
 
@@ -142,9 +205,19 @@ def _boundary_class(base: Any, boundary: str) -> Any:
         "boundary": boundary,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
-        **_MEMBERS[boundary],
+        **{name: _like(member, getattr(base, name, None)) for name, member in _MEMBERS[boundary].items()},
     }
+    if boundary == "scale" and hasattr(base, "init_8bit_state"):
+        members["init_8bit_state"] = _init_8bit_state
     return type(base.__name__, (Boundary, base), members)
+
+
+def _like(member: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    """`member` with the signature and the docstring of what it stands for: trainers look up a forward's arguments."""
+    if original is None:
+        return member
+    own = types.FunctionType(member.__code__, member.__globals__, member.__name__, member.__defaults__)
+    return functools.wraps(original)(own)
 
 
 def _rebuild(base: Any, boundary: str) -> Any:

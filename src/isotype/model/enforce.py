@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import plural
 from isotype.model.boundary import set_boundary
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
+from isotype.model.range_boundaries import BoundarySettings, computes_float32, range_boundaries
 from isotype.model.walk import Place, is_pinned, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -56,12 +57,13 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     changes: list[Change] = []
     found = tuple(places(model))
     _check_storage(model, found, policy)
-    wanted = wanted_dtypes(found, policy)
+    by_ranges = range_boundaries(model, found, policy)
+    wanted = wanted_dtypes(found, policy, by_ranges)
     for place in found:
         changes += _parameters(place, wanted)
-        changes += _quantization(place, policy)
+        changes += _quantization(place, policy, by_ranges.get(place.name))
         changes += _buffers(place, policy)
-        changes += _boundary(place, policy)
+        changes += _boundary(place, policy, by_ranges.get(place.name))
     setattr(model, POLICY_ATTRIBUTE, policy)
     return tuple(changes)
 
@@ -124,20 +126,25 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
     return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
 
-def wanted_dtypes(found: Sequence[Place], policy: PrecisionPolicy) -> dict[nn.Parameter, torch.dtype]:
+def wanted_dtypes(
+    found: Sequence[Place], policy: PrecisionPolicy, by_ranges: Mapping[str, BoundarySettings]
+) -> dict[nn.Parameter, torch.dtype]:
     """The dtype that `policy` wants for each unquantized float parameter of the modules at `found`.
 
-    A parameter that several modules share takes float32 if one of them wants it.
+    A parameter that several modules share takes float32 if one of them wants it. `by_ranges` are the boundaries that
+    value ranges need, by the place's name.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in found:
-        for parameter, dtype in _own_dtypes(place, policy).items():
+        for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name)).items():
             if wanted.get(parameter) != torch.float32:
                 wanted[parameter] = dtype
     return wanted
 
 
-def _own_dtypes(place: Place, policy: PrecisionPolicy) -> dict[nn.Parameter, torch.dtype]:
+def _own_dtypes(
+    place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None
+) -> dict[nn.Parameter, torch.dtype]:
     wanted = {}
     pinned = False
     for name, parameter in own_float_parameters(place.module).items():
@@ -151,7 +158,9 @@ def _own_dtypes(place: Place, policy: PrecisionPolicy) -> dict[nn.Parameter, tor
             wanted[parameter] = policy.plain
     # A norm's kernel takes its weight and bias in one dtype only; a pinned linear layer computes in float32.
     alike = place.kind == "norm" or (place.kind == "linear" and pinned)
-    if alike and torch.float32 in wanted.values():
+    if (alike and torch.float32 in wanted.values()) or (
+        computes_float32(by_ranges) and not policy.keep_frozen
+    ):
         return dict.fromkeys(wanted, torch.float32)
     return wanted
 
@@ -175,10 +184,11 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
     return changes
 
 
-def _quantization(place: Place, policy: PrecisionPolicy) -> list[Change]:
+def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:
     changes: list[str] = []
     if place.kind == "linear4bit":
-        changes = align_4bit(place.name, place.module, policy.compute)
+        compute = policy.compute if by_ranges is None else by_ranges.compute
+        changes = align_4bit(place.name, place.module, compute)
     elif place.kind == "linear8bit":
         changes = align_8bit(place.name, place.module)
     return [Change(place.name, what) for what in changes]
@@ -221,7 +231,12 @@ def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
     return type(module)(config=config)
 
 
-def _boundary(place: Place, policy: PrecisionPolicy) -> list[Change]:
+def _boundary(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:
+    if by_ranges is not None:
+        kind, result = by_ranges.kind, by_ranges.result
+        if set_boundary(place.module, kind, by_ranges.compute, result=result, exponent=by_ranges.exponent):
+            return [Change(place.name, f"{kind} boundary set")]
+        return []
     wanted = _wanted_boundary(place, policy)
     # Neighbours take what a boundary returns: float weights lie in the plain dtype, which is the compute dtype
     # except under autocast. The kinds that choose their own dtype are set where the two are the same.

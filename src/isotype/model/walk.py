@@ -33,6 +33,8 @@ class Place:
     adapter: bool
 
 
+LINEAR_KINDS = ("linear", "linear4bit", "linear8bit")
+
 _TUNER = "BaseTunerLayer"  # PEFT's base class of every layer that wraps another one
 _COPIES = ".modules_to_save."  # where PEFT keeps the trained copies of whole modules
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -57,6 +59,36 @@ def kind_of(module: nn.Module) -> str:
     return "other"
 
 
+def is_tuner_layer(module: nn.Module) -> bool:
+    """Whether a module is PEFT's wrapper of a layer."""
+    return any(cls.__name__ == _TUNER for cls in type(module).__mro__)
+
+
+_BLOCK_PARTS = re.compile(
+    r"attn|attention|mixer|mamba|mlp|feed_forward|ffn|ssm|rwkv|recurrent", re.IGNORECASE
+)
+
+
+def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(the module that owns it, the list) of every list of blocks; not lists of experts, which a router indexes.
+
+    Args:
+        model: any module.
+        fewest: the number of blocks that a list has at least.
+    """
+    for owner in model.modules():
+        for child in owner.children():
+            long = type(child) in (nn.ModuleList, nn.Sequential) and len(child._modules) >= fewest
+            if long and all(_is_block(layer) for layer in child.children()):
+                yield owner, child
+
+
+def _is_block(layer: nn.Module) -> bool:
+    """Whether a layer is made of attention, mixer or MLP, which keep the shape of what they are given."""
+    parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
+    return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
+
+
 def places(model: nn.Module) -> Iterator[Place]:
     """Every module of `model`, itself included, parents before children; a shared module comes once."""
     tuners: list[
@@ -66,7 +98,7 @@ def places(model: nn.Module) -> Iterator[Place]:
         while tuners and not name.startswith(f"{tuners[-1]}."):
             tuners.pop()
         tuner = bool(tuners) and not f"{name}.".startswith(f"{tuners[-1]}.base_layer.")
-        if any(cls.__name__ == _TUNER for cls in type(module).__mro__):
+        if is_tuner_layer(module):
             tuners.append(name)
         yield Place(name, module, kind_of(module), tuner, tuner or _COPIES in f".{name}.")
 

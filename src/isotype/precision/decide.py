@@ -12,11 +12,13 @@ import torch
 
 from isotype.core.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
+from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
     from isotype.precision.devices.profile import DeviceProfile
     from isotype.precision.facts import ModelFacts
+    from isotype.precision.ranges import Ranges
 
 TRAINABLE = ("lora", "full")
 
@@ -35,7 +37,11 @@ class PrecisionRequest:
 
 
 def decide(
-    facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem] = ()
+    facts: ModelFacts,
+    profile: DeviceProfile,
+    request: PrecisionRequest,
+    obstacles: Sequence[Problem] = (),
+    ranges: Ranges | None = None,
 ) -> PrecisionPolicy:
     """The policy for a model, a device and the user's request.
 
@@ -44,6 +50,7 @@ def decide(
         profile: what the device can do.
         request: what was asked for explicitly.
         obstacles: problems found elsewhere (library versions) to be reported together with ours.
+        ranges: measured magnitudes of this model's values, None where nobody has measured them.
 
     Raises:
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
@@ -65,11 +72,14 @@ def decide(
     double_quant = _double_quant(facts, request, storage)
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
     reasons |= _fixed_reasons(compute, plain, pinned)
+    by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
+    reasons |= by_ranges.reasons
     if plain != compute:
         reasons["compute"] += (
-            f"; autocast casts {dtype_name(plain)} weights to it at each matmul, the residual stream is not cast; "
-            f"outside autocast the model computes in {dtype_name(plain)}"
+            f"; autocast casts {dtype_name(plain)} weights to it at each matmul; outside autocast the model computes in "
+            f"{dtype_name(plain)}"
         )
+        reasons["residual"] = "as the weights: autocast casts at each matmul only"
     return PrecisionPolicy(
         compute=compute,
         storage=storage,
@@ -81,6 +91,9 @@ def decide(
         pinned=tuple(sorted(set(pinned))),
         double_quant=double_quant,
         quant_storage=_quant_storage(facts, request, storage),
+        wide_residual=by_ranges.wide and plain == compute,
+        exceptions=by_ranges.exceptions,
+        loss_scale=by_ranges.loss_scale,
         reasons=reasons,
         warnings=tuple(warnings),
     )
@@ -182,11 +195,6 @@ def _compute(
         warnings.append(
             f"{name} on {profile.title}: its matmuls run {slower:.2g} times slower than "
             f"{dtype_name(profile.best_dtype())}'s"
-        )
-    if compute == torch.float16 and facts.trained_dtype == torch.bfloat16:
-        warnings.append(
-            "the checkpoint was trained in bfloat16: activations above 65504 overflow in float16 "
-            "(loss scaling guards the gradients, not the activations)"
         )
     return compute
 

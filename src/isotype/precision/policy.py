@@ -6,21 +6,23 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, Problem
+from isotype.core.names import plural, starred
 
 POLICY_FILE = "precision_policy.json"
 """Name of the file in a saved adapter's folder that holds the policy it was trained under."""
 
 _ROLES = (
     ("storage", "frozen base weights"),
-    ("compute", "matmuls and residual stream"),
+    ("compute", "matmuls"),
+    ("residual", "residual stream"),
     ("master", "trainable parameters"),
     ("optimizer", "optimizer state"),
     ("reduce", "gradient reduction"),
@@ -32,12 +34,35 @@ _ROLES = (
 )
 
 
+DEFAULT_LOSS_SCALE = 65536.0
+"""The loss scale that a GradScaler begins with."""
+
+
+@dataclass(frozen=True)
+class ModuleException:
+    """A module that float16 compute cannot run as it runs the others, because of its measured values.
+
+    Attributes:
+        module: fully qualified name in the base model.
+        how: `"scale"`: the input of a linear layer times 2^-exponent, the result widened to float32 and multiplied by
+            2^exponent: no digit is lost but of subnormal numbers; `"float32"`: all of the module's own operators; or
+            `"adapters"`: the adapters of a linear layer only.
+        exponent: of `"scale"`.
+        reason: the measured value, in words.
+    """
+
+    module: str
+    how: Literal["scale", "float32", "adapters"]
+    exponent: int = 0
+    reason: str = ""
+
+
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """The dtypes of one training run. A value: pass it, compare it, save it; it never changes.
 
     Attributes:
-        compute: dtype of matmul operands and of the residual stream.
+        compute: dtype of matmul operands.
         storage: how a frozen base weight is stored: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
         reduce: dtype in which gradients are summed across ranks: the masters', whose gradients they are.
@@ -47,6 +72,9 @@ class PrecisionPolicy:
         pinned: patterns of parameters that stay float32; a parameter is pinned if its name contains one.
         double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
         quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype here.
+        wide_residual: whether the residual stream is carried in float32 although matmuls run in 16 bits.
+        exceptions: modules whose values pass the compute dtype's range.
+        loss_scale: the loss scale that a GradScaler begins with.
         keep_frozen: whether frozen float weights stay in the dtype they have, whatever `storage` says: true of a
             policy that was read off a model (`PrecisionCallback` without a policy).
         reasons: role -> why.
@@ -63,6 +91,9 @@ class PrecisionPolicy:
     pinned: tuple[str, ...] = ()
     double_quant: bool = False
     quant_storage: torch.dtype = torch.uint8
+    wide_residual: bool = False
+    exceptions: tuple[ModuleException, ...] = ()
+    loss_scale: float = DEFAULT_LOSS_SCALE
     keep_frozen: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -82,11 +113,17 @@ class PrecisionPolicy:
         """Dtype for `torch.autocast`, or None where float32 compute needs none."""
         return None if self.compute == torch.float32 else self.compute
 
+    @property
+    def residual(self) -> torch.dtype:
+        """Dtype that hidden states are carried in between blocks: the float weights', unless ranges forbid it."""
+        return torch.float32 if self.wide_residual else self.plain
+
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """(role, dtype, reason) for every role, in reading order."""
         dtypes = {
             "storage": self.storage + (" (double quantization)" if self.double_quant else ""),
-            "compute": dtype_name(self.compute),
+            "compute": dtype_name(self.compute) + self._exceptions_in_words(),
+            "residual": dtype_name(self.residual),
             "master": dtype_name(self.master),
             "optimizer": dtype_name(self.master),
             "reduce": dtype_name(self.reduce),
@@ -94,11 +131,13 @@ class PrecisionPolicy:
             "norms": "float32 inside" if self.compute != torch.float32 else "float32",
             "buffers": "float32",
             "loss": "float32",
-            "loss_scaling": "on" if self.loss_scaling else "off",
+            "loss_scaling": f"on, from {self.loss_scale:g}" if self.loss_scaling else "off",
         }
-        # Where autocast casts float weights at each matmul, the residual stream is not in the compute dtype.
-        titles = dict(_ROLES) | ({"compute": "matmuls"} if self.plain != self.compute else {})
-        return tuple((titles[role], dtypes[role], self.reasons.get(role, "")) for role, _ in _ROLES)
+        return tuple((title, dtypes[role], self.reasons.get(role, "")) for role, title in _ROLES)
+
+    def _exceptions_in_words(self) -> str:
+        count = len(self.exceptions)
+        return f" ({plural(count, 'exception')})" if count else ""
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -109,20 +148,38 @@ class PrecisionPolicy:
             wrapped = textwrap.wrap(reason, 110 - len(indent)) or [""]
             lines.append(f"{role:<{widths[0]}}  {dtype:<{widths[1]}}  {wrapped[0]}".rstrip())
             lines += [indent + part for part in wrapped[1:]]
+        lines += [f"exception: {line}" for line in self.exception_lines()]
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
+
+    def exception_lines(self) -> tuple[str, ...]:
+        """One line for each kind of module that is an exception, with the first reason."""
+        groups: dict[tuple[str, str], list[ModuleException]] = {}
+        for exception in self.exceptions:
+            groups.setdefault((starred(exception.module), exception.how), []).append(exception)
+        return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
-        return {**plain, "reasons": dict(self.reasons)}
+        return {
+            **plain,
+            "reasons": dict(self.reasons),
+            "exceptions": [asdict(exception) for exception in self.exceptions],
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
         """The policy that `to_dict` described."""
         dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}
-        rest = {**values, **dtypes, "pinned": tuple(values["pinned"]), "warnings": tuple(values["warnings"])}
+        rest = {
+            **values,
+            **dtypes,
+            "pinned": tuple(values["pinned"]),
+            "warnings": tuple(values["warnings"]),
+            "exceptions": tuple(ModuleException(**each) for each in values.get("exceptions", ())),
+        }
         return cls(**rest)
 
     def save(self, directory: str | Path) -> Path:
@@ -154,3 +211,14 @@ class PrecisionPolicy:
                     )
                 ],
             ) from error
+
+
+def _exception_line(name: str, group: list[ModuleException]) -> str:
+    first = group[0]
+    how = "in float32" if first.how == "float32" else "with its adapters in float32"
+    if first.how == "scale":
+        exponents = sorted({exception.exponent for exception in group})
+        to = f" to {exponents[-1]}" if len(exponents) > 1 else ""
+        how = f"scaled by powers of two ({exponents[0]}{to})"
+    times = f" ({len(group)} modules)" if len(group) > 1 else ""
+    return f"{name}{times} {how}: {first.reason}"

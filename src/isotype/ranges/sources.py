@@ -24,7 +24,7 @@ from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.walk import kind_of
 from isotype.ranges.twin import Read, unwrapped
 from isotype.ranges.weights import Weight
-from isotype.trace.fold import lists_of_blocks
+from isotype.model.walk import lists_of_blocks
 
 _ROOM = 1.5
 """Memory of a measurement over that of the largest block's weights."""

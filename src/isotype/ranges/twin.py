@@ -18,7 +18,7 @@ from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
 from isotype.ranges.recorder import RangeRecorder
 from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
-from isotype.trace.fold import lists_of_blocks
+from isotype.model.walk import lists_of_blocks
 
 _WRAPPED = ("_orig_mod", "module")
 _QUANTIZED = ("linear4bit", "linear8bit")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -15,13 +15,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from isotype.model.walk import lists_of_blocks
+
 STANDS_FOR = "_stands_for"
 """Name of the plain attribute on a kept layer: the number of layers of the whole model that it stands for."""
 
 _FEWEST = 4  # up to 3 equal layers, folding saves next to nothing
-_BLOCK_PARTS = re.compile(
-    r"attn|attention|mixer|mamba|mlp|feed_forward|ffn|ssm|rwkv|recurrent", re.IGNORECASE
-)
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
 _COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^(depth|n_layer|num_layers)$")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
@@ -67,7 +66,7 @@ def fold(model: nn.Module) -> nn.Module:
         `model`.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
-    for owner, layers in lists_of_blocks(model):
+    for owner, layers in lists_of_blocks(model, _FEWEST):
         plan = _plan([_signature(layer) for layer in layers.children()])
         config = _config_of(model, owner)
         if len(plan.kept) < len(plan.represents) and not any(
@@ -94,24 +93,6 @@ def stands_for(model: nn.Module) -> dict[str, int]:
         for name, module in model.named_modules()
         if hasattr(module, STANDS_FOR)
     }
-
-
-def lists_of_blocks(model: nn.Module, fewest: int = _FEWEST) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(the module that owns it, the list) of every list of at least `fewest` blocks.
-
-    Lists of experts, which a router indexes, are none.
-    """
-    for owner in model.modules():
-        for child in owner.children():
-            long = type(child) in (nn.ModuleList, nn.Sequential) and len(child._modules) >= fewest
-            if long and all(_is_block(layer) for layer in child.children()):
-                yield owner, child
-
-
-def _is_block(layer: nn.Module) -> bool:
-    """Whether a layer is made of attention, mixer or MLP, which keep the shape of what they are given."""
-    parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
-    return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:

@@ -1,0 +1,111 @@
+"""Boundaries that a policy asks for because of value ranges: a float32 residual stream, and modules that are exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from isotype.core.names import base_name
+from isotype.model.walk import LINEAR_KINDS, Place, is_tuner_layer, lists_of_blocks, places
+from isotype.precision.policy import ModuleException, PrecisionPolicy
+
+
+@dataclass(frozen=True)
+class BoundarySettings:
+    """Arguments of `isotype.model.boundary.set_boundary`."""
+
+    kind: str
+    compute: torch.dtype
+    result: torch.dtype | None = None
+    exponent: int = 0
+
+
+def range_boundaries(
+    model: nn.Module, found: Sequence[Place], policy: PrecisionPolicy
+) -> dict[str, BoundarySettings]:
+    """The boundaries that ranges need, by the place's name; nothing where the policy has neither exceptions nor a
+    float32 residual stream."""
+    if not policy.wide_residual and not policy.exceptions:
+        return {}
+    exceptions = {exception.module: exception for exception in policy.exceptions}
+    blocks = {id(block) for _, layers in lists_of_blocks(model, fewest=1) for block in layers.children()}
+    root = max((place.name for place in found if not base_name(place.name)), key=len, default="")
+    wanted = {}
+    for place in found:
+        if is_tuner_layer(place.module):
+            continue
+        settings = _of_exceptions(place, exceptions, policy.compute)
+        if settings is None and policy.wide_residual:
+            settings = _of_stream(place, id(place.module) in blocks, place.name == root, policy.compute)
+        if settings is not None:
+            wanted[place.name] = settings
+    return wanted
+
+
+def computes_float32(settings: BoundarySettings | None) -> bool:
+    """Whether a module with this boundary keeps its weights in float32 too."""
+    if settings is None:
+        return False
+    return settings.kind == "float32" or (settings.kind, settings.compute) == ("compute", torch.float32)
+
+
+def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
+    """Names of the parameters of `model` that `policy` keeps in float32 because of value ranges."""
+    found = tuple(places(model))
+    wanted = range_boundaries(model, found, policy)
+    return {
+        f"{place.name}.{name}"
+        for place in found
+        if computes_float32(wanted.get(place.name))
+        for name, _ in place.module.named_parameters(recurse=False)
+    }
+
+
+def _of_stream(place: Place, block: bool, root: bool, compute: torch.dtype) -> BoundarySettings | None:
+    wide = torch.float32
+    if place.tuner:
+        return None
+    if root:
+        return BoundarySettings("autocast", compute)
+    if place.kind == "norm":
+        return BoundarySettings("float32", compute, wide)
+    if block or place.kind == "embedding":
+        return BoundarySettings("residual", compute, wide)
+    return None
+
+
+def _of_exceptions(
+    place: Place, exceptions: dict[str, ModuleException], compute: torch.dtype
+) -> BoundarySettings | None:
+    name, wide = base_name(place.name), torch.float32
+    if place.tuner:
+        # lora_A meets what the layer meets: adapters are small enough to compute in float32.
+        owner = name.rpartition(".")[0]
+        return BoundarySettings("compute", wide) if place.kind == "linear" and owner in exceptions else None
+    own = exceptions.get(name)
+    if own is not None and own.how != "adapters" and place.kind in LINEAR_KINDS:
+        return _of_linear(place, own, compute)
+    if own is not None and own.how != "adapters":
+        # Its parameters are cast with its inputs; autocast is off inside.
+        return BoundarySettings("compute", wide)
+    inside = any(
+        exception.how == "float32" and name.startswith(f"{outer}.")
+        for outer, exception in exceptions.items()
+        if outer
+    )
+    if inside and place.kind == "linear":
+        return BoundarySettings("compute", compute, wide)
+    if inside and place.kind == "linear8bit":
+        return BoundarySettings("int8", compute, wide)
+    return None
+
+
+def _of_linear(place: Place, own: ModuleException, compute: torch.dtype) -> BoundarySettings:
+    wide = torch.float32
+    scalable = place.kind != "linear" or isinstance(place.module, nn.Linear)
+    if place.kind == "linear8bit" or (own.how == "scale" and scalable):
+        return BoundarySettings("scale", compute, wide, own.exponent)
+    return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)

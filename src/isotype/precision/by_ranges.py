@@ -1,0 +1,282 @@
+"""What float16 needs, decided from measured ranges: the residual stream's dtype, exceptions, the first loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from json import loads
+from typing import TYPE_CHECKING
+
+import torch
+
+from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException
+from isotype.precision.ranges import FLOAT16_LARGEST, ModuleRange, OperatorRange, Ranges
+
+if TYPE_CHECKING:
+    from isotype.precision.devices.profile import DeviceProfile
+    from isotype.precision.facts import ModelFacts
+
+MARGIN = 2.0
+"""float16's largest number over the largest magnitude that is let through: see docs/ranges.md for where it comes from."""
+LIMIT = FLOAT16_LARGEST / MARGIN
+
+_FILL = 1e37
+"""Attention masks fill with the smallest number of float32: what is larger than this is no activation."""
+_SUBNORMAL = 2.0**-15
+"""Weights whose median is below lose digits that bfloat16 has: float16 has fewer than 11 bits below 2^-14."""
+_LINEAR = ("linear", "linear4bit", "linear8bit")
+_PRODUCTS = 64.0
+"""The largest gradient times the largest input overstates a weight's gradient: both are rarely at one token."""
+_LOSS_SCALES = (2.0**0, 2.0**24)
+
+
+@dataclass(frozen=True)
+class RangeDecision:
+    """What a policy takes over from measured ranges.
+
+    Attributes:
+        wide: whether the residual stream is carried in float32.
+        exceptions: modules that float16 cannot run as the others.
+        loss_scale: the loss scale to begin with.
+        reasons: role -> why, of `residual` and `loss_scaling`.
+    """
+
+    wide: bool = False
+    exceptions: tuple[ModuleException, ...] = ()
+    loss_scale: float = DEFAULT_LOSS_SCALE
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def decide_by_ranges(
+    facts: ModelFacts, profile: DeviceProfile, compute: torch.dtype, storage: str, ranges: Ranges | None
+) -> RangeDecision:
+    """What `compute` needs so that no value passes its range; nothing for float32 and bfloat16.
+
+    Args:
+        facts: of the model.
+        profile: of the device: an exception is scaled or runs in float32, whichever is faster there.
+        compute: the compute dtype.
+        storage: the policy's storage.
+        ranges: what was measured, or None.
+    """
+    if compute != torch.float16:
+        why = "as everything else" if compute == torch.float32 else "as the weights"
+        return RangeDecision(reasons={"residual": why})
+    if ranges is None:
+        return _without_measurement(facts)
+    scale, why_scale = _loss_scale(ranges)
+    worst = _largest(ranges)
+    adapters = {each.module: each for each in _adapters(ranges, scale)}
+    if worst is None or worst[1] <= LIMIT:
+        return RangeDecision(
+            exceptions=tuple(adapters.values()),
+            loss_scale=scale,
+            reasons={"residual": _narrow(ranges, worst), "loss_scaling": why_scale},
+        )
+    others = {each.module: each for each in _exceptions(ranges, profile, storage)}
+    return RangeDecision(
+        wide=True,
+        exceptions=tuple({**adapters, **others}.values()),
+        loss_scale=scale,
+        reasons={
+            "residual": (
+                f"{_reached(ranges, worst)}: more than half of float16's 65504; hidden states take twice the bytes of float16"
+            ),
+            "loss_scaling": why_scale,
+        },
+    )
+
+
+def _narrow(ranges: Ranges, worst: tuple[str, float] | None) -> str:
+    if worst is None or not worst[1]:
+        return "as the weights; nothing that was measured comes near float16's 65504"
+    return f"as the weights: {_reached(ranges, worst)}, headroom {FLOAT16_LARGEST / worst[1]:.2g}"
+
+
+def _reached(ranges: Ranges, worst: tuple[str, float]) -> str:
+    name, value = worst
+    return f"values reach {number(value)} ({name or 'the model'}, measured {ranges.when[:10]})"
+
+
+def number(value: float) -> str:
+    """A magnitude as messages write it: `104,000`, `3.2`, `4e-09`."""
+    if not math.isfinite(value):
+        return "infinity" if value > 0 else "NaN"
+    return f"{float(f'{value:.3g}'):,.0f}" if 1000 <= value < 1e9 else f"{value:.3g}"
+
+
+# ------------------------------------------------------------------------------------------ without a measurement
+
+
+@cache
+def known_families() -> Mapping[str, Mapping[str, str]]:
+    """model_type -> what is publicly known of its ranges (`reaches`) and where it was said (`source`)."""
+    table: Mapping[str, Mapping[str, str]] = loads(
+        (files("isotype") / "precision" / "families.json").read_text(encoding="utf-8")
+    )
+    return table
+
+
+def _without_measurement(facts: ModelFacts) -> RangeDecision:
+    known = known_families().get(facts.model_type or "")
+    trained = facts.trained_dtype
+    if known:
+        why = f"{known['reaches']} ({known['source']}); not measured on this checkpoint"
+        return RangeDecision(wide=True, reasons={"residual": why})
+    if trained == torch.float16:
+        why = "as the weights: ranges unknown, but the checkpoint was trained in float16"
+        return RangeDecision(reasons={"residual": why})
+    origin = (
+        f"the checkpoint was trained in {dtype_name(trained)}, which has a larger range than float16"
+        if trained is not None
+        else "nothing says what the checkpoint was trained in"
+    )
+    why = (
+        f"ranges unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges shows "
+        "that they need not"
+    )
+    return RangeDecision(wide=True, reasons={"residual": why})
+
+
+# ---------------------------------------------------------------------------------------------- with a measurement
+
+
+def _largest(ranges: Ranges) -> tuple[str, float] | None:
+    """(module, value) of the largest magnitude that float16 throughout would round."""
+    found = [
+        *((module.name, module.input) for module in ranges.modules if module.kind in _LINEAR),
+        *((module.name, module.output) for module in ranges.modules),
+        *((module.name, module.weight) for module in ranges.modules if _stored_low(module)),
+        *((operator.module, operator.largest) for operator in _own_operators(ranges)),
+    ]
+    return max(
+        ((name, value) for name, value in found if not _is_fill(value)),
+        key=lambda pair: pair[1],
+        default=None,
+    )
+
+
+def _is_fill(value: float) -> bool:
+    return _FILL < value < math.inf
+
+
+def _stored_low(module: ModuleRange) -> bool:
+    return module.kind != "norm"
+
+
+def _own_operators(ranges: Ranges) -> Iterator[OperatorRange]:
+    """Operators that a forward runs in 16 bits: norms go to float32 inside, whatever they are given."""
+    kinds = {module.name: module.kind for module in ranges.modules}
+    for operator in ranges.operators:
+        if operator.phase == "forward" and kinds.get(operator.module) != "norm":
+            # A fill value among the operands says nothing, what else there is does.
+            values = [value for value in (operator.output, *operator.inputs) if not _is_fill(value)]
+            if values:
+                yield OperatorRange(
+                    operator.module,
+                    operator.op,
+                    operator.index,
+                    operator.phase,
+                    tuple(values),
+                    0.0,
+                    source=operator.source,
+                )
+
+
+def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
+    """Modules that float16 cannot run even where the residual stream is float32."""
+    stream = _carriers(ranges)
+    own: dict[str, OperatorRange] = {}
+    for operator in _own_operators(ranges):
+        if operator.largest > LIMIT and operator.largest > getattr(own.get(operator.module), "largest", 0.0):
+            own[operator.module] = operator
+    for module in ranges.modules:
+        if module.kind in _LINEAR:
+            exception = _linear(module, profile, storage)
+            if exception is not None:
+                yield exception
+        elif module.kind == "embedding" and (module.weight > FLOAT16_LARGEST):
+            yield ModuleException(module.name, "float32", reason=f"its weights reach {number(module.weight)}")
+        elif module.kind == "other" and module.name in own and module.name not in stream:
+            operator = own[module.name]
+            op = operator.op.split(".")[1] if "." in operator.op else operator.op
+            yield ModuleException(
+                module.name, "float32", reason=f"the operands of {op} reach {number(operator.largest)}"
+            )
+
+
+def _carriers(ranges: Ranges) -> frozenset[str]:
+    """Modules that only pass the residual stream on: its blocks and everything that contains one."""
+    carriers = {"", *ranges.stream}
+    for name in ranges.stream:
+        parts = name.split(".")
+        carriers |= {".".join(parts[:count]) for count in range(1, len(parts))}
+    return frozenset(carriers)
+
+
+def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> ModuleException | None:
+    quantized = storage in QUANTIZATIONS
+    int8 = storage == "int8"  # its weights have a float32 scale for each row, so they have any range
+    if module.weight > FLOAT16_LARGEST and not int8:
+        return ModuleException(module.name, "float32", reason=f"its weights reach {number(module.weight)}")
+    if 0 < module.median_weight < _SUBNORMAL and not int8:
+        return ModuleException(
+            module.name,
+            "float32",
+            reason=f"its weights are near {number(module.median_weight)}, where float16 has few digits",
+        )
+    largest, end = max((module.input, "inputs"), (module.output, "results"))
+    if largest <= LIMIT or not math.isfinite(largest):
+        return None
+    reason = f"its {end} reach {number(largest)}"
+    # Two casts and two products of activations against a matmul at the rate of float32.
+    if not quantized and not _float16_is_faster(profile):
+        return ModuleException(module.name, "float32", reason=reason)
+    return ModuleException(
+        module.name, "scale", exponent=max(math.ceil(math.log2(largest / LIMIT)), 0), reason=reason
+    )
+
+
+def _float16_is_faster(profile: DeviceProfile) -> bool:
+    measured = profile.slower(torch.float16, torch.float32)
+    return torch.float16 in profile.native if measured is None else measured < 1
+
+
+def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
+    """Linear layers whose adapters' gradients can pass float16's range at the loss scale.
+
+    The gradient of lora_B is the sum over tokens of the gradient of the layer's result times lora_A's result, that of
+    lora_A likewise times the layer's input (https://arxiv.org/abs/2106.09685, equation 3).
+    """
+    for module in ranges.modules:
+        if module.kind in _LINEAR and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:
+            yield ModuleException(
+                module.name,
+                "adapters",
+                reason=f"inputs reach {number(module.input)}, gradients {number(module.gradient)}",
+            )
+
+
+def _loss_scale(ranges: Ranges) -> tuple[float, str]:
+    """The loss scale at which the largest measured gradient is a sixteenth of float16's largest number."""
+    gradients = [
+        *(module.gradient for module in ranges.modules),
+        *(
+            operator.output
+            for operator in ranges.operators
+            if operator.phase == "backward" and operator.matmul
+        ),
+    ]
+    largest = max((value for value in gradients if math.isfinite(value)), default=0.0)
+    if not largest:
+        return DEFAULT_LOSS_SCALE, "float16 gradients underflow below 6e-8 without it"
+    low, high = _LOSS_SCALES
+    scale = min(max(2.0 ** math.floor(math.log2(FLOAT16_LARGEST / 16 / largest)), low), high)
+    return (
+        scale,
+        f"gradients reach {number(largest)} (measured): float16 gradients underflow below 6e-8 without it",
+    )

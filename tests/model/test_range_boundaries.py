@@ -1,0 +1,146 @@
+"""A policy with a float32 residual stream and exceptions, on models whose values were moved on purpose."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import isotype
+from isotype.model.boundary import Boundary, original_class
+from isotype.model.enforce import enforce_model
+from isotype.precision.policy import ModuleException, PrecisionPolicy
+
+FP16 = torch.float16
+WIDE = PrecisionPolicy(FP16, "float16", loss_scaling=True, wide_residual=True)
+
+
+def llama(scale: float = 1.0, product: float = 1.0) -> Any:
+    """A tiny Llama whose residual stream is multiplied by `scale` and whose gated products by `product`; its function
+    does not change in exact arithmetic (up to the norms' epsilon)."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(20)
+        model.model.embed_tokens.weight.mul_(scale)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.up_proj.weight.mul_(product)
+            layer.mlp.down_proj.weight.mul_(scale / product)
+    return model.requires_grad_(False)
+
+
+def loss_of(model: Any, autocast: bool = True) -> torch.Tensor:
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.autocast("cpu", FP16, enabled=autocast):
+        return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+def enforced(model: Any, device: str) -> Any:
+    """A copy of the model under the float16 policy that its measured ranges ask for."""
+    ids = torch.arange(24).reshape(2, 12)
+    ranges = isotype.measure_ranges(model, {"input_ids": ids, "labels": ids}, progress=False)
+    policy = isotype.resolve_precision(model, "float16", device=device, ranges=ranges)
+    low = copy.deepcopy(model)
+    enforce_model(low, policy)
+    return low
+
+
+@pytest.mark.parametrize("device", ["t4", "cpu-avx2"])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "plain"])
+@pytest.mark.parametrize(
+    "values",
+    [{"scale": 2.0**14}, {"product": 2.0**14}, {"scale": 2.0**13, "product": 2.0**-10}],
+    ids=["stream", "product", "both"],
+)
+def test_measured_ranges_keep_the_loss(values: dict[str, float], autocast: bool, device: str) -> None:
+    model = llama(**values)
+    reference = loss_of(model, autocast=False)
+    assert not torch.isfinite(loss_of(copy.deepcopy(model).half(), autocast=False))
+    low = enforced(model, device)
+    # float16 rounds to 11 bits: 5e-4 an operation.
+    torch.testing.assert_close(loss_of(low, autocast).float(), reference, rtol=5e-3, atol=0)
+
+
+def test_headroom_needs_nothing() -> None:
+    low = enforced(llama(), "t4")
+    assert not any(isinstance(module, Boundary) for module in low.modules())
+    assert {parameter.dtype for parameter in low.parameters()} == {FP16}
+
+
+def test_a_scaled_layer_is_exact_but_for_rounding() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(7, 5)
+    x = torch.randn(3, 7) * 2.0**20
+    x.requires_grad_()
+    reference = layer(x)
+    low = copy.deepcopy(layer)
+    enforce_model(low, replace(WIDE, exceptions=(ModuleException("", "scale", 20),)))
+    scaled = low(x)
+    assert scaled.dtype == torch.float32
+    torch.testing.assert_close(scaled, reference, rtol=4e-3, atol=2.0**20 * 4e-3)
+    (expected,) = torch.autograd.grad(reference.sum(), x)
+    (got,) = torch.autograd.grad(scaled.sum() / 2.0**10, x)
+    torch.testing.assert_close(got * 2.0**10, expected, rtol=4e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4", "fp4", "int8"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_of_every_storage(tmp_path: Any, quantization: str | None, dora: bool) -> None:
+    model = llama(scale=2.0**12, product=2.0**6)
+    model.save_pretrained(tmp_path / "base")
+    exceptions = tuple(
+        ModuleException(f"model.layers.{i}.{part}", how, exponent)
+        for i in (0, 1)
+        for part, how, exponent in (
+            ("mlp", "float32", 0),
+            ("mlp.down_proj", "scale", 8),
+            ("self_attn.o_proj", "scale", 6),
+        )
+    )
+    decided = isotype.resolve_precision(
+        tmp_path / "base", dtype="float16", quantization=quantization, device="cpu"
+    )
+    assert decided.wide_residual
+    policy = replace(decided, exceptions=exceptions)
+    losses = []
+    for each in (policy, isotype.resolve_precision(tmp_path / "base", "float32", quantization, "cpu")):
+        torch.manual_seed(0)
+        loaded = isotype.add_lora(
+            isotype.load(tmp_path / "base", each), each, r=4, use_dora=dora, target_modules="all-linear"
+        )
+        loss = loss_of(loaded, each.autocast is not None)
+        loss.backward()
+        assert all(p.grad is None or torch.isfinite(p.grad).all() for p in loaded.parameters())
+        losses.append(loss.detach().float())
+        loaded.eval()
+        generated = loaded.generate(input_ids=torch.arange(4)[None], max_new_tokens=2, do_sample=False)
+        assert generated.shape == (1, 6)
+    torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=0)
+
+
+def test_another_policy_takes_the_boundaries_away() -> None:
+    wide = enforced(llama(scale=2.0**14), "t4")
+    assert isinstance(wide, Boundary)
+    assert original_class(wide) is LlamaForCausalLM
+    assert "input_ids" in inspect.signature(wide.forward).parameters
+    assert enforce_model(wide, wide.precision_policy) == ()
+    enforce_model(wide, PrecisionPolicy(torch.bfloat16, "bfloat16"))
+    assert not any(isinstance(module, Boundary) for module in wide.modules())
