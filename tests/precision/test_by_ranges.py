@@ -82,7 +82,9 @@ def test_masks_and_what_norms_compute_inside_are_no_values_of_float16() -> None:
 def test_a_stream_beyond_the_limit_is_float32_and_nothing_else() -> None:
     decision = decided(measured(block=104_000))
     assert (decision.wide, decision.exceptions) == (True, ())
-    assert decision.reasons["residual"].startswith("values reach 104,000 (model.layers.0, measured 2026-01-01)")
+    assert decision.reasons["residual"].startswith(
+        "values reach 104,000 (model.layers.0, measured 2026-01-01)"
+    )
 
 
 def test_a_gated_product_is_scaled_and_multiplied_in_float32() -> None:

@@ -21,10 +21,9 @@ from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stream import blank_model, fill_buffers, stored_weights
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.model.walk import kind_of
+from isotype.model.walk import kind_of, lists_of_blocks
 from isotype.ranges.twin import Read, unwrapped
 from isotype.ranges.weights import Weight
-from isotype.model.walk import lists_of_blocks
 
 _ROOM = 1.5
 """Memory of a measurement over that of the largest block's weights."""

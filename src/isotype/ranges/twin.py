@@ -15,10 +15,9 @@ from isotype.core.names import base_name
 from isotype.model.boundary import set_boundary
 from isotype.model.copies import empty_copies, fill_copies
 from isotype.model.quantized import quantization_state, row_scales
-from isotype.model.walk import kind_of
+from isotype.model.walk import kind_of, lists_of_blocks
 from isotype.ranges.recorder import RangeRecorder
 from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
-from isotype.model.walk import lists_of_blocks
 
 _WRAPPED = ("_orig_mod", "module")
 _QUANTIZED = ("linear4bit", "linear8bit")
