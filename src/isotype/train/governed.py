@@ -30,7 +30,7 @@ from isotype.core.staging import (
     write_failure,
 )
 from isotype.model.enforce import Change, enforce_model
-from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.diverged import not_finite
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
@@ -317,6 +317,9 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         # (Accelerator.__init__: `self.device.type != "cpu"`); torch has both for it.
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.native_amp = True
+    if policy.loss_scaling and policy.loss_scale != DEFAULT_LOSS_SCALE:
+        scaler = accelerator.scaler
+        scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})
 
 
 _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completion_ids": "completion_mask"}

@@ -20,6 +20,14 @@ class IsotypeArguments:
         },
     )
     device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})
+    ranges: str = field(
+        default="measure",
+        metadata={
+            "help": "For float16: measure the checkpoint's value ranges where nobody has (measure), or decide by what is "
+            "known already (known).",
+            "choices": ["measure", "known"],
+        },
+    )
     ask: str | None = field(
         default=None,
         metadata={

@@ -84,6 +84,7 @@ class Plan:
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
         notes: what is not traced as asked.
+        ranges: whether value ranges are measured, see `isotype.train.ranges.WHEN`.
         data: what the rows' lengths say, "" where no data set was opened.
     """
 
@@ -103,6 +104,7 @@ class Plan:
     revision: str | None = None
     attention: str | None = None
     notes: tuple[str, ...] = ()
+    ranges: str = "measure"
     data: str = ""
 
 
@@ -189,6 +191,12 @@ def light_parser() -> Parser:
         default="auto",
         help="a device here (cpu, cuda) or any profile (t4, a100, h100, mi300x, …)",
     )
+    add(
+        "--ranges",
+        choices=("measure", "known"),
+        default="measure",
+        help="for float16: measure the checkpoint's value ranges, or decide by what is known already",
+    )
     add("--lora_r", type=int, default=16, help="rank of the adapters")
     add("--lora_alpha", type=int, default=32)
     add("--lora_dropout", type=float, default=0.05)
@@ -266,6 +274,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
         length=options.length,
         lora=lora,
         learning_rate=light.learning_rate,
+        ranges=light.ranges,
         optimizer=light.optim,
         checkpointing={},
         fsdp=options.fsdp or 0,
@@ -306,6 +315,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         revision=model.model_revision,
         attention=attention,
         notes=tuple(notes),
+        ranges=settings.extra.ranges,
     )
 
 

@@ -35,6 +35,7 @@ from isotype.train.governed import (
 )
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class
+from isotype.train.ranges import policy_by_ranges
 from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
 from isotype.train.saved import (
     remove_other_kind,
@@ -80,7 +81,6 @@ def run(settings: Settings, console: Console) -> Outcome:
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
     """
-    from isotype.checkpoint.resolve import resolve_request
     from isotype.data.load import load_training_data
 
     settings, start = start_of(settings)
@@ -98,7 +98,8 @@ def run(settings: Settings, console: Console) -> Outcome:
         columns=settings.extra.columns,
     )
     data = hold_back(settings, data)
-    policy = resolve_request(settings.model.model_name_or_path, settings.precision, settings.extra.device)
+    extra, source = settings.extra, settings.model.model_name_or_path
+    policy, _ = policy_by_ranges(source, settings.precision, extra.device, when=extra.ranges)
     check_policy(settings, policy)
     check_weights(settings.model.model_name_or_path)
     check_resume(settings, policy, resume)

@@ -9,7 +9,6 @@ from typing import Any
 
 import transformers
 
-from isotype.checkpoint.resolve import resolve_request
 from isotype.checkpoint.weightless import model_config
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
@@ -18,6 +17,7 @@ from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.train.fit import fitting
 from isotype.train.plan import DEFAULT_LENGTH, Plan
+from isotype.train.ranges import policy_by_ranges
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
 
@@ -30,7 +30,8 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
         CheckpointError, UsageError: as `isotype.train.weightless.weightless_model`.
     """
     source = _source(plan)
-    policy = resolve_request(source, plan.precision, plan.device, plan.revision)  # names what is no model
+    # Names what is no model.
+    policy, _ = policy_by_ranges(source, plan.precision, plan.device, plan.revision, when=plan.ranges)
     config = model_config(source, revision=plan.revision)
     model = _model(plan, config, policy)
     length = row_length(plan, config)
