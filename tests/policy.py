@@ -36,7 +36,8 @@ def _role(
         return "master"
     if kind in ("linear4bit", "linear8bit") and name == "weight":
         return kind
-    return "pinned" if is_pinned(full_name, policy.pinned) else "plain"
+    wide = policy.wide_residual and kind == "norm"
+    return "pinned" if wide or is_pinned(full_name, policy.pinned) else "plain"
 
 
 def _expected(role: str, policy: PrecisionPolicy) -> torch.dtype:

@@ -140,6 +140,7 @@ def test_another_policy_takes_the_boundaries_away() -> None:
     wide = enforced(llama(scale=2.0**14), "t4")
     assert isinstance(wide, Boundary)
     assert original_class(wide) is LlamaForCausalLM
+    assert type(type(wide)(wide.config)) is LlamaForCausalLM
     assert "input_ids" in inspect.signature(wide.forward).parameters
     assert enforce_model(wide, wide.precision_policy) == ()
     enforce_model(wide, PrecisionPolicy(torch.bfloat16, "bfloat16"))

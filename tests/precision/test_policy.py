@@ -67,8 +67,8 @@ def test_an_explicit_dtype_that_is_slow_is_honoured_with_a_warning():
 
 def test_float16_of_a_bfloat16_checkpoint_warns_about_range():
     assert decide(LLAMA, A100, PrecisionRequest(dtype="float16")).warnings == (
-        "the checkpoint was trained in bfloat16: activations above 65504 overflow in float16 (loss scaling guards "
-        "the gradients, not the activations)",
+        "value ranges were not measured: float16 ends at 65504, and a matmul whose own inputs or results pass it "
+        "overflows all the same (isotype.measure_ranges finds it; loss scaling guards the gradients only)",
     )
 
 
@@ -126,9 +126,9 @@ def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
     rows = {role: (dtype, reason) for role, dtype, reason in policy.rows()}
     assert rows["matmuls"] == (
         "bfloat16",
-        "as asked; autocast casts float32 weights to it at each matmul, the residual stream is not cast; outside "
-        "autocast the model computes in float32",
+        "as asked; autocast casts float32 weights to it at each matmul; outside autocast the model computes in float32",
     )
+    assert rows["residual stream"] == ("float32", "as the weights: autocast casts at each matmul only")
     assert rows["frozen base weights"] == ("float32", "as asked")
     assert rows["norms"] == (
         "float32 inside",
@@ -268,7 +268,8 @@ def test_the_printed_table_fits_a_terminal_and_names_every_role():
     assert max(len(line) for line in text.splitlines()) <= 110
     for role in (
         "frozen base weights",
-        "matmuls and residual stream",
+        "matmuls",
+        "residual stream",
         "trainable parameters",
         "loss scaling",
     ):

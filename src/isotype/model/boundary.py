@@ -31,6 +31,12 @@ class Boundary:
     original: type[nn.Module]
     boundary: str
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Whoever builds a module of the same class as this one (`type(model)(config)`) gets one without a boundary.
+        base = self.original
+        self.__class__ = base  # type: ignore[assignment]
+        base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The state as the module's own class gives it: recurrent layers leave weak references out.
         return _rebuild, (self.original, self.boundary), self.__getstate__()

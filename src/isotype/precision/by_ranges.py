@@ -24,6 +24,11 @@ MARGIN = 2.0
 """float16's largest number over the largest magnitude that is let through: see docs/ranges.md for where it comes from."""
 LIMIT = FLOAT16_LARGEST / MARGIN
 
+_UNSEEN = (
+    "value ranges were not measured: float16 ends at 65504, and a matmul whose own inputs or results pass it "
+    "overflows all the same (isotype.measure_ranges finds it; loss scaling guards the gradients only)"
+)
+
 _FILL = 1e37
 """Attention masks fill with the smallest number of float32: what is larger than this is no activation."""
 _SUBNORMAL = 2.0**-15
@@ -43,12 +48,14 @@ class RangeDecision:
         exceptions: modules that float16 cannot run as the others.
         loss_scale: the loss scale to begin with.
         reasons: role -> why, of `residual` and `loss_scaling`.
+        warnings: what the decision could not rule out.
     """
 
     wide: bool = False
     exceptions: tuple[ModuleException, ...] = ()
     loss_scale: float = DEFAULT_LOSS_SCALE
     reasons: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def decide_by_ranges(
@@ -126,7 +133,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
     trained = facts.trained_dtype
     if known:
         why = f"{known['reaches']} ({known['source']}); not measured on this checkpoint"
-        return RangeDecision(wide=True, reasons={"residual": why})
+        return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
     if trained == torch.float16:
         why = "as the weights: ranges unknown, but the checkpoint was trained in float16"
         return RangeDecision(reasons={"residual": why})
@@ -139,7 +146,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
         f"ranges unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges shows "
         "that they need not"
     )
-    return RangeDecision(wide=True, reasons={"residual": why})
+    return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
 
 
 # ---------------------------------------------------------------------------------------------- with a measurement

@@ -74,6 +74,7 @@ def decide(
     reasons |= _fixed_reasons(compute, plain, pinned)
     by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
+    warnings += by_ranges.warnings
     if plain != compute:
         reasons["compute"] += (
             f"; autocast casts {dtype_name(plain)} weights to it at each matmul; outside autocast the model computes in "

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from isotype.core.dtypes import dtype_name
+from isotype.model.walk import lists_of_blocks
 from isotype.report.run.headroom import Headroom, HeadroomSample
-from isotype.trace.fold import lists_of_blocks
 
 _EVERY = 50
 """Steps between two looks; in short runs fewer, so that there are some twenty."""
