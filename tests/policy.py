@@ -36,8 +36,9 @@ def _role(
         return "master"
     if kind in ("linear4bit", "linear8bit") and name == "weight":
         return kind
-    wide = policy.wide_residual and kind == "norm"
-    return "pinned" if wide or is_pinned(full_name, policy.pinned) else "plain"
+    if is_pinned(full_name, policy.pinned):
+        return "pinned"
+    return "norm of a float32 stream" if policy.wide_residual and kind == "norm" else "plain"
 
 
 def _expected(role: str, policy: PrecisionPolicy) -> torch.dtype:
@@ -46,6 +47,7 @@ def _expected(role: str, policy: PrecisionPolicy) -> torch.dtype:
         "linear4bit": policy.quant_storage,
         "linear8bit": torch.int8,
         "pinned": torch.float32,
+        "norm of a float32 stream": torch.float32,
         "plain": policy.plain,
     }[role]
 

@@ -48,7 +48,8 @@ def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(
     assert policy.loss_scaling == (compute == F16)
     assert policy.master == F32
     assert policy.storage == (quantization or str(compute).removeprefix("torch."))
-    assert policy.warnings == ()
+    # Nobody has measured the ranges.
+    assert bool(policy.warnings) == (compute == F16 != trained)
     assert all(reason for _, _, reason in policy.rows())
 
 
@@ -137,7 +138,6 @@ def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
     assert rows["pinned parameters"][1].endswith("; their outputs return to float32")
     text = " ".join(str(policy).split())
     assert "outside autocast the model computes in float32" in text
-    assert "residual stream is not cast" in text
 
 
 def test_storage_in_the_compute_dtype_is_the_default():

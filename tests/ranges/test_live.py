@@ -90,7 +90,9 @@ def test_gradients_of_weights_agree_with_a_plain_run() -> None:
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
 def test_quantized_layers_are_measured_dequantized(quantization: str, tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model", BF16)
-    policy = isotype.resolve_precision(path, "float16", quantization, device="t4")
+    policy = replace(
+        isotype.resolve_precision(path, "float16", quantization, device="t4"), wide_residual=False
+    )
     with quiet():
         model = isotype.add_lora(isotype.load(path, policy, device_map={"": "cpu"}), policy, r=4)
     norm = model.get_submodule("base_model.model.model.norm").float()

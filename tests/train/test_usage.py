@@ -76,7 +76,7 @@ def test_quiet_is_three_lines_and_verbose_has_every_word():
     quiet = shown(80, quiet=True)
     assert len(quiet) == 3
     assert max(map(len, quiet)) <= 80
-    assert "base nf4, compute bfloat16, masters float32" in quiet[0]
+    assert "base nf4, matmuls bfloat16, residual bfloat16, masters float32" in quiet[0]
     full = " ".join(" ".join(shown(80, verbose=True)).split())
     assert all(role in full and dtype in full for role, dtype, _ in POLICY.rows())
     assert not any("…" in line for line in shown(80, verbose=True))

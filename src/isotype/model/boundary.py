@@ -67,10 +67,10 @@ def set_boundary(
       int8 kernels take; the row scales survive a copy of the weight (see `_init_8bit_state`).
     - `"scale"`: as `"compute"`, or as the quantized layer does it, of the input times 2^-exponent; the result is widened
       to `result`, multiplied by 2^exponent, and the bias is added to that.
-    - `"residual"`: the first float input and the outputs are cast to `result`. For embeddings and blocks, whose hidden
-      states are the residual stream.
-    - `"autocast"`: the forward runs under autocast to `compute`. For the whole model: a float32 residual stream needs
-      autocast at every matmul, in evaluation and generation too.
+    - `"residual"`: the forward runs under autocast to `compute`; the first float input and the outputs are cast to
+      `result`. For embeddings and blocks, whose hidden states are the residual stream.
+    - `"autocast"`: the forward runs under autocast to `compute`. For the whole model and for what lies outside of its
+      blocks: a float32 residual stream needs autocast at every matmul, in evaluation and generation too.
     """
     attributes = {_COMPUTE: compute, _RESULT: result or compute, _EXPONENT: exponent}
     before = (type(module), {name: module.__dict__.get(name) for name in attributes})
@@ -170,7 +170,8 @@ def _forward_residual(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = (*args[:place], args[place].to(dtype), *args[place + 1 :])
     elif _is_float(kwargs.get("hidden_states")):
         kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"].to(dtype)}
-    out = self.original.forward(self, *args, **kwargs)
+    with torch.autocast(_device_type(self), dtype=self._boundary_compute):
+        out = self.original.forward(self, *args, **kwargs)
     if isinstance(out, tuple) and out and _is_float(out[0]):
         return (out[0].to(dtype), *out[1:])
     return out.to(dtype) if _is_float(out) else out

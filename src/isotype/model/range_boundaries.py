@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from isotype.core.names import base_name
-from isotype.model.walk import LINEAR_KINDS, Place, is_tuner_layer, lists_of_blocks, places
+from isotype.model.walk import (
+    LINEAR_KINDS,
+    Place,
+    is_tuner_layer,
+    lists_of_blocks,
+    own_float_parameters,
+    places,
+)
 from isotype.precision.policy import ModuleException, PrecisionPolicy
 
 
@@ -33,13 +40,19 @@ def range_boundaries(
     exceptions = {exception.module: exception for exception in policy.exceptions}
     blocks = {id(block) for _, layers in lists_of_blocks(model, fewest=1) for block in layers.children()}
     root = max((place.name for place in found if not base_name(place.name)), key=len, default="")
-    wanted = {}
+    wanted: dict[str, BoundarySettings] = {}
+    inside = ""  # the block around the current place: modules come depth first
     for place in found:
+        if not f"{place.name}.".startswith(f"{inside}."):
+            inside = ""
+        if id(place.module) in blocks:
+            inside = inside or place.name
         if is_tuner_layer(place.module):
             continue
         settings = _of_exceptions(place, exceptions, policy.compute)
         if settings is None and policy.wide_residual:
-            settings = _of_stream(place, id(place.module) in blocks, place.name == root, policy.compute)
+            role = _role(place, id(place.module) in blocks, place.name == root, bool(inside))
+            settings = _STREAM[role](policy.compute) if role is not None else None
         if settings is not None:
             wanted[place.name] = settings
     return wanted
@@ -64,17 +77,29 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
     }
 
 
-def _of_stream(place: Place, block: bool, root: bool, compute: torch.dtype) -> BoundarySettings | None:
-    wide = torch.float32
+def _role(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
+    """What a place is to a float32 residual stream; None where a block's own boundary is enough."""
     if place.tuner:
         return None
     if root:
-        return BoundarySettings("autocast", compute)
+        return "root"
     if place.kind == "norm":
-        return BoundarySettings("float32", compute, wide)
+        return "norm"
     if block or place.kind == "embedding":
-        return BoundarySettings("residual", compute, wide)
+        return "stream"
+    # `generate` calls encoders, vision towers and projectors without the model around them.
+    if not inside_block and place.kind in ("linear", "other") and own_float_parameters(place.module):
+        return "outside"
     return None
+
+
+# Under autocast, matmuls take float32 inputs in evaluation and generation too.
+_STREAM: dict[str, Callable[[torch.dtype], BoundarySettings]] = {
+    "root": lambda compute: BoundarySettings("autocast", compute),
+    "outside": lambda compute: BoundarySettings("autocast", compute),
+    "norm": lambda compute: BoundarySettings("float32", compute, torch.float32),
+    "stream": lambda compute: BoundarySettings("residual", compute, torch.float32),
+}
 
 
 def _of_exceptions(

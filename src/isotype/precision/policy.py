@@ -148,8 +148,9 @@ class PrecisionPolicy:
             wrapped = textwrap.wrap(reason, 110 - len(indent)) or [""]
             lines.append(f"{role:<{widths[0]}}  {dtype:<{widths[1]}}  {wrapped[0]}".rstrip())
             lines += [indent + part for part in wrapped[1:]]
-        lines += [f"exception: {line}" for line in self.exception_lines()]
-        lines += [f"warning: {warning}" for warning in self.warnings]
+        told = [f"exception: {line}" for line in self.exception_lines()]
+        told += [f"warning: {warning}" for warning in self.warnings]
+        lines += [part for line in told for part in textwrap.wrap(line, 110, subsequent_indent="  ")]
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:

@@ -74,10 +74,10 @@ def policy_rows(policy: PrecisionPolicy, optimizer: Any = None) -> tuple[tuple[s
 
 _SHORT_ROLES = {
     "frozen base weights": "base",
-    "matmuls and residual stream": "compute",
+    "residual stream": "residual",
     "trainable parameters": "masters",
     "optimizer state": "optimizer",
-    "gradient reduction": "reduction",
+    "gradient reduction": "reduce",
     "pinned parameters": "pinned",
     "rotary and other buffers": "buffers",
     "softmax and loss": "loss",
@@ -113,6 +113,8 @@ def show_policy(
             shown = reason if whole else textwrap.shorten(reason, room, placeholder=more)
             table.add_row(*map(Text, (role, dtype, shown)))
         console.print(fitting(table, console))
+    for line in policy.exception_lines():
+        console.print(Text.assemble(("exception: ", "cyan"), line))
     for warning in policy.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning))
     console.print()

@@ -63,6 +63,8 @@ class HeadroomMeter:
 
     def _looking(self, name: str) -> Any:
         def look(block: nn.Module, args: Any, result: Any) -> None:
+            if block is not self._blocks.get(name):
+                return  # the preflight's copy of the model
             handle = self._handles.pop(name, None)
             if handle is None or not block.training:
                 return
