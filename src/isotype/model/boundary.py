@@ -90,9 +90,33 @@ def set_boundary(
     return True
 
 
+def boundary_kept(module: nn.Module) -> Callable[[], None]:
+    """What gives `module` back the boundary that it has now, or none."""
+    kind = module.boundary if isinstance(module, Boundary) else None
+    compute = module.__dict__.get(_COMPUTE, torch.float32)
+    result, exponent = module.__dict__.get(_RESULT), module.__dict__.get(_EXPONENT, 0)
+
+    def restore() -> None:
+        set_boundary(module, kind, compute, result=result, exponent=exponent)
+
+    return restore
+
+
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The module's class without a boundary."""
     return module.original if isinstance(module, Boundary) else type(module)
+
+
+def exponent_by_ranges(module: nn.Module) -> int | None:
+    """Of a module whose boundary value ranges ask for: the exponent of `"scale"`, 0 of float32; None of any other."""
+    kind = module.boundary if isinstance(module, Boundary) else None
+    compute, result = module.__dict__.get(_COMPUTE), module.__dict__.get(_RESULT)
+    if kind == "scale":
+        return int(module.__dict__[_EXPONENT])
+    wide = (kind == "compute" and compute == torch.float32) or (
+        kind == "float32" and result == torch.float32 != compute
+    )
+    return 0 if wide else None
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

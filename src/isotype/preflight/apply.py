@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,11 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import Problem, UsageError
-from isotype.model.boundary import Boundary, set_boundary
+from isotype.core.names import base_name, starred
+from isotype.model.boundary import boundary_kept, set_boundary
 from isotype.model.enforce import fresh_rotary
 from isotype.model.quantized import keep_training_layout, quantization_state, restore_layout
-from isotype.model.walk import plain_tensors
-from isotype.rules.finding import Action
+from isotype.model.range_boundaries import BoundarySettings, computes_float32, range_boundaries
+from isotype.model.walk import own_float_parameters, places, plain_tensors
+from isotype.precision.policy import ModuleException, PrecisionPolicy
+from isotype.rules.finding import Action, RangeBoundaries
+from isotype.trace.fold import stands_for
 
 Undo = Callable[[], None]
 
@@ -252,14 +256,60 @@ def _setting_back(holder: Any, name: str, value: Any) -> Undo:
 
 def _set_boundary(module: nn.Module, value: str) -> list[Undo]:
     kind, _, dtype = value.partition(":")
-    before = module.boundary if isinstance(module, Boundary) else None
-    compute = getattr(module, "_boundary_compute", parse_dtype(dtype))
-    set_boundary(module, kind, parse_dtype(dtype))
+    return _with_boundary(module, BoundarySettings(kind, parse_dtype(dtype)))
 
-    def undo() -> None:
-        set_boundary(module, before, compute)
 
+def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
+    undo = boundary_kept(module)
+    set_boundary(module, settings.kind, settings.compute, result=settings.result, exponent=settings.exponent)
     return [undo]
+
+
+def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
+    """What `enforce_model` does of a policy with a float32 residual stream and exceptions, and nothing else of it."""
+    wanted = RangeBoundaries.of(value)
+    policy = PrecisionPolicy(
+        parse_dtype(wanted.compute),
+        wanted.compute,
+        wide_residual=wanted.wide_residual,
+        exceptions=tuple(_exceptions(model, wanted)),
+    )
+    found = tuple(places(model))
+    by_ranges = range_boundaries(model, found, policy)
+    undos: list[Undo] = []
+    for place in found:
+        settings = by_ranges.get(place.name)
+        if settings is None:
+            continue
+        if computes_float32(settings):
+            for parameter in own_float_parameters(place.module).values():
+                undos += _cast_in_place(parameter, "float32")
+        if place.kind == "linear4bit":
+            undos += _set_compute(place.module, dtype_name(settings.compute))
+        undos += _with_boundary(place.module, settings)
+    return undos
+
+
+def _exceptions(model: nn.Module, wanted: RangeBoundaries) -> Iterator[ModuleException]:
+    """The exceptions; in a folded model those of a layer that is gone are those of the layers that stand for it."""
+    present = {base_name(name): name for name, _ in model.named_modules()}
+    standing = [f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1]
+    own = {module for module, _, _ in wanted.exceptions}
+    largest: dict[str, ModuleException] = {}
+    for module, how, exponent in wanted.exceptions:
+        names = [module]
+        if module not in present:
+            like = starred(module)
+            names = [
+                name
+                for name in present
+                if starred(name) == like and name not in own and name.startswith(tuple(standing))
+            ]
+        for name in names:
+            known = largest.get(name)
+            if known is None or known.exponent < exponent:
+                largest[name] = ModuleException(name, cast(Any, how), exponent)
+    yield from largest.values()
 
 
 _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
@@ -271,5 +321,6 @@ _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "state": _set_state,
     "compute": _set_compute,
     "boundary": _set_boundary,
+    "ranges": _set_range_boundaries,
     "layout": _keep_layout,
 }

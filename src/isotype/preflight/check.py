@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.ranges import Ranges
 from isotype.preflight.from_trainer import request_of_trainer
 from isotype.preflight.request import DEFAULT_PHASES, StepRequest
 from isotype.preflight.run import run
@@ -20,7 +21,7 @@ from isotype.report.check.report import Report
 
 
 class Options(TypedDict, total=False):
-    """What `check` takes by keyword only; the first six as in `StepRequest`."""
+    """What `check` takes by keyword only; all but the last two as in `StepRequest`."""
 
     learning_rate: float | None
     fsdp: int
@@ -28,6 +29,7 @@ class Options(TypedDict, total=False):
     generate: Callable[[nn.Module], Any] | None
     autocast_eval: bool
     fold: bool
+    ranges: Ranges | None
     verify: bool
     seconds: float
 
@@ -45,7 +47,8 @@ def check(
 ) -> Report:
     """Run one training step on fake tensors, find every dtype problem in it, and try the fixes.
 
-    The model, the inputs and the random states come out untouched; no weights are read or copied.
+    The model, the inputs and the random states come out untouched; no weights are copied, and only those of a
+    float16 step are read, block by block, to measure its values.
 
     Args:
         model: any `nn.Module`, real or on the meta device; or a transformers/TRL trainer (its first batch and its
@@ -67,6 +70,8 @@ def check(
             - `generate`: what the phase `"generate"` runs, given the model.
             - `autocast_eval`: whether autocast is on in the phase `"generate"` too.
             - `fold`: trace layers that are equal but for their values once; what is found in one is said of all.
+            - `ranges`: from `isotype.measure_ranges`, which says where float16 overflows. Without it a float16 step of a
+              model whose weights are at hand is measured here, on these inputs, where that takes little time.
             - `verify`: whether fixes are tried by a second trace each (True).
             - `seconds`: that the step may be traced for; what was seen until then is judged. Trials of fixes are
               not counted.

@@ -13,8 +13,10 @@ from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
+from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.ranges import Ranges
 from isotype.precision.versions import incompatible_here
 from isotype.trace.fake.code import LossOf, given_inputs
 from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
@@ -46,6 +48,8 @@ class StepRequest:
         generate: what the phase `"generate"` runs, given the model.
         autocast_eval: whether autocast is on in the phase `"generate"` too.
         fold: trace layers that are equal but for their values once; what is found in one is said of all.
+        ranges: what was measured of the model's values; None: `run` measures a float16 step whose weights are at hand,
+            where that takes little time.
     """
 
     model: nn.Module
@@ -62,6 +66,7 @@ class StepRequest:
     generate: Callable[[nn.Module], Any] | None = None
     autocast_eval: bool = False
     fold: bool = False
+    ranges: Ranges | None = None
 
     def setup(self) -> Setup:
         """How the step is run, with every default decided.
@@ -102,6 +107,8 @@ class StepRequest:
             batch=_shapes(self.inputs),
             details=(*adapter_words(self.model), _checkpointing_words(self)),
             incompatible=incompatible_here(profile.kind) if profile.present else (),
+            ranges=self.ranges,
+            family_ranges=_family_ranges(config),
         )
 
 
@@ -134,6 +141,11 @@ def _checkpoint_dtype(config: Any) -> torch.dtype | None:
     """The dtype the model's config says its checkpoint was saved in."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _family_ranges(config: Any) -> str:
+    known = known_families().get(str(getattr(config, "model_type", "")))
+    return f"{known['reaches']} ({known['source']})" if known else ""
 
 
 def _checkpointing_words(request: StepRequest) -> str:

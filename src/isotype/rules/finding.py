@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ ActionKind = Literal[
     "compute",  # the quantized layer `target` computes in `value`
     "layout",  # the 4-bit layer `target` keeps the layout that trains
     "boundary",  # the module `target` casts at its border, see isotype.model.boundary.set_boundary
+    "ranges",  # the model gets the boundaries that float16 needs for its values: `value` is JSON, see `RangeBoundaries`
     "line",  # the code at `target` (`file:line`) casts to, or makes tensors in, `value`; only the user can do it
     "setting",  # the argument `target` of the step (autocast, scaler, optimizer, …) becomes `value`
     "advice",  # something only the user can change: `target` names it, `value` says how
@@ -67,6 +69,32 @@ def in_library(source: str) -> bool:
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+@dataclass(frozen=True)
+class RangeBoundaries:
+    """The value of a `ranges` action: what a policy says of value ranges.
+
+    Attributes:
+        compute: name of the dtype of the matmuls.
+        wide_residual: whether the residual stream is carried in float32.
+        exceptions: (module in the base model, how, exponent), see `isotype.precision.policy.ModuleException`.
+    """
+
+    compute: str
+    wide_residual: bool
+    exceptions: tuple[tuple[str, str, int], ...] = ()
+
+    def action(self) -> Action:
+        """The action that sets them in a whole model."""
+        return Action("ranges", "", json.dumps(asdict(self)))
+
+    @classmethod
+    def of(cls, value: str) -> RangeBoundaries:
+        """The inverse of `action`."""
+        read = json.loads(value)
+        exceptions = tuple((module, how, exponent) for module, how, exponent in read["exceptions"])
+        return cls(read["compute"], read["wide_residual"], exceptions)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import starred
+from isotype.core.names import base_name, starred
 from isotype.rules.finding import Action, Cost, Finding, Fix, finding_at, places
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
@@ -79,7 +79,7 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
     """Wide matmuls by cause; those of a backward join the group of the module they belong to."""
     found: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
-    exempt = costs.adapter_modules(trace) | _quantized_modules(trace)
+    exempt = costs.adapter_modules(trace) | _quantized_modules(trace) | _by_ranges(trace)
     broken = {call.module for call in trace.breaches()}
     for call in trace.calls:
         if call.module in broken:
@@ -98,6 +98,11 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
 def _quantized_modules(trace: Trace) -> frozenset[str]:
     """Layers with a compute dtype of their own, which IST404 judges."""
     return frozenset(weight.module for weight in trace.weights if weight.quantization is not None)
+
+
+def _by_ranges(trace: Trace) -> frozenset[str]:
+    """Modules that compute in float32 because their values pass float16's range."""
+    return frozenset(call.module for call in trace.calls if base_name(call.module) in trace.by_ranges)
 
 
 def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, listed
+from isotype.core.names import agree, base_name, listed
 from isotype.core.units import format_bytes
 from isotype.rules.finding import Cost, Finding
 from isotype.rules.kit import costs
@@ -53,7 +53,9 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Frozen weights in float32 beside narrower ones."""
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in costs.HALVES)]
-    wide = [w for w in base if w.dtype == torch.float32 and w.quantization is None and not w.pinned]
+    wide = [
+        w for w in base if w.dtype == torch.float32 and w.quantization is None and not _wanted_wide(trace, w)
+    ]
     wanted = _wanted(trace, narrow)
     if wanted is None or not wide or _elements(wide) > _elements(narrow):
         return
@@ -62,6 +64,11 @@ def find(trace: Trace) -> Iterator[Finding]:
         extra = sum(w.repeats * costs.elements(w.shape) * (4 - wanted.itemsize) for w in part)
         if extra >= _LEAST_SHARE * sum(w.bytes * w.repeats for w in base):
             yield _masters(part, wanted, extra) if trainable else _finding(trace, part, wanted, extra)
+
+
+def _wanted_wide(trace: Trace, weight: Weight) -> bool:
+    """Whether it is float32 on purpose: its author pins it, or values of its module pass float16's range."""
+    return weight.pinned or base_name(weight.module) in trace.by_ranges
 
 
 def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:

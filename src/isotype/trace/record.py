@@ -12,6 +12,7 @@ import torch
 
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.ranges import Ranges
 from isotype.precision.versions import Incompatibility
 
 Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
@@ -282,6 +283,8 @@ class Setup:
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         data: what is known about the rows of the data set in words, "" where none was opened.
         incompatible: what of the installed libraries does not fit together; nothing where the device is elsewhere.
+        ranges: what was measured of the model's values; None where nobody measured them.
+        family_ranges: what is publicly known of the values of the model's family, with the source; "" where nothing is.
     """
 
     profile: DeviceProfile
@@ -301,6 +304,8 @@ class Setup:
     details: tuple[str, ...] = ()
     data: str = ""
     incompatible: tuple[Incompatibility, ...] = ()
+    ranges: Ranges | None = None
+    family_ranges: str = ""
 
 
 @dataclass(frozen=True)
@@ -379,6 +384,8 @@ class Trace:
         left: what the trace could not put back as it was, a sentence each.
         model: name of the model or its class.
         given: float dtypes of the step's inputs.
+        by_ranges: modules that do not compute as the others because of value ranges, by their names in the base model:
+            the exponent of a layer that computes on 2^-exponent times its values, 0 of a module in float32.
     """
 
     setup: Setup
@@ -391,6 +398,7 @@ class Trace:
     left: tuple[str, ...] = ()
     model: str = ""
     given: frozenset[torch.dtype] = frozenset()
+    by_ranges: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> dict[torch.dtype, int]:

@@ -32,9 +32,11 @@ from isotype.report.check.record import Record
 from isotype.report.check.text import (
     cost_clauses,
     counts,
+    elide,
     fix_scope,
     fold_places,
     next_steps,
+    ranges_words,
     short_source,
     trust,
     verdict,
@@ -53,9 +55,11 @@ _STATUS = {
     "does not fit": ("failed", "✕ does not fit"),
     "unknown": ("interrupted", "? not known"),
     "costs": ("interrupted", "◐ runs with warnings"),
+    "unmeasured": ("interrupted", "? values not measured"),
     "clean": ("finished", "✓ runs clean"),
 }
 _ACTIONS_SHOWN = 3
+_VALUE_SHOWN = 200
 _ACTIONS = {
     "parameter": "parameter",
     "gradient": "gradient of",
@@ -65,6 +69,7 @@ _ACTIONS = {
     "state": "quantization state of",
     "compute": "compute dtype of",
     "boundary": "border of",
+    "ranges": "borders by value ranges",
     "setting": "argument",
     "line": "line",
     "advice": "by hand:",
@@ -297,7 +302,10 @@ def _fix(fix: Fix) -> Content:
         "description": fix.description,
         "outcome": fix.outcome,
         "tags": [(css, text) for css, text in tags if text],
-        "actions": [(_ACTIONS[action.kind], action.target, action.value) for action in fix.actions],
+        "actions": [
+            (_ACTIONS[action.kind], action.target, elide(action.value, _VALUE_SHOWN))
+            for action in fix.actions
+        ],
         "folded": f"{len(fix.actions):,} changes" if len(fix.actions) > _ACTIONS_SHOWN else "",
     }
 
@@ -319,6 +327,7 @@ def _setup(report: Record) -> list[tuple[str, str]]:
         ("sharding", f"FSDP{setup.fsdp}" if setup.fsdp else "none"),
         ("phases", ", ".join(setup.phases)),
         *((name, " × ".join(map(str, shape)) or "a scalar") for name, shape in setup.batch.items()),
+        ("value ranges", ranges_words(report)),
         ("device figures", profile.source),
     ]
     return [(name, value) for name, value in pairs if value]

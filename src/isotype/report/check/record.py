@@ -9,10 +9,12 @@ from typing import Literal, get_args
 import torch
 
 from isotype.rules.finding import Action, Finding, Severity
+from isotype.rules.kit.value_ranges import Held, computes_float16, largest
 from isotype.trace.record import Memory, Trace
 
 Again = Callable[[Sequence[Action]], tuple[Finding, ...]]
-Status = Literal["fails", "does not fit", "unknown", "costs", "clean"]
+Status = Literal["fails", "does not fit", "unknown", "costs", "unmeasured", "clean"]
+Known = Literal["measured", "known", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,24 @@ class Record:
             return "does not fit"
         if not self.complete:
             return "unknown"
-        return "costs" if self.warnings else "clean"
+        if self.warnings:
+            return "costs"
+        return "unmeasured" if self.ranges in ("known", "unknown") else "clean"
+
+    @property
+    def ranges(self) -> Known | None:
+        """What is known of the values of a step with float16 in it: they were measured, something is publicly known of the
+        model's family, or nothing; None of a step without float16."""
+        if not computes_float16(self.trace):
+            return None
+        if self.trace.setup.ranges is not None:
+            return "measured"
+        return "known" if self.trace.setup.family_ranges else "unknown"
+
+    @property
+    def largest(self) -> Held | None:
+        """The largest measured value that the forward holds in float16; None where none was measured."""
+        return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:

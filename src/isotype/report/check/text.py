@@ -15,6 +15,7 @@ from isotype.contracts.contract import doubts
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plain_name, plural
 from isotype.core.units import format_bytes
+from isotype.precision.by_ranges import number
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.text import format_flops, format_share
@@ -35,6 +36,7 @@ _VERDICTS = {
     "does not fit": "bold red",
     "unknown": "bold yellow",
     "costs": "bold yellow",
+    "unmeasured": "bold yellow",
     "clean": "bold green",
 }
 _PATTERNS_SHOWN = 8
@@ -68,11 +70,19 @@ def verdict(report: Record) -> str:
         case "unknown":
             return f"Not known whether this step runs on {title}: {'; '.join([unseen, *([found] if found else [])])}"
         case "costs":
-            return f"This step runs on {title}, with {found}"
+            unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
+            return f"This step runs on {title}, with {'; '.join([found, *unmeasured])}"
+        case "unmeasured":
+            return f"Every dtype of this step fits on {title}; {'; '.join([_UNMEASURED, *rest])}"
         case "clean":
             operators = sum(call.repeats for call in report.trace.calls)
-            seen = f"{plural(operators, 'operator')} checked"
+            largest = report.largest
+            room = "" if largest is None else f", headroom of float16 {largest.headroom:.2g}"
+            seen = f"{plural(operators, 'operator')} checked{room}"
             return f"This step runs clean on {title}: {'; '.join([seen, *rest])}"
+
+
+_UNMEASURED = "whether its values fit float16 was not measured"
 
 
 def _where(phase: str, module: str) -> str:
@@ -202,6 +212,17 @@ def flops_words(report: Record) -> str:
     return f"{format_flops(total)} a step: {', '.join(shares)}"
 
 
+def ranges_words(report: Record) -> str:
+    """What was measured of the values that are float16; "" where nothing was."""
+    largest, ranges = report.largest, report.trace.setup.ranges
+    if ranges is None or largest is None:
+        return ""
+    return (
+        f"values in float16 reach {number(largest.value)} ({named(largest.module)}), headroom {largest.headroom:.2g}; "
+        f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text}"
+    )
+
+
 def trust(report: Record) -> list[tuple[str, str]]:
     """(label, sentence) for whatever the verdict rests on without having been measured or seen."""
     rows = []
@@ -222,6 +243,10 @@ def trust(report: Record) -> list[tuple[str, str]]:
             )
         )
     rows += [("not seen", note) for note in report.trace.notes]
+    if report.ranges in ("known", "unknown"):
+        known = report.trace.setup.family_ranges
+        family = f"; of its family it is known that {known}" if known else ""
+        rows.append(("not seen", f"whether values stay below float16's 65,504: nobody measured them{family}"))
     return rows
 
 
@@ -239,9 +264,17 @@ def next_steps(report: Record) -> list[tuple[str, str]]:
         ("left", f"no fix is known for {len(found['left']):,} of {every}", found["left"]),
     ]  # fmt: skip
     steps = [(label, text) for label, text, some in rows if some]
+    if report.ranges in ("known", "unknown"):
+        steps.append(("measure", _MEASURE))
     if report.findings:
         steps.append(("explain", f"isotype explain {report.findings[0].code}"))
     return steps
+
+
+_MEASURE = (
+    "isotype check MODEL --dtype float16 with the weights on disk, or "
+    "isotype.check(…, ranges=isotype.measure_ranges(model, batch))"
+)
 
 
 _ORDERS_SHOWN = 3
@@ -300,7 +333,14 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
     for finding in report.findings:
         found += [*_finding(finding, setup.profile.title, layers, width), ()]
     data = [("data", setup.data)] if setup.data else []
-    rows = [*data, ("memory", memory_words(report)), ("FLOPs", flops_words(report)), *trust(report)]
+    measured = [("ranges", words)] if (words := ranges_words(report)) else []
+    rows = [
+        *data,
+        *measured,
+        ("memory", memory_words(report)),
+        ("FLOPs", flops_words(report)),
+        *trust(report),
+    ]
     found += _rows(rows, width)
     found.append(())
     found += _hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status])

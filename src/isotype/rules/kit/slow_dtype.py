@@ -84,7 +84,7 @@ def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: t
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
     """The whole step in `other` or in float32, whichever the device runs natively, and faster."""
-    return tuple(_fix(trace, dtype, target) for target in _targets(trace, dtype, other))
+    return tuple(step_in(trace, dtype, target) for target in _targets(trace, dtype, other))
 
 
 def _targets(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> list[torch.dtype]:
@@ -117,8 +117,8 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
     return f"the step computes in {name}"
 
 
-def _fix(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
-    """The whole step in `target`: settings, weights, quantized layers."""
+def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
+    """Run the whole step in `target` where it runs in `dtype`: settings, weights, quantized layers."""
     name = dtype_name(target)
     plain = [w for w in trace.weights if w.dtype == dtype and w.quantization is None and not w.buffer]
     settings = (

@@ -15,6 +15,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isotype.contracts.contract import contracts_of
+from isotype.core.names import base_name
+from isotype.model.boundary import exponent_by_ranges
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
@@ -95,6 +97,11 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
         notes=tuple(step.notes),
         model=type(model).__name__,
         given=frozenset(step.recorder.inputs),
+        by_ranges={
+            base_name(name): exponent
+            for name, module in step.twin.named_modules()
+            if (exponent := exponent_by_ranges(module)) is not None
+        },
     )
 
 

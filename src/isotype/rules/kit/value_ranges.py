@@ -1,0 +1,245 @@
+"""A trace and a measurement of the same model, joined: which measured values a step holds in float16, and where.
+
+Magnitudes do not depend on the dtypes that a step computes in as long as nothing overflows. So one measurement says of
+every trace of the model, that of a fix among them, which of its values float16 has to hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+
+from isotype.core.names import base_name, starred
+from isotype.precision.ranges import FLOAT16_LARGEST, ModuleRange, OperatorRange, Ranges
+from isotype.rules.kit.per_trace import per_trace
+from isotype.trace.record import FLOATS, Call, Operand, Trace
+
+FILL = 1e37
+"""What is larger fills a mask (the smallest number of float32 or bfloat16) and is no value."""
+
+_ATTENTION = (
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+    "_cudnn",
+)
+
+_CAST = "aten._to_copy.default"
+
+_Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that float16 has to hold in a step.
+
+    Attributes:
+        call: the operator of the trace; in a folded trace it may stand for those of several layers.
+        operator: what was measured of it, in its own layer.
+        at: position of the measured operator in the order of the program; a cast of its result comes half a step later.
+        value: the largest magnitude that it takes or returns in float16.
+        takes: whether that is an operand; else it is the result.
+    """
+
+    call: Call
+    operator: OperatorRange
+    at: float
+    value: float
+    takes: bool
+
+    @property
+    def module(self) -> str:
+        """Fully qualified name of the module: the call's, where it is that very layer."""
+        same = base_name(self.call.module) == self.operator.module
+        return self.call.module if same else self.operator.module
+
+    @property
+    def headroom(self) -> float:
+        """float16's largest number over the value."""
+        return FLOAT16_LARGEST / self.value if self.value else math.inf
+
+
+def computes_float16(trace: Trace) -> bool:
+    """Whether an operator of the step takes or returns float16."""
+    return any(torch.float16 in _dtypes(call) for call in trace.calls)
+
+
+def largest(trace: Trace) -> Held | None:
+    """The largest measured value that the forward holds in float16; None where none is known."""
+    forward = (each for each in held(trace) if each.call.phase == "forward")
+    return max(forward, key=lambda each: each.value, default=None)
+
+
+@per_trace
+def held(trace: Trace) -> tuple[Held, ...]:
+    """Every measured value that the step holds in float16, in the order of the program; none without a measurement."""
+    ranges = trace.setup.ranges
+    if ranges is None:
+        return ()
+    found = []
+    measured = _measured(ranges)
+    away = _folded_away(trace, measured)
+    exceptions = _exceptions(trace)
+    casts = _casts(trace)
+    for (module, op, phase), calls in _calls(trace).items():
+        others = away.get(starred(module), ()) if calls[0].repeats > 1 else ()
+        alike = (each for each in others if exceptions.get(each) == exceptions.get(module))
+        for layer in (module, *alike):
+            operators = measured.get((layer, op, phase)) or _by_module(ranges, layer, calls[0])
+            for call, (at, operator) in _matched(calls, operators):
+                value = _value(call, operator, trace.by_ranges.get(module, 0))
+                if value is not None:
+                    found.append(Held(call, operator, at, *value))
+                elif id(call) in casts and not _is_fill(operator.output):
+                    found.append(Held(casts[id(call)], operator, at + 0.5, operator.output, False))
+    return tuple(sorted(found, key=lambda each: each.at))
+
+
+def _dtypes(call: Call) -> set[torch.dtype]:
+    return {operand.dtype for operand in call.operands} | {dtype for dtype, _ in call.results}
+
+
+def _operation(op: str) -> str:
+    """`aten.mm` of `aten.mm.default`; attention is one operation, whichever kernel a device has for it."""
+    short = op.rpartition(".")[0]
+    return "attention" if short.removeprefix("aten.").startswith(_ATTENTION) else short
+
+
+def _calls(trace: Trace) -> dict[_Key, list[Call]]:
+    """The calls of forward and backward by module, operation and phase, as the measurement counts them."""
+    found: dict[_Key, list[Call]] = defaultdict(list)
+    for call in trace.calls:
+        if call.phase not in ("forward", "backward") or call.recomputed:
+            continue
+        if any(dtype in FLOATS for dtype, _ in call.results):
+            found[base_name(call.module), _operation(call.op), call.phase].append(call)
+    return found
+
+
+def _casts(trace: Trace) -> dict[int, Call]:
+    """Casts of float32 results to float16 in the module that has just made them, by the id of the call that did."""
+    found: dict[int, Call] = {}
+    last: dict[str, Call] = {}
+    for call in trace.calls:
+        if call.phase != "forward" or not call.results:
+            continue
+        if call.op != _CAST:
+            last[call.module] = call
+        elif call.results[0][0] == torch.float16 and call.module in last:
+            made, operand = last[call.module], call.operands[0]
+            if made.results[0] == (operand.dtype, operand.shape):
+                found[id(made)] = call
+    return found
+
+
+def _measured(ranges: Ranges) -> dict[_Key, list[tuple[int, OperatorRange]]]:
+    found: dict[_Key, list[tuple[int, OperatorRange]]] = defaultdict(list)
+    for at, operator in enumerate(ranges.operators):
+        found[operator.module, _operation(operator.op), operator.phase].append((at, operator))
+    return found
+
+
+def _exceptions(trace: Trace) -> Mapping[str, tuple[str, int]]:
+    """How the policy runs its exceptions: a layer that was kept does not stand for one with another exception."""
+    policy = trace.setup.policy
+    return {} if policy is None else {each.module: (each.how, each.exponent) for each in policy.exceptions}
+
+
+def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
+    """The measured modules that a folded trace has not, by the name that they share with those that stand for them."""
+    seen = {base_name(call.module) for call in trace.calls}
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in dict.fromkeys(module for module, _, _ in measured):
+        if name not in seen and starred(name) != name:
+            found[starred(name)].append(name)
+    return found
+
+
+def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
+    """What is known of a quantized layer's kernel, which is no operator that was measured: its module's magnitudes."""
+    known: ModuleRange | None = ranges.by_module.get(module)
+    kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
+    if known is None or not kernel or call.phase != "forward":
+        return []
+    at = next((at for at, each in enumerate(ranges.operators) if each.module == module), 0)
+    return [(at, OperatorRange(module, call.op, 0, "forward", (known.input,), known.output))]
+
+
+def _matched(
+    calls: Sequence[Call], operators: Sequence[tuple[int, OperatorRange]]
+) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
+    """Calls and measured operators one by one; where their numbers differ, each call with the largest of all."""
+    if len(calls) == len(operators):
+        yield from zip(calls, operators, strict=True)
+    elif operators:
+        at, first = operators[0]
+        columns = zip_longest(*(each.inputs for _, each in operators), fillvalue=0.0)
+        largest = replace(
+            first,
+            inputs=tuple(max(column) for column in columns),
+            output=max(each.output for _, each in operators),
+        )
+        yield from ((call, (at, largest)) for call in calls)
+
+
+def _value(call: Call, operator: OperatorRange, exponent: int) -> tuple[float, bool] | None:
+    """(largest magnitude that the call holds in float16, whether it is an operand); None where it holds none.
+
+    Inside of a scaled layer values are 2^-exponent of what was measured, gradients 2^exponent.
+    """
+    factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
+    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    found = [
+        (value * (1.0 if _is_weight(operand, call) else factor), True)
+        for operand, value in zip(floats, operator.inputs, strict=False)
+        if operand.dtype == torch.float16 and not _is_fill(value)
+    ]
+    if call.results[0][0] == torch.float16 and not _is_fill(operator.output):
+        found.append((operator.output * factor, False))
+    return max(found, key=lambda pair: pair[0], default=None)
+
+
+def _is_weight(operand: Operand, call: Call) -> bool:
+    """Whether an operand of a matmul is a weight of its own layer, cast or not."""
+    origin = operand.origin if operand.origin.before is None else operand.origin.before
+    own = base_name(origin.name.rpartition(".")[0]) == base_name(call.module)
+    return call.flops > 0 and (origin.kind == "state" or (origin.kind == "parameter" and own))
+
+
+def _is_fill(value: float) -> bool:
+    return FILL < value < math.inf
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Where the residual stream grows: the first module whose output passes float16, and the largest.
+
+    Attributes:
+        first, first_value: the first module of the stream beyond float16; "" where none is.
+        last, largest: the module with the largest output of the stream.
+    """
+
+    first: str
+    first_value: float
+    last: str
+    largest: float
+
+
+def growth(ranges: Ranges) -> Growth | None:
+    """Where the residual stream grows; None where no stream was found."""
+    stream = [ranges.by_module[name] for name in ranges.stream if name in ranges.by_module]
+    if not stream:
+        return None
+    beyond = next((each for each in stream if each.output > FLOAT16_LARGEST), None)
+    largest = max(stream, key=lambda each: each.output)
+    return Growth(
+        "" if beyond is None else beyond.name,
+        0.0 if beyond is None else beyond.output,
+        largest.name,
+        largest.output,
+    )
