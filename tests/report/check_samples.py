@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from isotype.precision.devices.profile import device_profile
+from isotype.precision.ranges import OperatorRange, Ranges
 from isotype.report.check.report import Report
 from isotype.rules.finding import Action, Cost, Finding, Fix
 from isotype.trace.record import (
@@ -46,6 +47,26 @@ def operand(role: str, dtype: torch.dtype, shape: tuple[int, ...], name: str = "
     return Operand(role, dtype, shape, Origin("parameter", dtype, name or role))
 
 
+MEASURED = Ranges(
+    source="LlamaForCausalLM",
+    key="",
+    when="2026-11-22T10:00:00+00:00",
+    dtype="float32",
+    text="the batch given",
+    tokens=4096,
+    batches=1,
+    spread=1.0,
+    modules=(),
+    operators=(
+        OperatorRange("model.layers.0.mlp.down_proj", "aten.mm.default", 0, "forward", (9_800.0, 3.1), 310.0),
+        OperatorRange(
+            "model.layers.29.mlp.down_proj", "aten.mm.default", 0, "forward", (8_100.0, 2.9), 25_600.0
+        ),
+    ),
+    stream=(),
+)
+
+
 def setup(device: str = "t4", autocast: torch.dtype | None = None, **fields: object) -> Setup:
     values = {
         "profile": device_profile(device),
@@ -55,6 +76,7 @@ def setup(device: str = "t4", autocast: torch.dtype | None = None, **fields: obj
         "compute": F16,
         "learning_rate": 2e-4,
         "batch": {"input_ids": (BATCH, LENGTH), "labels": (BATCH, LENGTH)},
+        "ranges": MEASURED,
     }
     return Setup(**{**values, **fields})  # type: ignore[arg-type]
 
@@ -213,6 +235,11 @@ def clean(folded: bool = True) -> Report:
     )
 
 
+def unmeasured() -> Report:
+    known = setup(autocast=F16, ranges=None, family_ranges="hidden states of 100,000 (a report)")
+    return Report(trace(llama_weights(folded=True), llama_calls(folded=True), known), (), 0.41)
+
+
 CRASH = Finding(
     code="IST101",
     severity="error",
@@ -351,6 +378,7 @@ SAMPLES = {
     "crash": crash,
     "costly": costly,
     "clean": clean,
+    "unmeasured": unmeasured,
     "too_large": too_large,
     "not_traced": not_traced,
     "mixed_layers": mixed_layers,

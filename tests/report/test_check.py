@@ -59,6 +59,7 @@ def same_as_snapshot(name: str, text: str) -> None:
         ("crash", "fails", False, True, True),
         ("costly", "costs", True, True, True),
         ("clean", "clean", True, True, True),
+        ("unmeasured", "unmeasured", True, True, True),
         ("too_large", "does not fit", True, True, False),
         ("not_traced", "unknown", True, False, True),
         ("mixed_layers", "fails", False, True, True),
@@ -277,7 +278,7 @@ def test_numbers_as_words() -> None:
 # --- JSON -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["costly", "not_traced", "mixed_layers", "clean", "too_large"])
+@pytest.mark.parametrize("name", ["costly", "not_traced", "mixed_layers", "clean", "unmeasured", "too_large"])
 def test_json(name: str) -> None:
     text = SAMPLES[name]().to_json()
     same_as_snapshot(f"check_{name}.json", text.replace(f'"{__version__}"', '"VERSION"', 1))

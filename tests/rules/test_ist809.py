@@ -157,12 +157,12 @@ def test_what_it_says() -> None:
     )
     assert finding.notes == (
         "11 more operators in 6 modules, up to 2,360,000 in model.layers.1.mlp.down_proj",
-        "the residual stream reaches 2,030,000 at model.layers.0 and 3,740,000 at model.layers.1",
+        "the residual stream reaches 82,700 at model.embed_tokens and 3,740,000 at model.layers.1",
         f"measured {when} in float32 on the batch given (24 tokens)",
     )
     first = finding.fixes[0]
     assert first.description == (
-        "carry the residual stream in float32, scale 4 matmuls by powers of two; matmuls stay in float16"
+        "carry the residual stream in float32, run 5 modules in float32; matmuls stay in float16"
     )
     assert (first.safety, first.verified, first.scope) == ("safe", True, "model")
 

@@ -15,12 +15,14 @@ from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, UsageError
 from isotype.core.names import listed, plural
 from isotype.preflight.apply import apply_actions
+from isotype.preflight.measured import measured
 from isotype.preflight.repair import needs_the_caller
 from isotype.preflight.request import StepRequest
 from isotype.report.check.report import Report
 from isotype.rules import judge, resolves, unjudged
 from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.rules.kit.contract_rule import settled
+from isotype.rules.kit.value_ranges import computes_float16
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import failed_trace, trace_step
 from isotype.trace.fake.untouched import Untouched
@@ -28,16 +30,19 @@ from isotype.trace.record import Call, Setup, Trace
 from isotype.trace.weights import weights_of
 
 
-def run(request: StepRequest, *, verify: bool = True, seconds: float = math.inf) -> Report:
+def run(
+    request: StepRequest, *, verify: bool = True, seconds: float = math.inf, measure: bool = True
+) -> Report:
     """Trace the step that is asked for on fake tensors, judge it, and try the fixes.
 
-    The model, the inputs and the random states come out untouched; no weights are read or copied. What cannot be
-    traced is a finding (IST199), with all that was seen until then.
+    The model, the inputs and the random states come out untouched; no weights are copied, and only those of a float16 step
+    that nobody has measured are read, see `isotype.preflight.measured`. What cannot be traced is a finding (IST199), with all that was seen until then.
 
     Args:
         request: the step.
         verify: whether fixes are tried by a second trace each.
         seconds: that the step may be traced for; what was seen until then is judged. Trials of fixes are not counted.
+        measure: whether the values of a float16 step may be measured.
 
     Raises:
         UsageError: arguments that do not fit.
@@ -48,17 +53,31 @@ def run(request: StepRequest, *, verify: bool = True, seconds: float = math.inf)
     try:
         step = _Step(_code_of(request), setup)
         # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
-        tried = replace(step, untouched=step.code.reached())
+        untouched = step.code.reached()
+        tried = replace(step, untouched=untouched)
         trace = tried.trace(deadline=time.monotonic() + seconds)
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - a check never ends a script: a finding says what it failed on
         trace = failed_trace(request.model, setup, error)
         return Report(trace, judge(trace), time.perf_counter() - started)
+    if measure and setup.ranges is None:
+        trace = _with_ranges(request, trace)
+        untouched.restore()
+        step, tried = replace(step, setup=trace.setup), replace(tried, setup=trace.setup)
     findings = judge(trace)
     if verify:
         findings = _verified(tried, trace, findings)
     return Report(trace, findings, time.perf_counter() - started, step.judged)
+
+
+def _with_ranges(request: StepRequest, trace: Trace) -> Trace:
+    ranges, notes = measured(request, trace)
+    return replace(trace, setup=replace(trace.setup, ranges=ranges), notes=(*trace.notes, *notes))
+
+
+def _values_known(trace: Trace) -> bool:
+    return trace.setup.ranges is not None or not computes_float16(trace)
 
 
 def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -107,7 +126,10 @@ class _Step:
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """The findings with fixes that were tried and work, and with what only the user can do."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
-        fixed = [replace(finding, fixes=self._working(finding, findings, tried)) for finding in findings]
+        known = _values_known(trace)
+        fixed = [
+            replace(finding, fixes=self._working(finding, findings, tried, known)) for finding in findings
+        ]
         return _roots(fixed, tried, _order(trace))
 
     def _working(
@@ -115,6 +137,7 @@ class _Step:
         finding: Finding,
         findings: Sequence[Finding],
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
+        values_known: bool,
     ) -> tuple[Fix, ...]:
         good: list[Fix] = []
         costly: list[Fix] = []
@@ -124,7 +147,7 @@ class _Step:
                 continue
             after = self._with(fix.actions, finding, findings, tried)
             if after is not None and resolves(finding, findings, after):
-                good.append(replace(fix, verified=True, outcome=_outcome(after)))
+                good.append(replace(fix, verified=True, outcome=_outcome(after, values_known)))
             elif (
                 after is not None and finding.severity == "error" and resolves(finding, findings, after, True)
             ):
@@ -243,10 +266,10 @@ def _downstream(errors: Sequence[Finding]) -> str:
 _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
-def _outcome(after: Sequence[Finding]) -> str:
+def _outcome(after: Sequence[Finding], values_known: bool) -> str:
     left = sum(1 for each in after if each.severity != "note")
     if not left:
-        return "the step then runs clean"
+        return "the step then runs clean" if values_known else "nothing else is found"
     return f"it is gone; {plural(left, 'other finding')} left"
 
 

@@ -31,7 +31,7 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
     """
     source = _source(plan)
     # Names what is no model.
-    policy, _ = policy_by_ranges(source, plan.precision, plan.device, plan.revision, when=plan.ranges)
+    policy, ranges = policy_by_ranges(source, plan.precision, plan.device, plan.revision, when=plan.ranges)
     config = model_config(source, revision=plan.revision)
     model = _model(plan, config, policy)
     length = row_length(plan, config)
@@ -48,6 +48,7 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
             learning_rate=plan.learning_rate,
             phases=phases,
             fsdp=plan.fsdp,
+            ranges=ranges,
         )
 
     def peak(rows: int, tokens: int) -> int:

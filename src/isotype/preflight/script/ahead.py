@@ -48,9 +48,9 @@ def look_ahead(request: StepRequest, tried: float, seconds: float = math.inf) ->
     """
     with _unnoticed():
         fake_mode()  # with the first one torch imports for seconds, which are no measure of a trial
-        report = run(request, verify=False, seconds=seconds)
+        report = run(request, verify=False, seconds=seconds, measure=False)
         if report.findings and report.seconds < seconds and _trial_seconds(report) <= tried:
-            report = run(request)
+            report = run(request, measure=False)
     return report
 
 

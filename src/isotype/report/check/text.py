@@ -15,7 +15,7 @@ from isotype.contracts.contract import doubts
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plain_name, plural
 from isotype.core.units import format_bytes
-from isotype.precision.by_ranges import number
+from isotype.precision import by_ranges
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.text import format_flops, format_share
@@ -218,7 +218,7 @@ def ranges_words(report: Record) -> str:
     if ranges is None or largest is None:
         return ""
     return (
-        f"values in float16 reach {number(largest.value)} ({named(largest.module)}), headroom {largest.headroom:.2g}; "
+        f"values in float16 reach {by_ranges.number(largest.value)} ({named(largest.module)}), headroom {largest.headroom:.2g}; "
         f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text}"
     )
 
