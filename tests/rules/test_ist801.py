@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isotype.precision.ranges import ModuleRange, Ranges
 from isotype.preflight.check import check
 from isotype.rules.ist801_lost_updates import find
 from isotype.rules.kit.weight_sets import spacing
@@ -101,3 +102,53 @@ def test_spacing_is_the_distance_to_the_next_number(value: float, dtype: torch.d
     held = torch.tensor(value, dtype=dtype)
     following = torch.nextafter(held, torch.tensor(float("inf"), dtype=dtype))
     assert spacing(float(held), dtype) == float(following) - float(held)
+
+
+def ranges(name: str, **magnitudes: float) -> Ranges:
+    module = ModuleRange(name, "linear", 0.0, 0.0, **magnitudes)
+    return Ranges(
+        "a model",
+        "",
+        "2026-01-01T00:00:00+00:00",
+        "float32",
+        "the batch given",
+        64,
+        1,
+        1.0,
+        (module,),
+        (),
+        (),
+    )
+
+
+def test_weights_that_are_not_loaded_are_as_large_as_was_measured() -> None:
+    known = ranges("model.layers.0.input_layernorm", median_weight=0.9)
+    (finding,) = find(trace([norm(BF16, trainable=True)], learning_rate=1e-4, ranges=known))
+    assert finding.notes == (
+        "model.layers.0.input_layernorm.weight: measured values near 0.9, where bfloat16 has steps of 3.9e-03",
+    )
+    assert not list(find(trace([norm(BF16, trainable=True)], learning_rate=1e-2, ranges=known)))
+
+
+@pytest.mark.parametrize(("median", "lost"), [(0.1, True), (1e-4, False)])
+def test_magnitudes_of_dora_follow_from_the_measured_weights_of_their_layer(
+    median: float, lost: bool
+) -> None:
+    """The norm of 64 values near 0.1 is near 1.2, where bfloat16 has steps of 2^-7."""
+    name = f"{LAYER}.lora_magnitude_vector.default.weight"
+    magnitude = adapter(BF16, name=name, shape=(64,))
+    weights = [magnitude, adapter(FP32, shape=(4, 64))]
+    found = list(find(trace(weights, learning_rate=1e-5, ranges=ranges(LAYER, median_weight=median))))
+    assert [finding.module for finding in found] == ([magnitude.module] if lost else [])
+
+
+@pytest.mark.parametrize(("gradient", "lost"), [(1e-3, True), (10.0, False), (0.0, False)])
+def test_an_update_of_sgd_is_as_large_as_the_measured_gradient(gradient: float, lost: bool) -> None:
+    """Compared with a real update of a weight of 1."""
+    known = ranges(LAYER, median_weight=1.0, weight_gradient=gradient)
+    trained = weight(trainable=True, median_magnitude=1.0)
+    assert bool(list(find(trace([trained], learning_rate=0.1, optimizer="sgd", ranges=known)))) == lost
+    one = torch.nn.Parameter(torch.ones(1, dtype=BF16))
+    one.grad = torch.full_like(one, gradient)
+    torch.optim.SGD([one], lr=0.1).step()
+    assert (one.item() == 1.0) == (lost or not gradient)

@@ -17,7 +17,7 @@ FLOAT16_LARGEST = 65504.0
 FLOAT16_FLUSHED = 2.0**-25
 """Float16's smallest number is 2^-24; what is at most half of it is rounded to zero."""
 
-FORMAT = 1
+FORMAT = 2
 """Number of the layout of a saved measurement: one of another layout is measured again."""
 
 MATMULS = (
@@ -49,6 +49,7 @@ class OperatorRange:
         flushed: share of the results' nonzero elements that are at most 2^-25, which float16 rounds to zero, of an even
             sample where there are many; the largest of all batches.
         source: `file:line` that called it, "" where there is none.
+        flushed_scaled: the same share of the results times 65536, the loss scale that a GradScaler begins with.
     """
 
     module: str
@@ -59,6 +60,7 @@ class OperatorRange:
     output: float
     flushed: float = 0.0
     source: str = ""
+    flushed_scaled: float = 0.0
 
     @property
     def largest(self) -> float:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from isotype.precision.policy import DEFAULT_LOSS_SCALE
 from isotype.precision.ranges import FLOAT16_FLUSHED
 
+_SCALED = FLOAT16_FLUSHED / DEFAULT_LOSS_SCALE
 _KNOWN = "_isotype_magnitude"
 FILL = 1e38
 """What lies above is a fill value, infinity or the largest number of float32 or bfloat16, unless an operator made it."""
@@ -95,13 +97,18 @@ def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def flushed_share(tensor: torch.Tensor) -> float:
-    """Share of the nonzero values of a float tensor that float16 rounds to zero, of an even sample where it is large."""
+def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
+    """Shares of the nonzero values of a float tensor that float16 rounds to zero, as they are and times 65536.
+
+    Of an even sample where the tensor is large.
+    """
     values = sampled(tensor).abs()
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
-        return 0.0
-    return 1.0 - int(torch.count_nonzero(values > FLOAT16_FLUSHED)) / nonzero
+        return 0.0, 0.0
+    kept = int(torch.count_nonzero(values > FLOAT16_FLUSHED))
+    scaled = nonzero if kept == nonzero else int(torch.count_nonzero(values > _SCALED))
+    return 1.0 - kept / nonzero, 1.0 - scaled / nonzero
 
 
 def median(tensor: torch.Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +23,7 @@ from isotype.precision.ranges import ModuleRange, OperatorRange
 from isotype.ranges.magnitude import (
     FILL,
     Magnitude,
-    flushed_share,
+    flushed_shares,
     largest_rows,
     magnitude,
     pass_on,
@@ -60,7 +60,7 @@ Phase = Literal["forward", "backward"]
 class _Operator:
     inputs: list[float]
     output: float
-    flushed: float
+    flushed: tuple[float, float]
     source: str
 
 
@@ -231,14 +231,17 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self._calls[module, short, self.phase]
         self._calls[module, short, self.phase] += 1
         key = (module, operator_name(func), index, self.phase)
-        flushed = max(map(flushed_share, made))
+        flushed = _each_larger(map(flushed_shares, made))
         inputs = [each.value for each in operands]
         known = self._operators.get(key)
         if known is None:
             self._operators[key] = _Operator(inputs, output, flushed, shown(source))
         else:
             known.inputs = [_larger(*pair) for pair in zip_longest(known.inputs, inputs, fillvalue=0.0)]
-            known.output, known.flushed = _larger(known.output, output), max(known.flushed, flushed)
+            known.output, known.flushed = (
+                _larger(known.output, output),
+                _each_larger((known.flushed, flushed)),
+            )
 
     def _checked(
         self, made: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
@@ -273,7 +276,15 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Every operator that was seen, in the order of the first call."""
         return tuple(
             OperatorRange(
-                module, op, index, phase, tuple(seen.inputs), seen.output, seen.flushed, seen.source
+                module,
+                op,
+                index,
+                phase,
+                tuple(seen.inputs),
+                seen.output,
+                seen.flushed[0],
+                seen.source,
+                seen.flushed[1],
             )
             for (module, op, index, phase), seen in self._operators.items()
         )
@@ -316,6 +327,11 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _larger(one: float, other: float) -> float:
     """The larger of two magnitudes; NaN where one is NaN."""
     return other if other > one or math.isnan(other) else one
+
+
+def _each_larger(shares: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    plain, scaled = zip(*shares, strict=True)
+    return max(plain), max(scaled)
 
 
 def _floats(value: Any) -> Iterator[torch.Tensor]:

@@ -33,6 +33,7 @@ from isotype.core.dtypes import parse_dtype
 from isotype.core.names import agree
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.finding import Action, Finding, Fix
+from isotype.rules.kit.value_ranges import flushed
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
 from isotype.trace.record import Trace
 
@@ -50,7 +51,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     if half:
         adam = "adam" in setup.optimizer.lower()
-        notes = ("Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0",) if adam else ()
+        epsilon = "Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0"
+        notes = (*([epsilon] if adam else []), *_measured(trace))
         message = f"{agree(count(half), 'float16 parameter', 'are')} trained without loss scaling"
         fixes = tuple(_fixes(trace))
         yield finding_of("IST303", "warning", message, half, phase="backward", notes=notes, fixes=fixes)
@@ -64,8 +66,19 @@ def find(trace: Trace) -> Iterator[Finding]:
         if setup.autocast == torch.float16
         else "float16 compute without a GradScaler",
         phase="backward",
+        notes=tuple(_measured(trace)),
         fixes=tuple(_fixes(trace)),
     )
+
+
+def _measured(trace: Trace) -> Iterator[str]:
+    """What of the gradients was measured to become zero."""
+    found = flushed(trace)
+    if found is not None:
+        yield (
+            f"measured: {100 * found.plain:.0f} % of the gradients' values become zero, and "
+            f"{100 * found.scaled:.0f} % at a loss scale of 65536"
+        )
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:

@@ -1,8 +1,8 @@
 """
 **What it means.** Trainable parameters are in 16 bit and the learning rate is smaller than half the distance between
 neighbouring numbers of that dtype at the parameters' size. An Adam update is about the learning rate in size, so the
-sum rounds back to the old value. The spacing of bfloat16 at x is 2^(floor(log2 |x|) - 7), of float16
-2^(floor(log2 |x|) - 10).
+sum rounds back to the old value; SGD's is the learning rate times the gradient, where that was measured. The spacing of
+bfloat16 at x is 2^(floor(log2 |x|) - 7), of float16 2^(floor(log2 |x|) - 10).
 
 **Why it is bad.** Most weights stand still, the larger ones first, norms near one above all; weight decay (learning rate times
 decay) is lost long before. The loss falls a little and stops, and nothing says why.
@@ -27,10 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import base_name
+from isotype.precision.ranges import ModuleRange
 from isotype.rules.finding import Finding, Fix
 from isotype.rules.kit.weight_sets import (
     HALVES,
@@ -49,20 +52,21 @@ TITLE = "Updates smaller than the masters' dtype can hold"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """16-bit trainable parameters of known size whose first updates round away."""
-    rate = trace.setup.learning_rate
-    # Adam's first update of every value is the learning rate; other optimizers' depends on the gradient.
-    if not rate or "optimizer" not in trace.setup.phases or "adam" not in trace.setup.optimizer.lower():
+    if not trace.setup.learning_rate or "optimizer" not in trace.setup.phases:
         return
     sizes = {weight.name: _size(weight, trace) for weight in trained(trace, *HALVES)}
+    updates = {weight.name: _update(weight, trace) for weight in trained(trace, *HALVES)}
     lost = [
-        weight for weight in trained(trace, *HALVES) if _rounds_away(sizes[weight.name], weight.dtype, rate)
+        weight
+        for weight in trained(trace, *HALVES)
+        if _rounds_away(sizes[weight.name].value, weight.dtype, updates[weight.name])
     ]
     if not lost:
         return
-    worst = max(lost, key=lambda weight: sizes[weight.name])
-    size = sizes[worst.name]
+    worst = max(lost, key=lambda weight: sizes[weight.name].value)
+    rate = max(updates[weight.name] for weight in lost)
+    size, known = sizes[worst.name].value, sizes[worst.name].known
     step = spacing(size, worst.dtype)
-    known = "values" if worst.median_magnitude is not None else "not loaded; initialised, its values are"
     yield finding_of(
         "IST801",
         "warning",
@@ -76,21 +80,51 @@ def find(trace: Trace) -> Iterator[Finding]:
     )
 
 
+@dataclass(frozen=True)
+class _Size:
+    """Of what size a weight's values are, 0 where nobody knows, and how that is known."""
+
+    value: float
+    known: str = "values"
+
+
+def _update(weight: Weight, trace: Trace) -> float:
+    """The largest first update of a weight's values; infinite where nobody knows.
+
+    Adam's is the learning rate, whatever the gradient; SGD's the learning rate times the measured gradient.
+    """
+    rate, optimizer = trace.setup.learning_rate or 0.0, trace.setup.optimizer.lower()
+    if "adam" in optimizer:
+        return rate
+    gradient = _measured(weight, trace).weight_gradient
+    return rate * gradient if "sgd" in optimizer and gradient else math.inf
+
+
+def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
+    """What was measured of a weight's module, or of another one; zeros where nothing was."""
+    name = base_name(weight.module if module is None else module)
+    known = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
+    return known.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
+
+
 def _rounds_away(size: float, dtype: torch.dtype, rate: float) -> bool:
     return math.isfinite(size) and size > 0 and rate < spacing(size, dtype) / 2
 
 
-def _size(weight: Weight, trace: Trace) -> float:
-    """Of what size a weight's values are: the median of the nonzero ones, else what they are initialised to; 0 where
-    neither is known.
+def _size(weight: Weight, trace: Trace) -> _Size:
+    """The median of a weight's nonzero values, its own or the measured one; else what they are initialised to.
 
-    A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): of `n`
-    values drawn with transformers' deviation of 0.02, or torch's 1 / sqrt(3 n), whichever is less.
+    A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): of `n` values
+    with the layer's measured median m, sqrt(n) m / 0.6745 (a normal distribution's deviation); without a measurement,
+    of values drawn with transformers' deviation of 0.02, or torch's 1 / sqrt(3 n), whichever is less.
     """
     if weight.median_magnitude is not None:
-        return weight.median_magnitude
+        return _Size(weight.median_magnitude)
+    measured = _measured(weight, trace).median_weight
+    if measured and not weight.adapter:
+        return _Size(measured, "measured values")
     if "magnitude" not in weight.name:
-        return 0.0
+        return _Size(0.0)
     layer = weight.name.partition("magnitude")[0].rpartition(".")[0]
     inputs = [
         other.shape[1]
@@ -99,7 +133,14 @@ def _size(weight: Weight, trace: Trace) -> float:
         and len(other.shape) == 2
         and "lora_a" in other.name.lower()
     ]
-    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)) if inputs else 0.0
+    if not inputs:
+        return _Size(0.0)
+    base = _measured(weight, trace, layer).median_weight
+    if base:
+        return _Size(math.sqrt(inputs[0]) * base / 0.6745, "by the measured weights of its layer, values")
+    return _Size(
+        min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; initialised, its values are"
+    )
 
 
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:

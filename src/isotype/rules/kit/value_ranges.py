@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -98,6 +98,44 @@ def held(trace: Trace) -> tuple[Held, ...]:
                 elif id(call) in casts and not _is_fill(operator.output):
                     found.append(Held(casts[id(call)], operator, at + 0.5, operator.output, False))
     return tuple(sorted(found, key=lambda each: each.at))
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """Shares (0 to 1) of the elements of a step's float16 gradients that are too small for it, and become zero.
+
+    Attributes:
+        plain: without loss scaling.
+        scaled: at a loss scale of 65536.
+        gradient: the largest gradient of all.
+    """
+
+    plain: float
+    scaled: float
+    gradient: float
+
+
+@per_trace
+def flushed(trace: Trace) -> Flushed | None:
+    """What float16 flushes to zero in the backward; None where nothing was measured of it."""
+    gradients = [
+        each
+        for each in held(trace)
+        if each.call.phase == "backward" and each.call.results[0][0] == torch.float16
+    ]
+    elements = [math.prod(each.call.results[0][1]) for each in gradients]
+    total = sum(elements)
+    if not total:
+        return None
+
+    def share(of: Callable[[OperatorRange], float]) -> float:
+        return sum(of(each.operator) * count for each, count in zip(gradients, elements, strict=True)) / total
+
+    return Flushed(
+        share(lambda each: each.flushed),
+        share(lambda each: each.flushed_scaled),
+        max(each.operator.output for each in gradients),
+    )
 
 
 def _dtypes(call: Call) -> set[torch.dtype]:

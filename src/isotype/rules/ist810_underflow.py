@@ -1,0 +1,75 @@
+"""
+**What it means.** The gradients of this model were measured. Even times 65536, the loss scale that a GradScaler begins with, more
+than half of their values are below 3e-8 in float16, where they are rounded to zero.
+
+**Why it is bad.** What depends on these values stands still. A GradScaler does double its scale, but only once in 2000 steps without
+an overflow, so most of a short training is over before its gradients arrive.
+
+**An example that costs**
+
+    scaler = torch.amp.GradScaler()                                # a mean loss over very many values, times a small weight
+
+**Repaired**
+
+    ranges = isotype.measure_ranges(model, batch)
+    policy = isotype.resolve_precision(model, "float16", ranges=ranges)
+    scaler = torch.amp.GradScaler(init_scale=policy.loss_scale)    # the largest gradient is then a sixteenth of 65504
+
+**How safe is the fix?** Safe: the loss is multiplied by a power of two and gradients are divided by it again. A scale that turns out
+to be too large is halved by the scaler, at the price of a step.
+
+**What was compared.** The share of nonzero values of every gradient that the step makes in float16, weighted by their number.
+Without a GradScaler, IST303 tells the share.
+
+**Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: detection networks whose training diverged
+because most values of their gradients lay below float16's range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from isotype.precision.ranges import FLOAT16_LARGEST
+from isotype.rules.finding import Finding
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.value_ranges import Flushed, flushed
+from isotype.trace.record import Trace
+
+TITLE = "Gradients too small for float16 at the first loss scale"
+
+_FIRST_SCALE = 2.0**16
+_LARGEST_SCALE = 2.0**24
+_MOST = 0.5
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Measured gradients of which float16 keeps less than half at the loss scale in use."""
+    setup = trace.setup
+    found = flushed(trace) if setup.scaler else None
+    if found is None or found.scaled <= _MOST:
+        return
+    if setup.policy is not None and setup.policy.loss_scale > _FIRST_SCALE:
+        return  # chosen by the same measurement
+    scale = _scale(found)
+    yield Finding(
+        "IST810",
+        "warning",
+        f"{100 * found.scaled:.0f} % of the gradients' values become zero in float16 at a loss scale of 65536",
+        phase="backward",
+        cause=f"the largest measured gradient is {found.gradient:.2g}",
+        notes=(f"without loss scaling it is {100 * found.plain:.0f} %",),
+        fixes=(
+            advice(
+                "init_scale",
+                f"begin with a larger loss scale: torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale))})",
+            ),
+        ),
+    )
+
+
+def _scale(found: Flushed) -> float:
+    """The loss scale at which the largest gradient is a sixteenth of float16's largest number, as the policy chooses it."""
+    if not found.gradient:
+        return _LARGEST_SCALE
+    return min(2.0 ** math.floor(math.log2(FLOAT16_LARGEST / 16 / found.gradient)), _LARGEST_SCALE)
