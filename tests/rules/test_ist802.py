@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import pytest
+import torch
+from torch import nn
+
+from isotype.preflight.check import check
 from isotype.rules.ist802_float16_range import find
 from tests.rules.samples import BF16, FP16, FP32, norm, packed, trace, weight
 
@@ -28,3 +33,36 @@ def test_values_in_range_are_silent() -> None:
     assert not list(find(trace([norm(FP16, largest=2.0), weight(dtype=FP32, largest=6e4)], compute=FP16)))
     assert not list(find(trace([norm(BF16, largest=3e4), weight(largest=7e4)])))
     assert not list(find(trace([packed(packed=FP16, storage=FP16)], compute=FP16)))
+
+
+class _Masked(nn.Module):
+    """Attention weights under a mask that is made in float32 and cast; or filled after the cast."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.keys = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        scores = self.keys(x) @ x.mT
+        dtype = scores.dtype if self.late else torch.float32
+        mask = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
+        return torch.softmax(scores + mask.to(scores.dtype), -1).sum()
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_masks_whose_fill_becomes_infinite(late: bool, padded: bool) -> None:
+    """Compared with the real step: NaN exactly where a whole row is masked by what was cast."""
+    model = _Masked(late).half()
+    kept = torch.ones(3, 3, dtype=torch.bool).tril()
+    if padded:
+        kept[:, 0] = False
+    inputs = {"x": torch.ones(3, 4, dtype=torch.float16), "kept": kept}
+    report = check(model, inputs, device="cpu", verify=False)
+    found = [finding for finding in report.findings if finding.code == "IST802"]
+    assert bool(found) == bool(torch.isnan(model(**inputs))) == (padded and not late)
+    if found:
+        assert found[0].message == (
+            "a cast to float16 makes 1 whole row of a mask minus infinity: softmax returns NaN"
+        )

@@ -1,7 +1,8 @@
 """
 **What it means.** float16 holds nothing above 65504. A weight is infinite already, or will be when it is cast; or a norm's gain
 is so large that its output can pass the limit: a normalised vector of n values has entries up to sqrt(n), times the
-largest weight.
+largest weight. Or a mask that is filled with float32's smallest number is cast: its fill becomes minus infinity, and the softmax
+of a row that is masked from end to end (padding on the left) becomes NaN.
 
 **Why it is bad.** One infinity becomes NaN in the next norm or softmax and the loss is NaN, or sampling stops with
 `probability tensor contains either inf, nan or element < 0`.
@@ -27,8 +28,8 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.names import agree
-from isotype.rules.finding import Finding
+from isotype.core.names import agree, plural, short
+from isotype.rules.finding import Finding, finding_at
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice
@@ -52,6 +53,7 @@ _written_beyond = contract_rule(
 def find(trace: Trace) -> Iterator[Finding]:
     """Weights that are not finite, weights that float16 cannot hold, norms that can carry activations past it."""
     yield from _written_beyond(trace)
+    yield from _emptied_rows(trace)
     infinite = [weight for weight in trace.weights if _is_infinite(weight)]
     if infinite:
         yield finding_of(
@@ -94,6 +96,27 @@ def find(trace: Trace) -> Iterator[Finding]:
                 f"{worst.name}: up to {_largest(worst):.3g} x sqrt({worst.shape[-1]}) = {_reach(worst):.3g}",
             ),
             fixes=(advice("dtype", f"load the model and compute in {other}"),),
+        )
+
+
+def _emptied_rows(trace: Trace) -> Iterator[Finding]:
+    """Masks whose fill value becomes minus infinity by a cast, in rows that are masked from end to end.
+
+    torch's fused attention returns zeros for such a row; a softmax of its own returns NaN.
+    """
+    if not any(call.op.startswith("aten._softmax.") for call in trace.calls):
+        return
+    emptied = [call for call in trace.calls if call.emptied and call.phase == "forward"]
+    for source in dict.fromkeys(call.source for call in emptied):
+        first, *others = [call for call in emptied if call.source == source]
+        yield finding_at(
+            "IST802",
+            "error",
+            f"a cast to float16 makes {plural(first.emptied, 'whole row')} of a mask minus infinity: softmax returns NaN",
+            first,
+            others,
+            cause=f"the fill value is below float16's -65504, cast at {short(source) or 'an unknown line'}",
+            fixes=(advice(source, "fill the mask after the cast, with torch.finfo(torch.float16).min"),),
         )
 
 

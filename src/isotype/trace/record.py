@@ -165,6 +165,8 @@ class Call:
         off: of a sine or cosine, by how many radians its argument is off because something was rounded to 16 bit on
             the way from the inputs; 0 where that is not known.
         rounded_at: `file:line` that did that, or the name of the input that came in 16 bit.
+        emptied: of a cast, how many rows of finite numbers it made minus infinity from end to end; 0 where values are not
+            known.
     """
 
     op: str
@@ -180,6 +182,7 @@ class Call:
     autocast: torch.dtype | None = None
     off: float = 0.0
     rounded_at: str = ""
+    emptied: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if func in _CIRCULAR and value is not None:
             off, rounded = self.values.rounding(tensors[0][1])
             self.calls[-1] = replace(self.calls[-1], off=off, rounded_at=rounded)
+        if func is torch.ops.aten._to_copy.default and value is not None:
+            self.calls[-1] = replace(self.calls[-1], emptied=self.values.emptied(tensors[0][1], value))
         if func in _MAKE_PARAMETERS:
             forget_fakes(self.fake)
         return result

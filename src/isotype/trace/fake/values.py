@@ -172,6 +172,17 @@ class Values:
             off = float((exact - value.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
         return off, source
 
+    def emptied(self, given: torch.Tensor, made: torch.Tensor) -> int:
+        """How many rows of the known tensor `given`, all finite, are minus infinity from end to end in its cast `made`."""
+        value = self.of(given)
+        if value is None or made.dtype != torch.float16 or value.dtype in (made.dtype, torch.bool):
+            return 0
+        if not value.is_floating_point() or not made.dim() or not made.numel():
+            return 0
+        with _disable_current_modes():
+            rows = torch.isneginf(made).all(-1) & torch.isfinite(value).all(-1)
+            return int(rows.sum())
+
     # ------------------------------------------------------------------------------------------------ stand-ins
 
     def stand_in(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
