@@ -100,10 +100,9 @@ def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Iterator[str
         )
     grown = growth(ranges)
     if first.call.phase == "forward" and grown is not None and grown.first:
-        yield (
-            f"the residual stream reaches {number(grown.first_value)} at {grown.first} and "
-            f"{number(grown.largest)} at {grown.last}"
-        )
+        begins = f"{number(grown.first_value)} at {grown.first}"
+        ends = "" if grown.first == grown.last else f" and {number(grown.largest)} at {grown.last}"
+        yield f"the residual stream reaches {begins}{ends}"
     if first.call.phase == "backward" and trace.setup.scaler:
         exponent = math.floor(math.log2(FLOAT16_LARGEST / max(each.value for each in beyond)))
         yield f"the loss scale has to fall to 2^{exponent}, and every halving skips a step"
