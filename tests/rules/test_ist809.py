@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 import isotype
+from isotype.core.names import base_name
 from isotype.model.boundary import original_class
 from isotype.preflight.check import check
 from isotype.report.check.report import Report
@@ -160,6 +162,9 @@ def test_what_it_says() -> None:
         "the residual stream reaches 82,700 at model.embed_tokens and 3,740,000 at model.layers.1",
         f"measured {when} in float32 on the batch given (24 tokens)",
     )
+    error = report.error()
+    assert error is not None
+    assert "values that float16 holds on NVIDIA T4" in str(error)
     first = finding.fixes[0]
     assert first.description == (
         "carry the residual stream in float32, run 5 modules in float32; matmuls stay in float16"
@@ -245,3 +250,22 @@ def test_float32_bfloat16_and_unmeasured_steps_are_silent() -> None:
     for autocast in (False, torch.bfloat16):
         report = check(model, BATCH, device="t4", autocast=autocast, ranges=ranges, verify=False)
         assert "IST809" not in {each.code for each in report.findings}
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_quantized_layers(quantization: str, tmp_path: Path) -> None:
+    """Their kernels were not measured as operators: the layers' magnitudes stand for them, and scaled ones are known."""
+    llama(scale=2.0**14).save_pretrained(tmp_path)
+    ranges = isotype.measure_ranges(tmp_path, BATCH, progress=False)
+    policy = isotype.resolve_precision(
+        tmp_path, "float16", quantization=quantization, device="t4", ranges=ranges
+    )
+    plain = replace(policy, wide_residual=False, exceptions=())
+    found = []
+    for chosen in (plain, policy):
+        model = isotype.add_lora(isotype.load(tmp_path, chosen, device_map=None), chosen)
+        found.append(foretold(model, BATCH, autocast=True, ranges=ranges, scaler=True)[1])
+    assert found[0] is not None
+    assert base_name(found[0].module) == "model.layers.0.self_attn.o_proj"
+    assert found[0].fixes[0].verified
+    assert found[1] is None

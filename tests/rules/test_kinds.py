@@ -43,6 +43,7 @@ def test_kinds_of_rules() -> None:
         "device": ["IST601", "IST602", "IST604", "IST606"],
         "versions": ["IST603"],
         "memory": ["IST605"],
+        "values": ["IST809", "IST810"],
     }
 
 

@@ -22,6 +22,7 @@ Kind = Literal[
     "memory",  # whether the step fits into the device's memory
     "device",  # what the device lacks or runs slowly, whatever the step does
     "versions",  # what is installed
+    "values",  # which numbers it computes, whatever takes them
 ]
 
 ActionKind = Literal[

@@ -41,12 +41,13 @@ from isotype.core.names import named, plural
 from isotype.precision.by_ranges import decide_by_ranges, number
 from isotype.precision.facts import ModelFacts
 from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
-from isotype.rules.finding import Finding, Fix, RangeBoundaries, finding_at
+from isotype.rules.finding import Finding, Fix, Kind, RangeBoundaries, finding_at
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.value_ranges import Held, growth, held
 from isotype.trace.record import Trace
 
 TITLE = "Measured values beyond float16's range"
+KIND: Kind = "values"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -85,7 +86,7 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
 
 
 def _short(op: str) -> str:
-    name = op.removeprefix("aten.").partition(".")[0]
+    name = op.removeprefix("aten.").rpartition(".")[0]
     return "a cast" if name == "_to_copy" else name
 
 

@@ -31,12 +31,13 @@ import math
 from collections.abc import Iterator
 
 from isotype.precision.ranges import FLOAT16_LARGEST
-from isotype.rules.finding import Finding
+from isotype.rules.finding import Finding, Kind
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.value_ranges import Flushed, flushed
 from isotype.trace.record import Trace
 
 TITLE = "Gradients too small for float16 at the first loss scale"
+KIND: Kind = "values"
 
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24

@@ -78,6 +78,8 @@ def _problem(finding: Finding, setup: Setup) -> Problem:
     place = ", ".join(part for part in (finding.module, finding.op, finding.phase) if part)
     because = f" (cause: {finding.cause})" if finding.cause else ""
     wanted = f"operands that {finding.op} accepts" if finding.op else f"a {finding.phase} that runs"
+    if finding.kind == "values":
+        wanted = "values that float16 holds"
     return Problem(
         f"{finding.code}: {finding.message}, at {place}{because}",
         f"{wanted} on {setup.profile.title}",

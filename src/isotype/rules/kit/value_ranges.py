@@ -86,13 +86,14 @@ def held(trace: Trace) -> tuple[Held, ...]:
     away = _folded_away(trace, measured)
     exceptions = _exceptions(trace)
     casts = _casts(trace)
+    weights = {each.name: each.weight for each in ranges.modules}
     for (module, op, phase), calls in _calls(trace).items():
         others = away.get(starred(module), ()) if calls[0].repeats > 1 else ()
         alike = (each for each in others if exceptions.get(each) == exceptions.get(module))
         for layer in (module, *alike):
             operators = measured.get((layer, op, phase)) or _by_module(ranges, layer, calls[0])
             for call, (at, operator) in _matched(calls, operators):
-                value = _value(call, operator, trace.by_ranges.get(module, 0))
+                value = _value(call, operator, trace.by_ranges.get(module, 0), weights.get(layer, 0.0))
                 if value is not None:
                     found.append(Held(call, operator, at, *value))
                 elif id(call) in casts and not _is_fill(operator.output):
@@ -225,15 +226,16 @@ def _matched(
         yield from ((call, (at, largest)) for call in calls)
 
 
-def _value(call: Call, operator: OperatorRange, exponent: int) -> tuple[float, bool] | None:
+def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
     """(largest magnitude that the call holds in float16, whether it is an operand); None where it holds none.
 
-    Inside of a scaled layer values are 2^-exponent of what was measured, gradients 2^exponent.
+    Inside of a scaled layer values are 2^-exponent of what was measured, gradients 2^exponent; its weights, the largest of
+    which is `weight`, are what they are.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     found = [
-        (value * (1.0 if _is_weight(operand, call) else factor), True)
+        (value * (1.0 if value == weight or _is_weight(operand, call) else factor), True)
         for operand, value in zip(floats, operator.inputs, strict=False)
         if operand.dtype == torch.float16 and not _is_fill(value)
     ]
