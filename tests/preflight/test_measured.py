@@ -113,3 +113,21 @@ def test_given_ranges_are_used() -> None:
     report = checked(made.to("meta"), ranges=ranges)
     assert report.trace.setup.ranges is ranges
     assert "IST809" in codes(report)
+
+
+class _NamesGpu(nn.Module):
+    """Code that was written for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to("cuda")).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs there")
+def test_code_that_names_a_gpu_is_not_measured_without_one() -> None:
+    report = check(_NamesGpu(), {"x": torch.ones(2, 4)}, device="t4", autocast="float16", verify=False)
+    assert report.ranges == "unknown"
+    assert any("the model could not be measured on these inputs" in note for note in report.trace.notes)

@@ -15,6 +15,7 @@ from isotype.preflight.request import StepRequest
 from isotype.ranges.measure import measure_ranges
 from isotype.rules.kit.value_ranges import computes_float16
 from isotype.trace.fake.code import given_inputs
+from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.record import Trace
 from isotype.trace.source import first_line
 
@@ -46,7 +47,8 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
         return None, (f"value ranges: to measure them here would take about {seconds:.0f} s",)
     logger.info("measuring value ranges, for about %.0f s at most", seconds)
     try:
-        return measure_ranges(model, dict(inputs)), ()
+        with surroundings():
+            return measure_ranges(model, dict(inputs)), ()
     except Exception as error:  # noqa: BLE001 - a check never ends a script: its report says what was not measured
         raised = f"{type(error).__name__}: {first_line(error)}"
         return None, (f"value ranges: the model could not be measured on these inputs, because of {raised}",)
