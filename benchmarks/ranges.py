@@ -45,11 +45,11 @@ from isotype.report.check.report import Report
 
 LIMIT = 0.005
 EXPONENTS = {
-    "residual": (0, 1, 2, 6, 12),
-    "gated": (4, 5, 8, 14),
-    "value": (4, 10, 14),
-    "query": (4, 10, 14),
-    "gradients": (8, 16, 24),
+    "residual": (1, 2, 6),
+    "gated": (4, 8),
+    "value": (4, 14),
+    "query": (4, 14),
+    "gradients": (8, 24),
 }
 _BLOCKS: dict[str, tuple[tuple[str, int], ...]] = {
     "residual": (("self_attn.o_proj", 1), ("mlp.down_proj", 1)),
