@@ -1,6 +1,6 @@
 """How much of float16's range the blocks of a model use over a run: records, and what they come down to.
 
-A single batch may hold one odd row. So limits are quantiles over the samples, and the change over a run is that of medians.
+A single batch may hold one unusual row. So limits are quantiles over the samples, and the change over a run is that of medians.
 """
 
 from __future__ import annotations
