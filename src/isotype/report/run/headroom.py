@@ -102,7 +102,7 @@ def in_words(headroom: Headroom) -> str:
     )
     if headroom.dtype == "float16" and least.headroom < _LITTLE:
         said += " That is little: batches differ by as much. bfloat16 or a float32 residual stream has more."
-    if least.change is not None and not 0.9 < least.change < 1.1:
+    if least.change and not 0.9 < least.change < 1.1:
         ratio = least.change if least.change > 1 else 1 / least.change
         grew = "grew" if least.change > 1 else "shrank"
         said += f" The values {grew} by a factor of {format_number(ratio, 3)} over the run."
