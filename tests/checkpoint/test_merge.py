@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import peft
 import pytest
@@ -28,7 +30,7 @@ from isotype.checkpoint.merge_report import MergeReport, WeightLoss, compare_log
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, PrecisionError, SaveError, UsageError
 from isotype.model.adapters import add_lora
-from isotype.precision.policy import POLICY_FILE
+from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.merge import show_merge
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -737,6 +739,36 @@ def test_the_report_warns_where_much_vanishes() -> None:
         "30% of the update's entries vanish in bfloat16: they are smaller than half a unit in the last place of the "
         "weight; merge with --dtype float32, or keep the adapter apart",
     )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_dtype_that_cannot_hold_the_ranges_is_warned_of(
+    base: Path, tmp_path: Path, dtype: str, known: bool
+) -> None:
+    decided = replace(resolve_precision(base, "float16", device="cpu"), wide_residual=False, exceptions=())
+    how: list[Literal["scale", "adapters"]] = ["scale", "adapters"]
+    wide = replace(
+        decided,
+        wide_residual=True,
+        reasons={"residual": "values reach 104,000"},
+        exceptions=tuple(ModuleException("model.layers.0.mlp.down_proj", each, reason=each) for each in how),
+    )
+    policy = wide if known else decided
+    add_lora(load(base, policy), policy, r=2).save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
+    expected = (
+        "the merged model is float16, but was trained with hidden states in float32 (values reach 104,000); "
+        "model.layers.*.mlp.down_proj scaled by powers of two (0): scale: computed in float16 throughout, it can "
+        "overflow; merge with --dtype bfloat16 or float32, or keep the adapter apart, beside its policy"
+    )
+    assert report.warnings == ((expected,) if known and dtype == "float16" else ())
+
+
+def test_logits_that_are_not_finite_are_no_agreement() -> None:
+    found = compare_logits(torch.zeros(3, 4).double(), torch.full((3, 4), torch.nan).double())
+    assert math.isnan(found.max_abs)
+    assert math.isnan(found.mean_kl)
 
 
 def test_what_the_terminal_shows() -> None:

@@ -145,6 +145,21 @@ def test_lora_on_an_embedding(saved: Saved, dtype: str, dora: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW)
+def test_the_first_magnitudes_of_dora_are_not_rounded(dtype: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8)).to(getattr(torch, dtype))
+    with torch.no_grad():
+        model[0].weight.uniform_(-(2.0**14), 2.0**14)  # norms pass float16's largest number
+    expected = torch.linalg.norm(model[0].weight.detach().double(), dim=1)
+    policy = isotype.resolve_precision(model, dtype, device="cpu")
+    adapted = isotype.add_lora(model, policy, target_modules=["0"], use_dora=True)
+    (magnitude,) = [p for name, p in adapted.named_parameters() if "magnitude" in name]
+    assert magnitude.requires_grad
+    assert magnitude.dtype == torch.float32
+    torch.testing.assert_close(magnitude.detach().double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", LOW)
 def test_trained_token_rows(saved: Saved, dtype: str) -> None:
     model, policy = adapted(saved, "llama", dtype, target_modules=["q_proj"], trainable_token_indices=[5, 6])
     (delta,) = [p for n, p in model.named_parameters() if "trainable_tokens_delta" in n]

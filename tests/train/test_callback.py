@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,6 +360,24 @@ def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_p
     cured.train()
     assert cured.accelerator.scaler.state_dict()["_growth_tracker"] > 0
     assert losses(cured)[-1] < losses(cured)[0]
+
+
+@pytest.mark.parametrize(("set_to", "used"), [(2.0**16, 2.0**10), (2.0**6, 2.0**6)], ids=["default", "own"])
+def test_a_scaler_that_nobody_has_set_begins_with_the_policys_loss_scale(
+    path: Path, tmp_path: Path, set_to: float, used: float
+):
+    first, again = (float16_script(path, tmp_path, max_steps=steps, save_steps=2) for steps in (2, 3))
+    policy = replace(float16_policy(first), loss_scale=2.0**10)
+    for trainer in (first, again):
+        isotype.enforce(trainer.model, policy)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=set_to)
+        trainer.accelerator.native_amp = True
+    first.train()
+    assert first.accelerator.scaler.get_scale() == used
+    saved = tmp_path / "checkpoint-2" / "scaler.pt"
+    torch.save({**torch.load(saved), "scale": 2.0**16}, saved)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.accelerator.scaler.get_scale() == 2.0**16  # a run that goes on keeps what it has come to
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])

@@ -103,6 +103,7 @@ def merge_adapter(
         logits=difference,
         bytes=size,
         notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
+        passed=_passed(saved.policy, target),
     )
 
 
@@ -266,6 +267,24 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
             f"the adapter has no precision_policy.json: the base was taken as it is stored, in {policy.storage}"
         )
     return cautions
+
+
+def _passed(trained: PrecisionPolicy | None, target: torch.dtype) -> tuple[str, ...]:
+    """What the policy of the training knows of values that the dtype `target` of the merged model cannot hold."""
+    if trained is None or target != torch.float16:
+        return ()
+    known = []
+    if trained.wide_residual:
+        known.append(f"hidden states in float32 ({trained.reasons.get('residual', 'no reason was saved')})")
+    # Adapters that compute in float32 are gone once they are merged.
+    others = [exception for exception in trained.exceptions if exception.how != "adapters"]
+    known += replace(trained, exceptions=tuple(others)).exception_lines()
+    if not known:
+        return ()
+    return (
+        f"the merged model is float16, but was trained with {'; '.join(known)}: computed in float16 throughout, it can "
+        "overflow; merge with --dtype bfloat16 or float32, or keep the adapter apart, beside its policy",
+    )
 
 
 @contextmanager

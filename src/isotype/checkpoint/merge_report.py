@@ -63,6 +63,7 @@ class MergeReport:
         logits: adapter on the base it was trained on against the merged model, or None (`notes` say why).
         bytes: size of the files written.
         notes: what was done beyond the merge, or left out, and why.
+        passed: what is known of values that pass the range of `dtype`, in sentences.
     """
 
     adapter: Path
@@ -75,6 +76,7 @@ class MergeReport:
     logits: LogitsDifference | None
     bytes: int
     notes: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
 
     @property
     def median_error(self) -> float:
@@ -105,8 +107,9 @@ class MergeReport:
     def warnings(self) -> tuple[str, ...]:
         """What should be done differently."""
         if self.vanished_share <= VANISHED_LIMIT:
-            return ()
+            return self.passed
         return (
+            *self.passed,
             f"{self.vanished_share:.0%} of the update's entries vanish in {dtype_name(self.dtype)}: they are smaller "
             "than half a unit in the last place of the weight; merge with --dtype float32, or keep the adapter apart",
         )
@@ -143,5 +146,5 @@ def compare_logits(trained: torch.Tensor, merged: torch.Tensor) -> LogitsDiffere
     expected, found = trained.log_softmax(-1), merged.log_softmax(-1)
     divergence = (expected.exp() * (expected - found)).sum(-1)
     return LogitsDifference(
-        trained.shape[0], float((trained - merged).abs().max()), max(0.0, float(divergence.mean()))
+        trained.shape[0], float((trained - merged).abs().max()), float(divergence.mean().clamp(min=0))
     )

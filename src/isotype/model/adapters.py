@@ -8,8 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.model.enforce import enforce_model, policy_of
+from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -61,8 +64,29 @@ def add_lora(
         model = peft.get_peft_model(model, config, adapter_name=adapter_name)
     model.adapter_notes = notes
     save_policy_too(model)
+    _magnitudes_again(model, adapter_name)
     enforce_model(model, policy)
     return model
+
+
+@torch.no_grad()
+def _magnitudes_again(model: Any, adapter_name: str) -> None:
+    """Compute DoRA's first magnitudes of linear layers from float32 adapters, and so in float32.
+
+    PEFT 0.21 makes adapters in the base weight's dtype and rounds the norms to it (`DoraLinearLayer.update_layer`): the norm
+    of a float16 weight can be infinite.
+    """
+    for place in places(model):
+        layer: Any = place.module
+        if not is_tuner_layer(layer) or adapter_name not in getattr(layer, "lora_magnitude_vector", ()):
+            continue
+        if adapter_name in layer.lora_A:  # an embedding's adapters lie elsewhere
+            layer.lora_magnitude_vector[adapter_name].update_layer(
+                base_layer=layer.get_base_layer(),
+                lora_A=layer.lora_A[adapter_name].weight.float(),
+                lora_B=layer.lora_B[adapter_name].weight.float(),
+                scaling=layer.scaling[adapter_name],
+            )
 
 
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:

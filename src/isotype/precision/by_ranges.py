@@ -206,8 +206,10 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
             exception = _linear(module, profile, storage)
             if exception is not None:
                 yield exception
-        elif module.kind == "embedding" and (module.weight > FLOAT16_LARGEST):
-            yield ModuleException(module.name, "float32", reason=f"its weights reach {number(module.weight)}")
+        elif module.kind == "embedding" and (module.weight > FLOAT16_LARGEST or module.output > LIMIT):
+            # Some scale what they look up, in the dtype of their weight.
+            largest, what = max((module.weight, "weights"), (module.output, "results"))
+            yield ModuleException(module.name, "float32", reason=f"its {what} reach {number(largest)}")
         elif module.kind == "other" and module.name in own and module.name not in stream:
             operator = own[module.name]
             op = operator.op.split(".")[1] if "." in operator.op else operator.op

@@ -25,6 +25,7 @@ from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.check.report import Report
 from isotype.train.diverged import measured, not_finite
 from isotype.train.first_step import before_first_step, is_assumed
+from isotype.train.governed import begin_loss_scale
 from isotype.train.watch import StepWatch
 
 logger = logging.getLogger("isotype")
@@ -35,7 +36,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     At the beginning of training the model is brought under the policy, whatever the trainer has done to it (TRL
     casts every trainable parameter of a quantized model to bfloat16), and a GradScaler must be there exactly when
-    the policy asks for one. Where a run goes on from a checkpoint, adapter values and optimizer state that were
+    the policy asks for one; one that nobody has set begins with the policy's loss scale. Where a run goes on from a checkpoint, adapter values and optimizer state that were
     rounded on their way into bfloat16 parameters are read again. After the first step the optimizer state is
     checked. Before the first forward of training the whole step is run once on fake tensors (`isotype.check`), with the
     batch that is about to be trained on. A step that the GradScaler skips does not move the learning rate schedule. Every checkpoint gets the
@@ -82,6 +83,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._judge(restore_rounded(model, optimizer, policy.master, _candidates(args, state)))
         raise_optimizer_state(optimizer, policy.master)
         self._judge(scaler_error(optimizer, policy))
+        scaler = getattr(optimizer, "scaler", None)
+        if state.global_step == 0 and policy.loss_scaling and scaler is not None and scaler.is_enabled():
+            begin_loss_scale(scaler, policy)
         self._checked = False
         if self.check is not None:
             before_first_step(model, args, optimizer, self._report)

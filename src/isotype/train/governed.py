@@ -317,8 +317,13 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         # (Accelerator.__init__: `self.device.type != "cpu"`); torch has both for it.
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.native_amp = True
-    if policy.loss_scaling and policy.loss_scale != DEFAULT_LOSS_SCALE:
-        scaler = accelerator.scaler
+    if policy.loss_scaling:
+        begin_loss_scale(accelerator.scaler, policy)
+
+
+def begin_loss_scale(scaler: Any, policy: PrecisionPolicy) -> None:
+    """Let a GradScaler that nobody has set begin with the policy's loss scale; it has not made a step yet."""
+    if scaler.get_scale() == DEFAULT_LOSS_SCALE != policy.loss_scale:
         scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})
 
 
