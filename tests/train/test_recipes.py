@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,10 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
+from isotype.checkpoint.adapter import load_for_inference
+from isotype.checkpoint.merge import merge_adapter
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
@@ -104,6 +108,46 @@ def test_a_checkpoint_of_another_run_is_refused_with_all_differences(model, data
     assert [p.given for p in caught.value.problems] == ["trains every weight"]
     outcome, _ = train(model, data, out, *more, "--lora_target_modules", "q_proj")
     assert [step.step for step in outcome.record.steps] == [3]
+
+
+def test_a_run_goes_on_under_the_ranges_that_it_was_begun_with(data, tmp_path, monkeypatch):
+    """Two steps and two more are four, though the measurement is gone; so are chat and a merge."""
+    path = save_chat_model(tmp_path / "model")
+    values = load_file(path / "model.safetensors")
+    for name, value in values.items():
+        value.mul_(20 if value.ndim > 1 else 1)
+        value.mul_(2.0**14 if "up_proj" in name else 2.0**-10 if "down_proj" in name else 1)
+    save_file(values, path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+    flags = ("--dtype", "float16", "--learning_rate", "1e-6", "--lr_scheduler_type", "constant")
+    straight, _ = train(path, data, tmp_path / "straight", *flags, "--max_steps", 4)
+    begun, _ = train(path, data, tmp_path / "parts", *flags)
+    policy = PrecisionPolicy.read(begun.adapter)
+    assert policy.wide_residual
+    assert {each.module for each in policy.exceptions} >= {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)}
+    shutil.rmtree(tmp_path / "cache")
+    more = (*flags, "--max_steps", 4, "--ranges", "known", "--resume_from_checkpoint", "true")
+    resumed, text = train(path, data, tmp_path / "parts", *more)
+    assert "value ranges were not measured" not in text
+    losses = [[step.loss for step in run.record.steps] for run in (straight, begun, resumed)]
+    assert losses[0] == losses[1] + losses[2]
+    assert all(math.isfinite(loss) for loss in losses[0])
+    again = PrecisionPolicy.read(resumed.adapter)
+    assert (again.exceptions, again.loss_scale) == (policy.exceptions, policy.loss_scale)
+    files = [load_file(run.adapter / "adapter_model.safetensors") for run in (straight, resumed)]
+    assert all(torch.equal(value, files[1][name]) for name, value in files[0].items())
+    model, tokenizer, used = load_for_inference(resumed.adapter)
+    assert used.exceptions == policy.exceptions
+    logits = model(**tokenizer("w1 w2 w3", return_tensors="pt")).logits
+    assert torch.isfinite(logits).all()
+    merged = merge_adapter(resumed.adapter, tmp_path / "merged", dtype="float32")
+    assert merged.warnings == ()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    expected = plain(**tokenizer("w1 w2 w3", return_tensors="pt")).logits
+    # float16 rounds to 11 bits: 5e-4 an operation.
+    torch.testing.assert_close(
+        logits.float(), expected, rtol=0, atol=5e-3 * float(expected.detach().abs().max())
+    )
 
 
 def test_unknown_modules_are_named_with_the_nearest(model, data, tmp_path):

@@ -21,6 +21,7 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
+from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 
@@ -167,7 +168,7 @@ def inference_policy(
         double_quant=saved.double_quant if as_trained else None,
         quant_storage=saved.quant_storage if as_trained and saved.storage in ("nf4", "fp4") else None,
     )
-    return replace(policy, master=saved.master)
+    return replace(with_ranges_of(policy, saved), master=saved.master)
 
 
 def base_policy(adapter: Adapter, dtype: str, quantization: str | None, device: str) -> PrecisionPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from json import loads
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
-from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException
+from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException, PrecisionPolicy
 from isotype.precision.ranges import FLOAT16_LARGEST, ModuleRange, OperatorRange, Ranges
 
 if TYPE_CHECKING:
@@ -95,6 +95,24 @@ def decide_by_ranges(
             ),
             "loss_scaling": why_scale,
         },
+    )
+
+
+def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
+    """`policy` with what `saved` knew of value ranges: for float16, what a model was trained under goes on holding
+    where nobody has its measurement."""
+    if saved is None or not policy.compute == saved.compute == torch.float16:
+        return policy
+    roles = {role: saved.reasons[role] for role in ("residual", "loss_scaling") if role in saved.reasons}
+    return replace(
+        policy,
+        wide_residual=saved.wide_residual,
+        exceptions=saved.exceptions,
+        loss_scale=saved.loss_scale,
+        reasons={**policy.reasons, **roles},
+        warnings=tuple(
+            warning for warning in policy.warnings if warning != _UNSEEN or warning in saved.warnings
+        ),
     )
 
 

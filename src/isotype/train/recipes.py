@@ -18,6 +18,7 @@ from isotype.checkpoint.adapter import Adapter
 from isotype.core.errors import IsotypeError, Problem, SaveError, TrainingError, UsageError
 from isotype.core.interrupt import signal_of
 from isotype.core.staging import recover
+from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
@@ -99,7 +100,10 @@ def run(settings: Settings, console: Console) -> Outcome:
     )
     data = hold_back(settings, data)
     extra, source = settings.extra, settings.model.model_name_or_path
-    policy, _ = policy_by_ranges(source, settings.precision, extra.device, when=extra.ranges)
+    saved = None if resume is None else PrecisionPolicy.read(resume)
+    when = extra.ranges if saved is None else "known"
+    policy, _ = policy_by_ranges(source, settings.precision, extra.device, when=when)
+    policy = with_ranges_of(policy, saved)
     check_policy(settings, policy)
     check_weights(settings.model.model_name_or_path)
     check_resume(settings, policy, resume)
