@@ -86,7 +86,7 @@ SPOTS: dict[str, WeakSpot] = {
     "t5-wo": WeakSpot(
         "t5",
         "T5ForConditionalGeneration",
-        {"wi_1.weight": 15, "wo.weight": -8},
+        {"wi_1.weight": 12, "wo.weight": -8, r"Attention\.[qk]\.weight": -3},
         *encoder_decoder.MODELS["t5"],
         rate=1e-6,
     ),

@@ -21,6 +21,8 @@ from tests.ranges.architectures import SPOTS, WeakSpot, weak_model
 STEPS = 10
 LOSS = 5e-3
 """float16 rounds to 11 bits, 5e-4 an operation; bfloat16 to 8, 4e-3 an operation."""
+LOSS_INT8 = 1e-2
+"""int8 layers round their inputs to 127 steps, and a hair decides which: two runs differ by more than float16 rounds."""
 DIRECTION = 0.9
 """Cosine of what ten steps of Adam change: the sign of a gradient near zero is its rounding's."""
 
@@ -109,6 +111,7 @@ def generates(model: Any, batch: dict[str, torch.Tensor]) -> None:
     assert all(torch.isfinite(logits).all() for logits in made.logits)
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT, of GPT-2's Conv1D
 @pytest.mark.filterwarnings("ignore:use_dora. adapters go on:UserWarning")  # not on stacked experts
 @pytest.mark.parametrize(("name", "storage", "method", "device"), cases())
 def test_float16_trains_as_float32(name: str, storage: str, method: str, device: str, tmp_path: Path) -> None:
@@ -128,16 +131,17 @@ def test_float16_trains_as_float32(name: str, storage: str, method: str, device:
     expected = trained(tmp_path / "base", wide, spot, dora)
     low = trained(tmp_path / "base", policy, spot, dora)
     assert low.skipped == 0
+    tolerance = LOSS_INT8 if storage == "int8" else LOSS
     torch.testing.assert_close(low.losses, expected.losses, rtol=LOSS, atol=0)
-    torch.testing.assert_close(low.evaluated, expected.evaluated, rtol=LOSS, atol=0)
+    torch.testing.assert_close(low.evaluated, expected.evaluated, rtol=tolerance, atol=0)
     changes = low.change.double(), expected.change.double()
     assert torch.nn.functional.cosine_similarity(*changes, dim=0) > DIRECTION
     generates(low.model, batch)
     if quantization is None:
         low.model.save_pretrained(tmp_path / "adapter")
-        for dtype, tolerance in ((torch.float32, LOSS), (torch.bfloat16, 4e-2)):
+        for dtype, rounded in ((torch.float32, LOSS), (torch.bfloat16, 4e-2)):
             with quiet():
                 base = type(model).from_pretrained(tmp_path / "base", dtype=dtype)
                 plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
             given = {k: each.to(dtype) if each.is_floating_point() else each for k, each in batch.items()}
-            torch.testing.assert_close(loss_of(plain, given), low.evaluated, rtol=tolerance, atol=0)
+            torch.testing.assert_close(loss_of(plain, given), low.evaluated, rtol=rounded, atol=0)
