@@ -13,7 +13,7 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, UsageError
-from isotype.core.names import listed, plural
+from isotype.core.names import listed, named, plural, short
 from isotype.preflight.apply import apply_actions
 from isotype.preflight.measured import measured
 from isotype.preflight.repair import needs_the_caller
@@ -258,7 +258,7 @@ def _resolved(
 
 
 def _downstream(errors: Sequence[Finding]) -> str:
-    places = [f"{each.code} at {each.source.rpartition('/')[2] or each.module}" for each in errors]
+    places = [f"{each.code} at {short(each.source) or named(each.module)}" for each in errors]
     return f"{plural(len(places), 'downstream error')}: {listed(places)}"
 
 
