@@ -14,6 +14,7 @@ from isotype.core.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse
 from isotype.core.errors import PrecisionError, Problem
 from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.reasons import fixed_reasons
 
 if TYPE_CHECKING:
     from isotype.precision.devices.profile import DeviceProfile
@@ -71,7 +72,7 @@ def decide(
         )
     double_quant = _double_quant(facts, request, storage)
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
-    reasons |= _fixed_reasons(compute, plain, pinned)
+    reasons |= fixed_reasons(compute, plain, pinned)
     by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
     warnings += by_ranges.warnings
@@ -376,34 +377,6 @@ def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -
     if asked in (None, "uint8", torch.uint8):
         return torch.uint8
     return parse_dtype(asked)
-
-
-def _fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    name = dtype_name(compute)
-    low = compute != torch.float32
-    return {
-        "optimizer": "as the masters it belongs to",
-        "reduce": "gradients have the dtype of the masters they belong to",
-        "pinned": (
-            f"kept by the model's author: {', '.join(sorted(set(pinned)))}; their outputs return to {dtype_name(plain)}"
-            if pinned
-            else ("the model pins no parameter" if low else "everything is float32 already")
-        ),
-        "norms": (
-            "variance in float32; RMSNorm returns its input's dtype, LayerNorm under CUDA autocast float32"
-            if low
-            else "as everything else"
-        ),
-        "buffers": f"never rounded: {name} would shift rotary positions" if low else "as everything else",
-        "loss": "log-sum-exp over the vocabulary needs the range and the digits",
-        "loss_scaling": (
-            "float16 gradients underflow below 6e-8 without it"
-            if compute == torch.float16
-            else f"{name} has the range of float32"
-            if compute == torch.bfloat16
-            else "float32 gradients do not underflow"
-        ),
-    }
 
 
 def _nearest(
