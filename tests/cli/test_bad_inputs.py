@@ -173,10 +173,10 @@ def test_a_pickled_adapter_is_converted_by_the_command_that_is_named(capsys, fol
     "command", ["check {}", "sft --model_name_or_path {} --dataset_name sft.jsonl", "chat {} --ask a"]
 )
 def test_a_config_that_contradicts_the_weights(capsys, folder, monkeypatch, tmp_path, command):
-    odd = shutil.copytree(folder / "chat", tmp_path / "odd")
-    config = (odd / "config.json").read_text()
-    (odd / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
-    message = said(capsys, folder, monkeypatch, command.format(odd))
+    other = shutil.copytree(folder / "chat", tmp_path / "other")
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
+    message = said(capsys, folder, monkeypatch, command.format(other))
     assert "config.json contradicts the weights" in message
     part = "model.layers.*.mlp.down_proj.weight (2 tensors) of shape [64, 96]"
     assert f"{part} expected [64, 128], as config.json says" in message

@@ -188,7 +188,7 @@ records = st.builds(
     versions=pairs,
     parameters_total=counts,
     parameters_trainable=counts,
-    weight_bytes=st.lists(st.tuples(st.sampled_from(["nf4", "bfloat16", "odd"]), counts), max_size=3).map(
+    weight_bytes=st.lists(st.tuples(st.sampled_from(["nf4", "bfloat16", "unknown"]), counts), max_size=3).map(
         tuple
     ),
     settings=pairs,

@@ -418,7 +418,7 @@ def test_real_tensors_are_not_simulated() -> None:
         assert is_simulated()
 
 
-class Odd(nn.Module):
+class Unnamed(nn.Module):
     def forward(self, first: int, /, *rest: int, **more: int) -> None: ...
 
 
@@ -426,7 +426,7 @@ def test_inputs_have_names_where_a_call_by_name_is_the_same() -> None:
     assert named_inputs(_block(), (1,), {"scale": 2}) == {"hidden": 1, "scale": 2}
     assert named_inputs(_block(), (), {"hidden": 1}) == {"hidden": 1}
     assert named_inputs(nn.Sequential(), (1,), {}) == {"input": 1}
-    assert named_inputs(Odd(), (1,), {}) is None
+    assert named_inputs(Unnamed(), (1,), {}) is None
     assert named_inputs(_block(), (1, 2, 3), {}) is None
 
 

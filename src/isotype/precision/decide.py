@@ -14,7 +14,7 @@ from isotype.core.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse
 from isotype.core.errors import PrecisionError, Problem
 from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.policy import PrecisionPolicy
-from isotype.precision.reasons import fixed_reasons
+from isotype.precision.reasons import autocast_reasons, fixed_reasons
 
 if TYPE_CHECKING:
     from isotype.precision.devices.profile import DeviceProfile
@@ -77,11 +77,7 @@ def decide(
     reasons |= by_ranges.reasons
     warnings += by_ranges.warnings
     if plain != compute:
-        reasons["compute"] += (
-            f"; autocast casts {dtype_name(plain)} weights to it at each matmul; outside autocast the model computes in "
-            f"{dtype_name(plain)}"
-        )
-        reasons["residual"] = "as the weights: autocast casts at each matmul only"
+        reasons |= autocast_reasons(reasons["compute"], plain)
     return PrecisionPolicy(
         compute=compute,
         storage=storage,

@@ -36,3 +36,15 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
             else "float32 gradients do not underflow"
         ),
     }
+
+
+def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
+    """Role -> why, where autocast casts float weights of another dtype; `compute` is the compute dtype's reason."""
+    name = dtype_name(plain)
+    return {
+        "compute": (
+            f"{compute}; autocast casts {name} weights to it at each matmul; outside autocast the model computes in "
+            f"{name}"
+        ),
+        "residual": "as the weights: autocast casts at each matmul only",
+    }

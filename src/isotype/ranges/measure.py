@@ -66,7 +66,6 @@ def measure_ranges(
         CheckpointError: there is no checkpoint, or it cannot be loaded.
         UsageError: no batch can be made up for the model, or the one given is none; a model in memory without values.
     """
-    live = isinstance(model, nn.Module)
     measured = of_module(model) if isinstance(model, nn.Module) else of_checkpoint(model, revision)
     base = measured.model
     run = given_batches(batch) if batch is not None else made_batches(base, measured.tokenizer(), tokens)
@@ -80,12 +79,24 @@ def measure_ranges(
         losses, notes = _run(twin, recorder, run, where, chosen)
     finally:
         bar.close()
-    key = "" if live else fingerprint(str(model), revision) or ""
-    ranges = Ranges(
+    ranges = replace(
+        _ranges(recorder, twin, run),
         source=measured.source,
-        key=key,
-        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        key="" if isinstance(model, nn.Module) else fingerprint(str(model), revision) or "",
         dtype=dtype_name(chosen),
+        loss=losses,
+        notes=(*measured.notes, *run.notes, *notes),
+    )
+    return _kept(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
+
+
+def _ranges(recorder: RangeRecorder, twin: Twin, run: Batches) -> Ranges:
+    """What was recorded, of a model that has no name yet."""
+    return Ranges(
+        source="",
+        key="",
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        dtype="",
         text=run.said,
         tokens=run.tokens,
         batches=run.rows or len(run.batches),
@@ -93,14 +104,15 @@ def measure_ranges(
         modules=recorder.modules(twin.weight_ranges()),
         operators=recorder.operators(),
         stream=_stream(recorder, twin),
-        loss=losses,
-        notes=(*measured.notes, *run.notes, *notes),
     )
-    if key and batch is None and tokens >= TOKENS:
-        try:
-            keep_ranges(ranges)
-        except SaveError as error:
-            ranges = replace(ranges, notes=(*ranges.notes, f"it was not kept: {error.problems[0].given}"))
+
+
+def _kept(ranges: Ranges) -> Ranges:
+    """The measurement, which is in the cache now, or says why it is not."""
+    try:
+        keep_ranges(ranges)
+    except SaveError as error:
+        return replace(ranges, notes=(*ranges.notes, f"it was not kept: {error.problems[0].given}"))
     return ranges
 
 
