@@ -17,14 +17,14 @@ def predicted_end(report: isotype.Report) -> tuple[str, str, str]:
     `lost`: no error was found, and the step was not traced to its end.
     """
     failure = report.trace.failure
-    if not report.errors:
-        return ("runs", "", "") if failure is None else ("lost", failure.phase, failure.module)
     breach = next(report.trace.breaches(), None)
-    if breach is not None:
+    if report.errors and breach is not None:
         return "crashes", breach.phase, breach.module
-    first = min(
-        report.errors, key=lambda finding: PHASES.index(finding.phase) if finding.phase in PHASES else -1
-    )
+    # A value beyond a dtype's range (IST8xx) raises nothing: the step runs, and its numbers are wrong.
+    errors = [finding for finding in report.errors if not finding.code.startswith("IST8")]
+    if not errors:
+        return ("runs", "", "") if failure is None else ("lost", failure.phase, failure.module)
+    first = min(errors, key=lambda finding: PHASES.index(finding.phase) if finding.phase in PHASES else -1)
     return "crashes", first.phase, first.module
 
 

@@ -84,6 +84,26 @@ def test_the_wrapped_models_argument() -> None:
     assert causes(traced(Wrapper(), lambda m: m(X, MASK).mean())) == {("input", "mask")}
 
 
+def test_a_model_that_is_its_own_base_model() -> None:
+    """As transformers' decoder wrappers: `base_model` of a model without one is the model itself."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = Masked()
+
+        @property
+        def base_model(self) -> nn.Module:
+            return self
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.decoder(*args, **kwargs)
+
+    trace = traced(Wrapper(), lambda m: m(X, MASK).mean())
+    assert trace.failure is None
+    assert causes(trace) == {("input", "args[1]")}
+
+
 def test_nested_inputs_are_named_and_their_values_known() -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:

@@ -74,7 +74,8 @@ def _positional(module: nn.Module) -> tuple[str, ...]:
     )
     passes_on = any(each.kind is each.VAR_POSITIONAL for each in parameters)
     held = (getattr(module, name, None) for name in _WRAPPED) if passes_on and not names else ()
-    inner = next((each for each in held if isinstance(each, nn.Module)), None)
+    # A model of transformers without a base model is its own.
+    inner = next((each for each in held if isinstance(each, nn.Module) and each is not module), None)
     return names if inner is None else _positional(inner)
 
 
