@@ -14,7 +14,14 @@ import torch
 
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException, PrecisionPolicy
-from isotype.precision.ranges import FLOAT16_LARGEST, ModuleRange, OperatorRange, Ranges
+from isotype.precision.ranges import (
+    FLOAT16_LARGEST,
+    ModuleRange,
+    OperatorRange,
+    Ranges,
+    first_loss_scale,
+    is_fill,
+)
 
 if TYPE_CHECKING:
     from isotype.precision.devices.profile import DeviceProfile
@@ -29,14 +36,10 @@ _UNSEEN = (
     "overflows all the same (isotype.measure_ranges finds it; loss scaling guards the gradients only)"
 )
 
-_FILL = 1e37
-"""Attention masks fill with the smallest number of float32: what is larger than this is no activation."""
 _SUBNORMAL = 2.0**-15
 """Weights whose median is below lose digits that bfloat16 has: float16 has fewer than 11 bits below 2^-14."""
-_LINEAR = ("linear", "linear4bit", "linear8bit")
 _PRODUCTS = 64.0
 """The largest gradient times the largest input overstates a weight's gradient: both are rarely at one token."""
-_LOSS_SCALES = (2.0**0, 2.0**24)
 
 
 @dataclass(frozen=True)
@@ -173,54 +176,40 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 def _largest(ranges: Ranges) -> tuple[str, float] | None:
     """(module, value) of the largest magnitude that float16 throughout would round."""
     found = [
-        *((module.name, module.input) for module in ranges.modules if module.kind in _LINEAR),
+        *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
-        *((module.name, module.weight) for module in ranges.modules if _stored_low(module)),
-        *((operator.module, operator.largest) for operator in _own_operators(ranges)),
+        *((module.name, module.weight) for module in ranges.modules if module.kind != "norm"),
+        *((operator.module, value) for operator, value in _own_operators(ranges)),
     ]
     return max(
-        ((name, value) for name, value in found if not _is_fill(value)),
+        ((name, value) for name, value in found if not is_fill(value)),
         key=lambda pair: pair[1],
         default=None,
     )
 
 
-def _is_fill(value: float) -> bool:
-    return _FILL < value < math.inf
+def _own_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
+    """Operators that a forward runs in 16 bits, each with its largest magnitude.
 
-
-def _stored_low(module: ModuleRange) -> bool:
-    return module.kind != "norm"
-
-
-def _own_operators(ranges: Ranges) -> Iterator[OperatorRange]:
-    """Operators that a forward runs in 16 bits: norms go to float32 inside, whatever they are given."""
+    Norms go to float32 inside, whatever they are given.
+    """
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
             # A fill value among the operands says nothing, what else there is does.
-            values = [value for value in (operator.output, *operator.inputs) if not _is_fill(value)]
-            if values:
-                yield OperatorRange(
-                    operator.module,
-                    operator.op,
-                    operator.index,
-                    operator.phase,
-                    tuple(values),
-                    0.0,
-                    source=operator.source,
-                )
+            values = (value for value in (operator.output, *operator.inputs) if not is_fill(value))
+            yield operator, max((0.0, *values))
 
 
 def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
     """Modules that float16 cannot run even where the residual stream is float32."""
     stream = _carriers(ranges)
-    own: dict[str, OperatorRange] = {}
-    for operator in _own_operators(ranges):
-        if operator.largest > LIMIT and operator.largest > getattr(own.get(operator.module), "largest", 0.0):
-            own[operator.module] = operator
+    own: dict[str, tuple[OperatorRange, float]] = {}
+    for operator, value in _own_operators(ranges):
+        if value > own.get(operator.module, (operator, LIMIT))[1]:
+            own[operator.module] = operator, value
     for module in ranges.modules:
-        if module.kind in _LINEAR:
+        if module.kind == "linear":
             exception = _linear(module, profile, storage)
             if exception is not None:
                 yield exception
@@ -229,10 +218,10 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
             largest, what = max((module.weight, "weights"), (module.output, "results"))
             yield ModuleException(module.name, "float32", reason=f"its {what} reach {number(largest)}")
         elif module.kind == "other" and module.name in own and module.name not in stream:
-            operator = own[module.name]
+            operator, value = own[module.name]
             op = operator.op.split(".")[1] if "." in operator.op else operator.op
             yield ModuleException(
-                module.name, "float32", reason=f"the operands of {op} reach {number(operator.largest)}"
+                module.name, "float32", reason=f"the operands of {op} reach {number(value)}"
             )
 
 
@@ -280,7 +269,7 @@ def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
     lora_A likewise times the layer's input (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
-        if module.kind in _LINEAR and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:
+        if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:
             yield ModuleException(
                 module.name,
                 "adapters",
@@ -301,9 +290,7 @@ def _loss_scale(ranges: Ranges) -> tuple[float, str]:
     largest = max((value for value in gradients if math.isfinite(value)), default=0.0)
     if not largest:
         return DEFAULT_LOSS_SCALE, "float16 gradients underflow below 6e-8 without it"
-    low, high = _LOSS_SCALES
-    scale = min(max(2.0 ** math.floor(math.log2(FLOAT16_LARGEST / 16 / largest)), low), high)
     return (
-        scale,
+        first_loss_scale(largest),
         f"gradients reach {number(largest)} (measured): float16 gradients underflow below 6e-8 without it",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -16,6 +17,9 @@ FLOAT16_LARGEST = 65504.0
 """The largest number of float16."""
 FLOAT16_FLUSHED = 2.0**-25
 """Float16's smallest number is 2^-24; what is at most half of it is rounded to zero."""
+_FILL = 1e37
+"""What is larger and finite fills a mask (the smallest number of float32 or bfloat16) and is no activation."""
+_LOSS_SCALES = (2.0**0, 2.0**24)
 
 FORMAT = 2
 """Number of the layout of a saved measurement: one of another layout is measured again."""
@@ -32,6 +36,19 @@ MATMULS = (
     "_scaled_dot_product",
 )
 """Beginnings of the names of operators that autocast runs in 16 bits: their operands and results are rounded."""
+
+
+def is_fill(value: float) -> bool:
+    """Whether a measured magnitude is that of a mask's fill value."""
+    return _FILL < value < math.inf
+
+
+def first_loss_scale(gradient: float) -> float:
+    """The power of two, 1 to 2^24, times which `gradient`, the largest of a step, is at most a sixteenth of 65504."""
+    low, high = _LOSS_SCALES
+    if not gradient:
+        return high
+    return min(max(2.0 ** math.floor(math.log2(FLOAT16_LARGEST / 16 / gradient)), low), high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,17 +30,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from isotype.precision.ranges import FLOAT16_LARGEST
+from isotype.precision.ranges import first_loss_scale
 from isotype.rules.finding import Finding, Kind
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.value_ranges import Flushed, flushed
+from isotype.rules.kit.value_ranges import flushed
 from isotype.trace.record import Trace
 
 TITLE = "Gradients too small for float16 at the first loss scale"
 KIND: Kind = "values"
 
 _FIRST_SCALE = 2.0**16
-_LARGEST_SCALE = 2.0**24
 _MOST = 0.5
 
 
@@ -52,7 +51,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     if setup.policy is not None and setup.policy.loss_scale > _FIRST_SCALE:
         return  # chosen by the same measurement
-    scale = _scale(found)
+    scale = first_loss_scale(found.gradient)
     yield Finding(
         "IST810",
         "warning",
@@ -67,10 +66,3 @@ def find(trace: Trace) -> Iterator[Finding]:
             ),
         ),
     )
-
-
-def _scale(found: Flushed) -> float:
-    """The loss scale at which the largest gradient is a sixteenth of float16's largest number, as the policy chooses it."""
-    if not found.gradient:
-        return _LARGEST_SCALE
-    return min(2.0 ** math.floor(math.log2(FLOAT16_LARGEST / 16 / found.gradient)), _LARGEST_SCALE)

@@ -15,12 +15,9 @@ from itertools import zip_longest
 import torch
 
 from isotype.core.names import base_name, starred
-from isotype.precision.ranges import FLOAT16_LARGEST, ModuleRange, OperatorRange, Ranges
+from isotype.precision.ranges import FLOAT16_LARGEST, ModuleRange, OperatorRange, Ranges, is_fill
 from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import FLOATS, Call, Operand, Trace
-
-FILL = 1e37
-"""What is larger fills a mask (the smallest number of float32 or bfloat16) and is no value."""
 
 _ATTENTION = (
     "_scaled_dot_product",
@@ -96,7 +93,7 @@ def held(trace: Trace) -> tuple[Held, ...]:
                 value = _value(call, operator, trace.by_ranges.get(module, 0), weights.get(layer, 0.0))
                 if value is not None:
                     found.append(Held(call, operator, at, *value))
-                elif id(call) in casts and not _is_fill(operator.output):
+                elif id(call) in casts and not is_fill(operator.output):
                     found.append(Held(casts[id(call)], operator, at + 0.5, operator.output, False))
     return tuple(sorted(found, key=lambda each: each.at))
 
@@ -237,9 +234,9 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
     found = [
         (value * (1.0 if value == weight or _is_weight(operand, call) else factor), True)
         for operand, value in zip(floats, operator.inputs, strict=False)
-        if operand.dtype == torch.float16 and not _is_fill(value)
+        if operand.dtype == torch.float16 and not is_fill(value)
     ]
-    if call.results[0][0] == torch.float16 and not _is_fill(operator.output):
+    if call.results[0][0] == torch.float16 and not is_fill(operator.output):
         found.append((operator.output * factor, False))
     return max(found, key=lambda pair: pair[0], default=None)
 
@@ -249,10 +246,6 @@ def _is_weight(operand: Operand, call: Call) -> bool:
     origin = operand.origin if operand.origin.before is None else operand.origin.before
     own = base_name(origin.name.rpartition(".")[0]) == base_name(call.module)
     return call.flops > 0 and (origin.kind == "state" or (origin.kind == "parameter" and own))
-
-
-def _is_fill(value: float) -> bool:
-    return FILL < value < math.inf
 
 
 @dataclass(frozen=True)
