@@ -36,6 +36,16 @@ MATMULS = (
     "_scaled_dot_product",
 )
 """Beginnings of the names of operators that autocast runs in 16 bits: their operands and results are rounded."""
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn")
+"""Beginnings of the names of attention's kernels.
+
+Of their results only the first is a value; the others are statistics, with infinities for rows that do not exist.
+"""
+
+
+def is_attention(op: str) -> bool:
+    """Whether an operator (`aten._scaled_dot_product_flash_attention.default`) is a kernel of attention."""
+    return op.removeprefix("aten.").startswith(ATTENTION)
 
 
 def is_fill(value: float) -> bool:
@@ -156,10 +166,14 @@ class Ranges:
         return {module.name: module for module in self.modules}
 
     @property
+    def stream_modules(self) -> tuple[ModuleRange, ...]:
+        """The modules whose outputs are the residual stream, in order."""
+        return tuple(self.by_module[name] for name in self.stream if name in self.by_module)
+
+    @property
     def residual(self) -> ModuleRange | None:
         """The module of the residual stream with the largest output; None where no stream was found."""
-        found = [self.by_module[name] for name in self.stream if name in self.by_module]
-        return max(found, key=lambda module: module.output, default=None)
+        return max(self.stream_modules, key=lambda module: module.output, default=None)
 
     def to_json(self) -> str:
         """As text; `from_json` is the inverse."""

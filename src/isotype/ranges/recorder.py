@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from isotype.core.names import named
 from isotype.model.walk import kind_of
-from isotype.precision.ranges import ModuleRange, OperatorRange
+from isotype.precision.ranges import ModuleRange, OperatorRange, is_attention
 from isotype.ranges.magnitude import (
     FILL,
     Magnitude,
@@ -45,13 +45,6 @@ _MOVES = frozenset(
 )  # fmt: skip
 _SHAPES = frozenset({"aten.detach", "aten.alias", "aten.sym_size", "prim.device"})
 _SAME_VALUES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous", "aten.flip", "aten.roll"})
-# The other results of attention are statistics, in float32 always, with infinities for rows that do not exist.
-_ONE_RESULT = (
-    "aten._scaled_dot_product",
-    "aten._flash_attention",
-    "aten._efficient_attention",
-    "aten._cudnn",
-)
 
 Phase = Literal["forward", "backward"]
 
@@ -213,8 +206,8 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [each for each in leaves(result) if isinstance(each, torch.Tensor) and _is_float(each)]
         if not made:
             return
-        if short.startswith(_ONE_RESULT):
-            made = made[:1]
+        if is_attention(short):
+            made = made[:1]  # the others are statistics
         given = [each for _, each in tensors_in(func, args, kwargs) if _is_float(each)]
         if short in _SAME_VALUES or (_is_view(func) and given and given[0].numel() <= made[0].numel()):
             if len(given) == len(made) == 1 and _width(made[0]) >= _width(given[0]):

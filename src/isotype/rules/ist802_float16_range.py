@@ -29,6 +29,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.names import agree, plural, short
+from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.rules.finding import Finding, finding_at
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
@@ -38,8 +39,6 @@ from isotype.trace.record import Trace, Weight
 
 TITLE = "Values beyond float16's range"
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)
-
-LARGEST = torch.finfo(torch.float16).max
 
 _written_beyond = contract_rule(
     __name__,
@@ -73,7 +72,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if torch.float16 not in (trace.setup.autocast, trace.setup.compute):
         return
     other = "bfloat16" if torch.bfloat16 in trace.setup.profile.native else "float32"
-    too_large = [w for w in trace.weights if w.kind == "linear" and LARGEST < _largest(w) < math.inf]
+    too_large = [w for w in trace.weights if w.kind == "linear" and FLOAT16_LARGEST < _largest(w) < math.inf]
     if too_large:
         yield finding_of(
             "IST802",
@@ -83,7 +82,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             cause=f"{too_large[0].name} reaches {_largest(too_large[0]):.3g}",
             fixes=(advice("dtype", f"compute in {other}"),),
         )
-    norms = [w for w in trace.weights if w.kind == "norm" and LARGEST < _reach(w) < math.inf]
+    norms = [w for w in trace.weights if w.kind == "norm" and FLOAT16_LARGEST < _reach(w) < math.inf]
     if norms:
         worst = max(norms, key=_reach)
         yield finding_of(

@@ -19,6 +19,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from isotype.precision.ranges import is_attention
 from isotype.ranges.nonfinite.cause import cause_of, entries_at, exact_result, fresh_elements
 from isotype.ranges.nonfinite.operands import Operand, operands_of, written_in
 from isotype.ranges.nonfinite.record import Cause, NonFinite, Value
@@ -28,13 +29,6 @@ from isotype.trace.source import shown
 from isotype.trace.weights import state_tensors
 
 _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
-# The other results of attention are statistics, with infinities for rows that do not exist.
-_ATTENTION = (
-    "aten._scaled_dot_product",
-    "aten._flash_attention",
-    "aten._efficient_attention",
-    "aten._cudnn",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +134,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         gradient = self.phase == "backward" and not torch.is_grad_enabled()
         by_code = [not gradient and self._is_constant(operand) for operand in call.operands]
         constant = all(by_code) and not gradient
-        statistics = made[1:] if name.startswith(_ATTENTION) and "backward" not in name else []
+        statistics = made[1:] if is_attention(name) and "backward" not in name else []
         for tensor in statistics:
             _add(self._passed, tensor)
         for tensor in made:

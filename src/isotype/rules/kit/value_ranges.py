@@ -15,16 +15,16 @@ from itertools import zip_longest
 import torch
 
 from isotype.core.names import base_name, starred
-from isotype.precision.ranges import FLOAT16_LARGEST, ModuleRange, OperatorRange, Ranges, is_fill
+from isotype.precision.ranges import (
+    FLOAT16_LARGEST,
+    ModuleRange,
+    OperatorRange,
+    Ranges,
+    is_attention,
+    is_fill,
+)
 from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.record import FLOATS, Call, Operand, Trace
-
-_ATTENTION = (
-    "_scaled_dot_product",
-    "_flash_attention",
-    "_efficient_attention",
-    "_cudnn",
-)
 
 _CAST = "aten._to_copy.default"
 
@@ -142,8 +142,7 @@ def _dtypes(call: Call) -> set[torch.dtype]:
 
 def _operation(op: str) -> str:
     """`aten.mm` of `aten.mm.default`; attention is one operation, whichever kernel a device has for it."""
-    short = op.rpartition(".")[0]
-    return "attention" if short.removeprefix("aten.").startswith(_ATTENTION) else short
+    return "attention" if is_attention(op) else op.rpartition(".")[0]
 
 
 def _calls(trace: Trace) -> dict[_Key, list[Call]]:
@@ -265,11 +264,10 @@ class Growth:
 
 def growth(ranges: Ranges) -> Growth | None:
     """Where the residual stream grows; None where no stream was found."""
-    stream = [ranges.by_module[name] for name in ranges.stream if name in ranges.by_module]
-    if not stream:
+    largest = ranges.residual
+    if largest is None:
         return None
-    beyond = next((each for each in stream if each.output > FLOAT16_LARGEST), None)
-    largest = max(stream, key=lambda each: each.output)
+    beyond = next((each for each in ranges.stream_modules if each.output > FLOAT16_LARGEST), None)
     return Growth(
         "" if beyond is None else beyond.name,
         0.0 if beyond is None else beyond.output,
