@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from isotype.preflight.check import check
 from isotype.report.check.report import Report
+from isotype.rules.ist810_underflow import find
 from isotype.rules.kit.value_ranges import flushed
 from tests.model.test_range_boundaries import llama
 
@@ -46,6 +48,19 @@ def test_gradients_below_the_first_loss_scale() -> None:
     assert finding.message == "100 % of the gradients' values become zero in float16 at a loss scale of 65536"
     (fix,) = finding.fixes
     assert fix.description == "begin with a larger loss scale: torch.amp.GradScaler(init_scale=2.0**24)"
+
+
+def test_a_gradient_that_overflowed_in_the_measurement_does_not_count() -> None:
+    trace = checked(40).trace
+    ranges = trace.setup.ranges
+    assert ranges is not None
+    overflowed = tuple(
+        replace(each, output=float("inf")) if each.phase == "backward" and each.matmul else each
+        for each in ranges.operators
+    )
+    setup = replace(trace.setup, ranges=replace(ranges, operators=overflowed))
+    (finding,) = find(replace(trace, setup=setup))
+    assert finding.fixes[0].description.endswith("(init_scale=2.0**24)")
 
 
 def test_a_step_without_scaler_is_told_both_shares() -> None:

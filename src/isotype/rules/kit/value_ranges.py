@@ -105,7 +105,7 @@ class Flushed:
     Attributes:
         plain: without loss scaling.
         scaled: at a loss scale of 65536.
-        gradient: the largest gradient of all.
+        gradient: the largest finite gradient of all; 0 where none is.
     """
 
     plain: float
@@ -132,7 +132,7 @@ def flushed(trace: Trace) -> Flushed | None:
     return Flushed(
         share(lambda each: each.flushed),
         share(lambda each: each.flushed_scaled),
-        max(each.operator.output for each in gradients),
+        max((each.operator.output for each in gradients if math.isfinite(each.operator.output)), default=0.0),
     )
 
 
