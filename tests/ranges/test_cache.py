@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.measured import cached_ranges, fingerprint, keep_ranges
+from isotype.checkpoint.measured import fingerprint, keep_ranges, kept_ranges
 from isotype.core.errors import SaveError
 from isotype.precision.ranges import Ranges
 from tests.models import save_tiny, tiny_batch, tiny_model
@@ -26,15 +26,21 @@ def files(directory: Path) -> list[str]:
     return sorted(str(each.relative_to(directory)) for each in directory.rglob("*"))
 
 
+def cached(path: Path) -> Ranges | None:
+    key = fingerprint(path)
+    assert key is not None
+    return kept_ranges(key)
+
+
 def test_a_measurement_is_found_again_beside_nothing_of_the_users(tmp_path: Path, cache: Path) -> None:
     path = save_tiny("llama", tmp_path / "model")
     before = files(path)
-    assert cached_ranges(path) is None
+    assert cached(path) is None
     ranges = isotype.measure_ranges(path)
     assert files(path) == before
     assert [each.name for each in cache.iterdir()] == [f"{ranges.key}.json"]
     moved = Path(shutil.copytree(path, tmp_path / "elsewhere" / "copy"))
-    assert cached_ranges(moved) == ranges
+    assert cached(moved) == ranges
 
 
 def test_another_model_of_the_same_headers_is_another_one(tmp_path: Path) -> None:
@@ -60,10 +66,10 @@ def test_a_damaged_file_counts_as_none(damage: str, tmp_path: Path, cache: Path)
     ranges = isotype.measure_ranges(path)
     kept = cache / f"{ranges.key}.json"
     kept.write_text(damage)
-    assert cached_ranges(path) is None
+    assert cached(path) is None
     again = isotype.measure_ranges(path)
     assert again.modules == ranges.modules
-    assert cached_ranges(path) == again
+    assert cached(path) == again
 
 
 def test_a_measurement_on_the_users_batch_is_not_kept(tmp_path: Path, cache: Path) -> None:
@@ -91,7 +97,7 @@ def test_infinity_and_nan_are_kept(tmp_path: Path, cache: Path) -> None:
     (note,) = [each for each in ranges.notes if "not finite" in each]
     assert note.startswith("not finite in float32: aten.mm.default in model.layers.0.mlp.up_proj (")
     assert note.endswith("result infinite")
-    found = cached_ranges(tmp_path / "model")
+    found = cached(tmp_path / "model")
     assert found is not None
     assert found.to_json() == ranges.to_json() == Ranges.from_json(ranges.to_json()).to_json()
 

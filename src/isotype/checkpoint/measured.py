@@ -18,21 +18,16 @@ _SAMPLE = 256
 """Bytes of each tensor that count: two checkpoints of one architecture have the same headers."""
 
 
-def cached_ranges(source: str | Path, revision: str | None = None) -> Ranges | None:
+def kept_ranges(key: str) -> Ranges | None:
     """The measurement of a checkpoint that was kept, on whatever path the same checkpoint lay then.
 
     How old it is, its `when` says. One that is damaged or of another layout counts as none.
 
     Args:
-        source: checkpoint directory, GGUF file, `embedded:NAME` or hub id; of a hub id, what has been downloaded.
-        revision: branch, tag or commit of a hub id.
-
-    Raises:
-        CheckpointError: `source` is no checkpoint, or its headers are damaged.
+        key: `fingerprint` of the checkpoint.
     """
-    key = fingerprint(source, revision)
-    path = None if key is None else _path(key)
-    if path is None or not path.is_file():
+    path = _path(key)
+    if not path.is_file():
         return None
     try:
         found = Ranges.from_json(path.read_text(encoding="utf-8"))
@@ -42,7 +37,7 @@ def cached_ranges(source: str | Path, revision: str | None = None) -> Ranges | N
 
 
 def keep_ranges(ranges: Ranges) -> Path:
-    """Keep a measurement of a checkpoint for `cached_ranges`; its `key` says of which.
+    """Keep a measurement of a checkpoint for `kept_ranges`; its `key` says of which.
 
     Raises:
         ValueError: it is of a model in memory.
@@ -68,6 +63,13 @@ def fingerprint(source: str | Path, revision: str | None = None) -> str | None:
     """Of what a checkpoint holds: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
 
     None where there are no weights, or none on this machine. The same on every path and at any time.
+
+    Args:
+        source: checkpoint directory, GGUF file, `embedded:NAME` or hub id; of a hub id, what has been downloaded.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: `source` is no checkpoint, or its headers are damaged.
     """
     directory = resolve_source(source)
     if isinstance(directory, str):

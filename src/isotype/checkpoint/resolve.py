@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.measured import cached_ranges
+from isotype.checkpoint.measured import fingerprint, kept_ranges
 from isotype.core.errors import Problem
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile
@@ -67,9 +68,9 @@ def resolve_precision(
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
         CheckpointError: `model` names no checkpoint.
     """
-    return resolve_request(
-        model, PrecisionRequest(dtype, quantization, trainable, **storage), device, revision, ranges
-    )
+    request = PrecisionRequest(dtype, quantization, trainable, **storage)
+    policy, _ = resolve_request(model, request, device, revision, ranges=ranges)
+    return policy
 
 
 def resolve_request(
@@ -77,16 +78,36 @@ def resolve_request(
     request: PrecisionRequest,
     device: str | torch.device = "auto",
     revision: str | None = None,
+    *,
     ranges: Ranges | None = None,
-) -> PrecisionPolicy:
-    """`resolve_precision` of what was asked as one value; the same errors."""
+    measure: Callable[[], Ranges] | None = None,
+) -> tuple[PrecisionPolicy, Ranges | None]:
+    """`resolve_precision` of what was asked as one value, with the measurement that it was decided by.
+
+    Args:
+        model, device, revision, ranges: as of `resolve_precision`.
+        request: what was asked.
+        measure: measures the checkpoint; called where float16 needs a measurement, the weights are on this machine, and
+            none was kept.
+
+    Returns:
+        The policy and the measurement; None where there is none or none is needed.
+
+    Raises:
+        PrecisionError, CheckpointError: as `resolve_precision`, and what `measure` raises.
+    """
     facts, profile = facts_of(model, revision=revision), device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
     policy = decide(facts, profile, request, obstacles, ranges)
     if policy.compute != torch.float16 or ranges is not None or not isinstance(model, (str, Path)):
-        return policy
-    known = cached_ranges(model, revision)
-    return policy if known is None else decide(facts, profile, request, obstacles, known)
+        return policy, ranges
+    key = fingerprint(model, revision)
+    if key is None:
+        return policy, None
+    found = kept_ranges(key)
+    if found is None and measure is not None:
+        found = measure()
+    return (policy if found is None else decide(facts, profile, request, obstacles, found)), found
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:

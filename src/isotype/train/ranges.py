@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
-from isotype.checkpoint.measured import cached_ranges, fingerprint
 from isotype.checkpoint.resolve import resolve_request
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import PrecisionPolicy
@@ -30,11 +29,5 @@ def policy_by_ranges(
     Raises:
         PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`.
     """
-    policy = resolve_request(source, request, device, revision)
-    if policy.compute != torch.float16 or fingerprint(source, revision) is None:
-        return policy, None
-    ranges = cached_ranges(source, revision)
-    if ranges is None and when == "measure":
-        ranges = measure_ranges(source, revision=revision)
-        policy = resolve_request(source, request, device, revision, ranges)
-    return policy, ranges
+    measure = partial(measure_ranges, source, revision=revision) if when == "measure" else None
+    return resolve_request(source, request, device, revision, measure=measure)
