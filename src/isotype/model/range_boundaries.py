@@ -12,8 +12,8 @@ from isotype.core.names import base_name
 from isotype.model.walk import (
     LINEAR_KINDS,
     Place,
+    blocks_in,
     is_tuner_layer,
-    lists_of_blocks,
     own_float_parameters,
     places,
 )
@@ -38,7 +38,7 @@ def range_boundaries(
     if not policy.wide_residual and not policy.exceptions:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
-    blocks = {id(block) for _, layers in lists_of_blocks(model, fewest=1) for block in layers.children()}
+    blocks = {id(block) for block in blocks_in(model)}
     root = max((place.name for place in found if not base_name(place.name)), key=len, default="")
     wanted: dict[str, BoundarySettings] = {}
     inside = ""  # the block around the current place: modules come depth first

@@ -83,6 +83,11 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
                 yield owner, child
 
 
+def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
+    """The blocks of all `lists_of_blocks`, those of a list within a block too."""
+    return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
+
+
 def _is_block(layer: nn.Module) -> bool:
     """Whether a layer is made of attention, mixer or MLP, which keep the shape of what they are given."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)

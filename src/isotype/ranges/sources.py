@@ -21,7 +21,7 @@ from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stream import blank_model, fill_buffers, stored_weights
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.model.walk import kind_of, lists_of_blocks
+from isotype.model.walk import blocks_in, kind_of
 from isotype.ranges.twin import Read, unwrapped
 from isotype.ranges.weights import Weight
 
@@ -67,9 +67,7 @@ def largest_part(directory: Path) -> int:
 
 def _parts(model: nn.Module) -> list[int]:
     """Numbers of weights that are there at the same time: of a block, or of a module outside of blocks."""
-    blocks: list[nn.Module] = [
-        block for _, layers in lists_of_blocks(model, fewest=1) for block in layers.children()
-    ]
+    blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(each.numel() for each in block.parameters()) for block in blocks]
     outside = [module for module in model.modules() if id(module) not in inside]

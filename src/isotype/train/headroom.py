@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from isotype.core.dtypes import dtype_name
-from isotype.model.walk import lists_of_blocks
+from isotype.model.walk import blocks_in
 from isotype.report.run.headroom import Headroom, HeadroomSample
 
 _EVERY = 50
@@ -28,8 +28,7 @@ class HeadroomMeter:
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         names = {id(module): name for name, module in model.named_modules()}
-        blocks = [block for _, several in lists_of_blocks(model, fewest=2) for block in several.children()]
-        self._blocks = {names[id(block)]: block for block in blocks}
+        self._blocks = {names[id(block)]: block for block in blocks_in(model, fewest=2)}
         self._every = min(_EVERY, max(1, steps // 20))
         self._handles: dict[str, Any] = {}
         self._seen: dict[str, torch.Tensor] = {}
