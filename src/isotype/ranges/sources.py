@@ -22,6 +22,7 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stream import blank_model, fill_buffers, stored_weights
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.walk import blocks_in, kind_of
+from isotype.precision.facts import ModelFacts
 from isotype.ranges.twin import Read, unwrapped
 from isotype.ranges.weights import Weight
 
@@ -124,7 +125,7 @@ def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
     facts = facts_of(directory)
     cpu = torch.device("cpu")
     if facts.quantization is not None:
-        return _loaded(source, directory, f"its weights are stored in {facts.quantization.format}")
+        return _loaded(source, directory, facts, f"its weights are stored in {facts.quantization.format}")
     model = blank_model(read_config(directory))
     stored = stored_weights(model, directory)
     names: dict[int, list[str]] = {}
@@ -135,7 +136,7 @@ def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
     }
     missing = [names[each][0] for each, name in held.items() if name is None]
     if missing:
-        return _loaded(source, directory, f"it has no {missing[0]}, which transformers draws")
+        return _loaded(source, directory, facts, f"it has no {missing[0]}, which transformers draws")
     fill_buffers(model, stored)
 
     def read(_: nn.Module, __: str, parameter: torch.Tensor) -> Weight:
@@ -146,8 +147,7 @@ def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
     return Measured(model, str(source), cpu, directory, read)
 
 
-def _loaded(source: str | Path, directory: Path, why: str) -> Measured:
-    facts = facts_of(directory)
+def _loaded(source: str | Path, directory: Path, facts: ModelFacts, why: str) -> Measured:
     saved = facts.quantization.format if facts.quantization else None
     policy = resolve_precision(
         directory, quantization=saved if saved in ("nf4", "fp4", "int8") else None, device="cpu"
