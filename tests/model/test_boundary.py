@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.model.boundary import Boundary, original_class, set_boundary
+from isotype.model.boundary import Boundary, BoundarySettings, original_class, set_boundary
 from tests.models import tiny_batch
 from tests.policy import autocast
 
@@ -54,7 +54,7 @@ def test_a_float32_norm_computes_in_float32_and_returns_the_compute_dtype(
     x = torch.randn(2, 7, 33).to(compute)
     expected, expected_x, expected_own = run(copy.deepcopy(norm).double(), x.double())
 
-    assert set_boundary(norm, "float32", compute)
+    assert set_boundary(norm, BoundarySettings("float32", compute))
     out, grad_x, grads = run(norm, x, outer)
     assert (out.dtype, grad_x.dtype) == (compute, compute)
     assert {g.dtype for g in grads.values()} == {torch.float32}
@@ -76,7 +76,7 @@ def test_a_linear_layer_with_masters_computes_in_the_compute_dtype(
     x = torch.randn(2, 7, 33).to(compute)
     expected, expected_x, expected_own = run(copy.deepcopy(linear).double(), x.double())
 
-    assert set_boundary(linear, "compute", compute)
+    assert set_boundary(linear, BoundarySettings("compute", compute))
     out, grad_x, grads = run(linear, x, outer)
     assert (out.dtype, grad_x.dtype) == (compute, compute)
     assert {g.dtype for g in grads.values()} == {torch.float32}
@@ -97,7 +97,7 @@ def test_a_16_bit_layer_computes_in_float32(low: torch.dtype, bias: bool, outer:
     x = torch.randn(2, 7, 33)
     expected, expected_x, expected_own = run(copy.deepcopy(linear).double(), x.double())
 
-    assert set_boundary(linear, "compute", torch.float32)
+    assert set_boundary(linear, BoundarySettings("compute", torch.float32))
     out, grad_x, grads = run(linear, x, outer)
     assert (out.dtype, grad_x.dtype) == (torch.float32, torch.float32)
     assert {g.dtype for g in grads.values()} == {low}
@@ -121,7 +121,7 @@ def test_outputs_of_every_structure_return_in_the_compute_dtype() -> None:
     router = Router()
     x, scale = torch.randn(3, 8, dtype=torch.bfloat16), torch.ones(())
     for boundary in ("float32", "compute"):
-        set_boundary(router, boundary, torch.bfloat16)
+        set_boundary(router, BoundarySettings(boundary, torch.bfloat16))
         out = router(x, scale=scale)
         assert out["logits"].dtype == torch.bfloat16
         assert out["chosen"][0].dtype == torch.int64
@@ -129,18 +129,18 @@ def test_outputs_of_every_structure_return_in_the_compute_dtype() -> None:
 
 def test_setting_changing_and_taking_away() -> None:
     norm = nn.LayerNorm(4)
-    assert set_boundary(norm, "float32", torch.bfloat16)
-    assert not set_boundary(norm, "float32", torch.bfloat16)
-    assert set_boundary(norm, "float32", torch.float16)
+    assert set_boundary(norm, BoundarySettings("float32", torch.bfloat16))
+    assert not set_boundary(norm, BoundarySettings("float32", torch.bfloat16))
+    assert set_boundary(norm, BoundarySettings("float32", torch.float16))
     assert norm(torch.randn(2, 4)).dtype == torch.float16
     assert isinstance(norm, nn.LayerNorm)
     assert (type(norm).__name__, type(norm).__module__) == ("LayerNorm", nn.LayerNorm.__module__)
     assert original_class(norm) is nn.LayerNorm
     assert list(norm.state_dict()) == ["weight", "bias"]
-    assert set_boundary(norm, "compute", torch.float16)
+    assert set_boundary(norm, BoundarySettings("compute", torch.float16))
     assert original_class(norm) is nn.LayerNorm
-    assert set_boundary(norm, None, torch.float16)
-    assert not set_boundary(norm, None, torch.float16)
+    assert set_boundary(norm, None)
+    assert not set_boundary(norm, None)
     assert type(norm) is nn.LayerNorm
     assert vars(norm).keys() == vars(nn.LayerNorm(4)).keys()
     assert norm(torch.randn(2, 4)).dtype == torch.float32
@@ -148,7 +148,7 @@ def test_setting_changing_and_taking_away() -> None:
 
 def test_copies_keep_the_boundary() -> None:
     norm = nn.LayerNorm(4)
-    set_boundary(norm, "float32", torch.bfloat16)
+    set_boundary(norm, BoundarySettings("float32", torch.bfloat16))
     buffer = io.BytesIO()
     torch.save(norm, buffer)
     buffer.seek(0)
@@ -162,7 +162,7 @@ def test_copies_keep_the_boundary() -> None:
         assert type(twin) is type(norm)
         assert twin.weight is not norm.weight or twin._parameters is norm._parameters
         assert torch.equal(twin(x), norm(x))
-        assert set_boundary(twin, None, torch.bfloat16)
+        assert set_boundary(twin, None)
         assert isinstance(norm, Boundary)
 
 
@@ -173,13 +173,13 @@ def test_accelerate_hooks_call_the_boundary() -> None:
         norm = nn.LayerNorm(4)
         if hook_first:
             add_hook_to_module(norm, ModelHook())
-        set_boundary(norm, "float32", torch.bfloat16)
+        set_boundary(norm, BoundarySettings("float32", torch.bfloat16))
         if not hook_first:
             add_hook_to_module(norm, ModelHook())
         assert norm(torch.randn(2, 4)).dtype == torch.bfloat16
         remove_hook_from_module(norm)
         assert norm(torch.randn(2, 4)).dtype == torch.bfloat16
-        set_boundary(norm, None, torch.bfloat16)
+        set_boundary(norm, None)
         assert norm(torch.randn(2, 4)).dtype == torch.float32
 
 
@@ -244,7 +244,7 @@ def test_an_int8_layer_gives_under_autocast_what_it_gives_without(dtype):
     weight = torch.randn(32, 512)
     layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to("cpu")
     layer.requires_grad_(False).eval()
-    set_boundary(layer, "int8", dtype)
+    set_boundary(layer, BoundarySettings("int8", dtype))
     x = torch.randn(3, 5, 512).to(dtype)
     with torch.no_grad():
         plain = layer(x)
@@ -260,7 +260,7 @@ def test_an_int8_layer_gives_under_autocast_what_it_gives_without(dtype):
 def test_a_recurrent_layer_with_a_boundary_is_pickled_as_without(layer: type[nn.RNNBase]) -> None:
     """Its own `__getstate__` leaves weak references out, which nothing can pickle."""
     made = layer(4, 4).bfloat16()
-    set_boundary(made, "compute", torch.bfloat16)
+    set_boundary(made, BoundarySettings("compute", torch.bfloat16))
     x = torch.randn(2, 1, 4).bfloat16()
     for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert isinstance(twin, Boundary)

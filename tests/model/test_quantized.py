@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.model.boundary import set_boundary
+from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.enforce import enforce_model
 from isotype.model.quantized import keep_training_layout, repacking, restore_layout
 from isotype.precision.policy import PrecisionPolicy
@@ -264,7 +264,7 @@ def test_a_trained_bias_is_safe_under_threads() -> None:
 def test_a_boundary_can_be_taken_off_a_quantized_layer() -> None:
     layer = linear("int8")[0]
     before = type(layer)
-    set_boundary(layer, "int8", torch.bfloat16)
+    set_boundary(layer, BoundarySettings("int8", torch.bfloat16))
     assert type(layer).__name__ == "Linear8bitLt"
-    set_boundary(layer, None, torch.bfloat16)
+    set_boundary(layer, None)
     assert type(layer) is before

@@ -16,7 +16,7 @@ from torch import nn
 import isotype
 from isotype.checkpoint.dequantize import dequantize
 from isotype.core.errors import UsageError
-from isotype.model.boundary import Boundary, set_boundary
+from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
 from isotype.ranges import bar, sources
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.ranges.test_measure import agrees, reference
@@ -96,14 +96,14 @@ def test_quantized_layers_are_measured_dequantized(quantization: str, tmp_path: 
     with quiet():
         model = isotype.add_lora(isotype.load(path, policy, device_map={"": "cpu"}), policy, r=4)
     norm = model.get_submodule("base_model.model.model.norm").float()
-    set_boundary(norm, "float32", F16)
+    set_boundary(norm, BoundarySettings("float32", F16))
     batch = tiny_batch("llama")
     before = state(model)
     ranges = isotype.measure_ranges(model, batch)
     assert same(state(model), before)
     assert isinstance(norm, Boundary)
     plain = copy.deepcopy(model.unload())
-    set_boundary(plain.model.norm, None, F16)
+    set_boundary(plain.model.norm, None)
     dequantize(plain, F32)
     seen = reference(plain, batch)
     assert ranges.by_module["model.layers.0.mlp.up_proj"].kind == "linear"

@@ -12,6 +12,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -20,16 +21,55 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 
-class Boundary:
-    """Marks the classes made here; `original` is the module's own class.
+@dataclass(frozen=True)
+class BoundarySettings:
+    """A boundary.
+
+    - `"float32"`: float inputs are cast to float32, autocast is off inside, float outputs return in `result`.
+      For pinned parameters and for norms and embeddings with float32 weights.
+    - `"compute"`: the forward runs under autocast to `compute`, which casts weight, bias and input together;
+      float outputs return in `result`. For linear layers and others with float32 masters.
+    - `"bias"`: the bias is added outside the 4-bit kernel: bitsandbytes would otherwise round a trainable bias in
+      place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
+    - `"int8"`: as `"bias"`, and the input comes in `compute` and as a matrix, which is all that bitsandbytes'
+      int8 kernels take.
+    - `"scale"`: as `"compute"`, or as the quantized layer does it, of the input times 2^-exponent; the result is widened
+      to `result`, multiplied by 2^exponent, and the bias is added to that.
+    - `"residual"`: the forward runs under autocast to `compute`; the first float input and the outputs are cast to
+      `result`. For embeddings and blocks, whose hidden states are the residual stream.
+    - `"autocast"`: the forward runs under autocast to `compute`. For the whole model and for what lies outside of its
+      blocks: a float32 residual stream needs autocast at every matmul, in evaluation and generation too.
+
+    Whatever the kind, an 8-bit layer's row scales survive a copy of its weight (see `_init_8bit_state`).
 
     Attributes:
-        original: the class before the swap.
-        boundary: the boundary's kind, see `set_boundary`.
+        kind: one of the above.
+        compute: the compute dtype.
+        result: the dtype of float outputs; None for `compute`.
+        exponent: of `"scale"`.
+    """
+
+    kind: str
+    compute: torch.dtype
+    result: torch.dtype | None = None
+    exponent: int = 0
+
+    @property
+    def returns(self) -> torch.dtype:
+        """The dtype of float outputs."""
+        return self.result or self.compute
+
+
+class Boundary:
+    """Marks the classes made here.
+
+    Attributes:
+        original: the module's own class, before the swap.
+        boundary_settings: what the boundary does.
     """
 
     original: type[nn.Module]
-    boundary: str
+    boundary_settings: BoundarySettings
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Whoever builds a module of the same class as this one (`type(model)(config)`) gets one without a boundary.
@@ -39,49 +79,15 @@ class Boundary:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The state as the module's own class gives it: recurrent layers leave weak references out.
-        return _rebuild, (self.original, self.boundary), self.__getstate__()
+        return _rebuild, (self.original, self.boundary_settings), self.__getstate__()
 
 
-_COMPUTE, _RESULT, _EXPONENT = "_boundary_compute", "_boundary_result", "_boundary_exponent"
-
-
-def set_boundary(
-    module: nn.Module,
-    boundary: str | None,
-    compute: torch.dtype,
-    *,
-    result: torch.dtype | None = None,
-    exponent: int = 0,
-) -> bool:
-    """Give `module` a boundary of the kind named, change it, or take it away (None). Returns whether it changed.
-
-    `result` is the dtype of float outputs, by default `compute`; `exponent` belongs to `"scale"`.
-
-    - `"float32"`: float inputs are cast to float32, autocast is off inside, float outputs return in `compute`.
-      For pinned parameters and for norms and embeddings with float32 weights.
-    - `"compute"`: the forward runs under autocast to `compute`, which casts weight, bias and input together;
-      float outputs return in `compute`. For linear layers and others with float32 masters.
-    - `"bias"`: the bias is added outside the 4-bit kernel: bitsandbytes would otherwise round a trainable bias in
-      place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
-    - `"int8"`: as `"bias"`, and the input comes in `compute` and as a matrix, which is all that bitsandbytes'
-      int8 kernels take; the row scales survive a copy of the weight (see `_init_8bit_state`).
-    - `"scale"`: as `"compute"`, or as the quantized layer does it, of the input times 2^-exponent; the result is widened
-      to `result`, multiplied by 2^exponent, and the bias is added to that.
-    - `"residual"`: the forward runs under autocast to `compute`; the first float input and the outputs are cast to
-      `result`. For embeddings and blocks, whose hidden states are the residual stream.
-    - `"autocast"`: the forward runs under autocast to `compute`. For the whole model and for what lies outside of its
-      blocks: a float32 residual stream needs autocast at every matmul, in evaluation and generation too.
-    """
-    attributes = {_COMPUTE: compute, _RESULT: result or compute, _EXPONENT: exponent}
-    before = (type(module), {name: module.__dict__.get(name) for name in attributes})
+def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
+    """Give `module` a boundary, change it, or take it away (None). Returns whether it changed."""
+    before = type(module)
     base: Any = original_class(module)
-    module.__class__ = base if boundary is None else _boundary_class(base, boundary)
-    for name, value in attributes.items():
-        if boundary is None:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = value
-    if before == (type(module), {name: module.__dict__.get(name) for name in attributes}):
+    module.__class__ = base if settings is None else _boundary_class(base, settings)
+    if type(module) is before:
         return False
     for name in ("forward", "_old_forward"):  # accelerate's hooks keep the method that they call
         method = module.__dict__.get(name)
@@ -90,16 +96,9 @@ def set_boundary(
     return True
 
 
-def boundary_kept(module: nn.Module) -> Callable[[], None]:
-    """What gives `module` back the boundary that it has now, or none."""
-    kind = module.boundary if isinstance(module, Boundary) else None
-    compute = module.__dict__.get(_COMPUTE, torch.float32)
-    result, exponent = module.__dict__.get(_RESULT), module.__dict__.get(_EXPONENT, 0)
-
-    def restore() -> None:
-        set_boundary(module, kind, compute, result=result, exponent=exponent)
-
-    return restore
+def boundary_of(module: nn.Module) -> BoundarySettings | None:
+    """The boundary that `module` has, or None."""
+    return module.boundary_settings if isinstance(module, Boundary) else None
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -109,12 +108,13 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
     """Of a module whose boundary value ranges ask for: the exponent of `"scale"`, 0 of float32; None of any other."""
-    kind = module.boundary if isinstance(module, Boundary) else None
-    compute, result = module.__dict__.get(_COMPUTE), module.__dict__.get(_RESULT)
-    if kind == "scale":
-        return int(module.__dict__[_EXPONENT])
-    wide = (kind == "compute" and compute == torch.float32) or (
-        kind == "float32" and result == torch.float32 != compute
+    settings = boundary_of(module)
+    if settings is None:
+        return None
+    if settings.kind == "scale":
+        return settings.exponent
+    wide = (settings.kind == "compute" and settings.compute == torch.float32) or (
+        settings.kind == "float32" and settings.result == torch.float32 != settings.compute
     )
     return 0 if wide else None
 
@@ -141,22 +141,22 @@ def _device_type(module: nn.Module) -> str:
 def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _cast(args, torch.float32), _cast(kwargs, torch.float32)
     with torch.autocast(_device_type(self), enabled=False):
-        return _cast(self.original.forward(self, *args, **kwargs), self._boundary_result)
+        return _cast(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
 
 
 def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-    compute = self._boundary_compute
+    compute = self.boundary_settings.compute
     if compute == torch.float32:  # which no autocast casts to
         twin = _sharing(self, {name: _cast(own, compute) for name, own in self._parameters.items()})
         with torch.autocast(_device_type(self), enabled=False):
             return self.original.forward(twin, *_cast(args, compute), **_cast(kwargs, compute))
     with torch.autocast(_device_type(self), dtype=compute):
-        return _cast(self.original.forward(self, *args, **kwargs), self._boundary_result)
+        return _cast(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
 
 
 def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     bias = self.bias
-    if bias is None or bias.dtype == self._boundary_compute:
+    if bias is None or bias.dtype == self.boundary_settings.compute:
         return cast(torch.Tensor, self.original.forward(self, x))
     twin = _sharing(self, {"bias": None})
     out = self.original.forward(twin, x)
@@ -164,16 +164,16 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
-    rows = x.to(self._boundary_compute).reshape(-1, x.shape[-1])
+    rows = x.to(self.boundary_settings.compute).reshape(-1, x.shape[-1])
     # Autocast would reach the float32 matmul that stands for an int8 one on a CPU without AVX512 (bitsandbytes
     # 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
         out = _forward_bias(self, rows).reshape(*x.shape[:-1], -1)
-    return cast(torch.Tensor, _cast(out, self._boundary_result))
+    return cast(torch.Tensor, _cast(out, self.boundary_settings.returns))
 
 
 def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
-    compute, factor = self._boundary_compute, 2.0**self._boundary_exponent
+    compute, factor = self.boundary_settings.compute, 2.0**self.boundary_settings.exponent
     bias = self.bias
     layer = self if bias is None else _sharing(self, {"bias": None})
     low = (x.float() / factor).to(compute)  # exact but for subnormal numbers: only the exponent changes
@@ -183,18 +183,18 @@ def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
     else:
         with torch.autocast(_device_type(self), dtype=compute):
             out = self.original.forward(layer, low)
-    out = out.to(self._boundary_result) * factor
+    out = out.to(self.boundary_settings.returns) * factor
     return cast(torch.Tensor, out if bias is None else out + bias.to(out.dtype))
 
 
 def _forward_residual(self: Any, *args: Any, **kwargs: Any) -> Any:
-    dtype = self._boundary_result
+    dtype = self.boundary_settings.returns
     place = next((i for i, value in enumerate(args) if _is_float(value)), None)
     if place is not None:
         args = (*args[:place], args[place].to(dtype), *args[place + 1 :])
     elif _is_float(kwargs.get("hidden_states")):
         kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"].to(dtype)}
-    with torch.autocast(_device_type(self), dtype=self._boundary_compute):
+    with torch.autocast(_device_type(self), dtype=self.boundary_settings.compute):
         out = self.original.forward(self, *args, **kwargs)
     if isinstance(out, tuple) and out and _is_float(out[0]):
         return (out[0].to(dtype), *out[1:])
@@ -206,7 +206,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _forward_autocast(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(_device_type(self), dtype=self._boundary_compute):
+    with torch.autocast(_device_type(self), dtype=self.boundary_settings.compute):
         return self.original.forward(self, *args, **kwargs)
 
 
@@ -218,39 +218,37 @@ def _init_8bit_state(self: Any) -> None:
     self.state.SCB = None if scales is None else scales.to(self.weight.device)
 
 
-_MEMBERS: dict[str, dict[str, Callable[..., Any]]] = {
-    "float32": {"forward": _forward_float32},
-    "compute": {"forward": _forward_compute},
-    "bias": {"forward": _forward_bias},
-    "int8": {"forward": _forward_int8, "init_8bit_state": _init_8bit_state},
-    "scale": {"forward": _forward_scale},
-    "residual": {"forward": _forward_residual},
-    "autocast": {"forward": _forward_autocast},
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "float32": _forward_float32,
+    "compute": _forward_compute,
+    "bias": _forward_bias,
+    "int8": _forward_int8,
+    "scale": _forward_scale,
+    "residual": _forward_residual,
+    "autocast": _forward_autocast,
 }
 
 
 @cache
-def _boundary_class(base: Any, boundary: str) -> Any:
+def _boundary_class(base: Any, settings: BoundarySettings) -> Any:
     members = {
         "original": base,
-        "boundary": boundary,
+        "boundary_settings": settings,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
-        **{name: _like(member, getattr(base, name, None)) for name, member in _MEMBERS[boundary].items()},
+        "forward": _like(_FORWARDS[settings.kind], base.forward),
     }
-    if boundary == "scale" and hasattr(base, "init_8bit_state"):
-        members["init_8bit_state"] = _init_8bit_state
+    if hasattr(base, "init_8bit_state"):
+        members["init_8bit_state"] = _like(_init_8bit_state, base.init_8bit_state)
     return type(base.__name__, (Boundary, base), members)
 
 
 def _like(member: Callable[..., Any], original: Any) -> Callable[..., Any]:
     """`member` with the signature and the docstring of what it stands for: trainers look up a forward's arguments."""
-    if original is None:
-        return member
     own = types.FunctionType(member.__code__, member.__globals__, member.__name__, member.__defaults__)
     return functools.wraps(original)(own)
 
 
-def _rebuild(base: Any, boundary: str) -> Any:
-    cls = _boundary_class(base, boundary)
+def _rebuild(base: Any, settings: BoundarySettings) -> Any:
+    cls = _boundary_class(base, settings)
     return cls.__new__(cls)

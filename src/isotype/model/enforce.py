@@ -13,9 +13,9 @@ from torch import nn
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import plural
-from isotype.model.boundary import set_boundary
+from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
-from isotype.model.range_boundaries import BoundarySettings, computes_float32, range_boundaries
+from isotype.model.range_boundaries import computes_float32, range_boundaries
 from isotype.model.walk import Place, is_pinned, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -232,21 +232,23 @@ def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
 
 
 def _boundary(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:
-    if by_ranges is not None:
-        kind, result = by_ranges.kind, by_ranges.result
-        if set_boundary(place.module, kind, by_ranges.compute, result=result, exponent=by_ranges.exponent):
-            return [Change(place.name, f"{kind} boundary set")]
+    wanted = by_ranges or _of_dtypes(place, policy)
+    if not set_boundary(place.module, wanted):
         return []
-    wanted = _wanted_boundary(place, policy)
+    return [Change(place.name, f"{wanted.kind} boundary set" if wanted else "boundary removed")]
+
+
+def _of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
+    """The boundary that the dtypes of a module's own parameters need."""
+    kind = _kind_of_boundary(place, policy)
+    if kind is None:
+        return None
     # Neighbours take what a boundary returns: float weights lie in the plain dtype, which is the compute dtype
     # except under autocast. The kinds that choose their own dtype are set where the two are the same.
-    dtype = policy.plain if wanted == "float32" else policy.compute
-    if not set_boundary(place.module, wanted, dtype):
-        return []
-    return [Change(place.name, f"{wanted} boundary set" if wanted else "boundary removed")]
+    return BoundarySettings(kind, policy.plain if kind == "float32" else policy.compute)
 
 
-def _wanted_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
+def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
     if place.kind == "linear8bit":
         return "int8"
     if place.tuner:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from isotype.core.names import base_name
+from isotype.model.boundary import BoundarySettings
 from isotype.model.walk import (
     LINEAR_KINDS,
     Place,
@@ -18,16 +18,6 @@ from isotype.model.walk import (
     places,
 )
 from isotype.precision.policy import ModuleException, PrecisionPolicy
-
-
-@dataclass(frozen=True)
-class BoundarySettings:
-    """Arguments of `isotype.model.boundary.set_boundary`."""
-
-    kind: str
-    compute: torch.dtype
-    result: torch.dtype | None = None
-    exponent: int = 0
 
 
 def range_boundaries(
@@ -51,8 +41,8 @@ def range_boundaries(
             continue
         settings = _of_exceptions(place, exceptions, policy.compute)
         if settings is None and policy.wide_residual:
-            role = _role(place, id(place.module) in blocks, place.name == root, bool(inside))
-            settings = _STREAM[role](policy.compute) if role is not None else None
+            kind = _kind_in_stream(place, id(place.module) in blocks, place.name == root, bool(inside))
+            settings = BoundarySettings(kind, policy.compute, torch.float32) if kind is not None else None
         if settings is not None:
             wanted[place.name] = settings
     return wanted
@@ -77,29 +67,20 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
     }
 
 
-def _role(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """What a place is to a float32 residual stream; None where a block's own boundary is enough."""
+def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
+    """The boundary that a float32 residual stream needs at a place; None where its block's own is enough."""
     if place.tuner:
         return None
     if root:
-        return "root"
+        return "autocast"  # under which matmuls take float32 inputs in evaluation and generation too
     if place.kind == "norm":
-        return "norm"
+        return "float32"
     if block or place.kind == "embedding":
-        return "stream"
+        return "residual"
     # `generate` calls encoders, vision towers and projectors without the model around them.
     if not inside_block and place.kind in ("linear", "other") and own_float_parameters(place.module):
-        return "outside"
+        return "autocast"
     return None
-
-
-# Under autocast, matmuls take float32 inputs in evaluation and generation too.
-_STREAM: dict[str, Callable[[torch.dtype], BoundarySettings]] = {
-    "root": lambda compute: BoundarySettings("autocast", compute),
-    "outside": lambda compute: BoundarySettings("autocast", compute),
-    "norm": lambda compute: BoundarySettings("float32", compute, torch.float32),
-    "stream": lambda compute: BoundarySettings("residual", compute, torch.float32),
-}
 
 
 def _of_exceptions(
@@ -111,9 +92,9 @@ def _of_exceptions(
         owner = name.rpartition(".")[0]
         return BoundarySettings("compute", wide) if place.kind == "linear" and owner in exceptions else None
     own = exceptions.get(name)
-    if own is not None and own.how != "adapters" and place.kind in LINEAR_KINDS:
-        return _of_linear(place, own, compute)
     if own is not None and own.how != "adapters":
+        if place.kind in LINEAR_KINDS:
+            return _of_linear(place, own, compute)
         # Its parameters are cast with its inputs; autocast is off inside.
         return BoundarySettings("compute", wide)
     inside = any(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,16 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import base_name, starred
-from isotype.model.boundary import boundary_kept, set_boundary
+from isotype.model.boundary import BoundarySettings, boundary_of, set_boundary
 from isotype.model.enforce import fresh_rotary
 from isotype.model.quantized import keep_training_layout, quantization_state, restore_layout
-from isotype.model.range_boundaries import BoundarySettings, computes_float32, range_boundaries
+from isotype.model.range_boundaries import computes_float32, range_boundaries
 from isotype.model.walk import own_float_parameters, places, plain_tensors
 from isotype.precision.policy import ModuleException, PrecisionPolicy
 from isotype.rules.finding import Action, RangeBoundaries
 from isotype.trace.fold import stands_for
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
@@ -260,9 +261,9 @@ def _set_boundary(module: nn.Module, value: str) -> list[Undo]:
 
 
 def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
-    undo = boundary_kept(module)
-    set_boundary(module, settings.kind, settings.compute, result=settings.result, exponent=settings.exponent)
-    return [undo]
+    before = boundary_of(module)
+    set_boundary(module, settings)
+    return [partial(set_boundary, module, before)]
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:

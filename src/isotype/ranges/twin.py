@@ -167,7 +167,7 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
     """Take off what belongs to a run, not to the function: boundaries, accelerate's hooks, compilation, modes."""
-    set_boundary(module, None, dtype)
+    set_boundary(module, None)
     own = vars(module)
     if "_hf_hook" in own:
         own.pop("_hf_hook")

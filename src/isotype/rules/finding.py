@@ -34,7 +34,7 @@ ActionKind = Literal[
     "state",  # the quantization state of the layer `target` dequantizes to `value`
     "compute",  # the quantized layer `target` computes in `value`
     "layout",  # the 4-bit layer `target` keeps the layout that trains
-    "boundary",  # the module `target` casts at its border, see isotype.model.boundary.set_boundary
+    "boundary",  # the module `target` casts at its border, see isotype.model.boundary.BoundarySettings
     "ranges",  # the model gets the boundaries that float16 needs for its values: `value` is JSON, see `RangeBoundaries`
     "line",  # the code at `target` (`file:line`) casts to, or makes tensors in, `value`; only the user can do it
     "setting",  # the argument `target` of the step (autocast, scaler, optimizer, …) becomes `value`
