@@ -45,7 +45,7 @@ class StoredWeights:
         self._made_by: dict[str, _Source] = {}
         self.shapes: dict[str, torch.Size] = {}
         for source in self._sources.values():
-            # On the meta device: which tensors come of it, and of what shapes.
+            # On the meta device, to learn the names and shapes of the tensors that it makes.
             blank = {header.name: _blank(header) for header, _ in source.tensors}
             for name, value in _converted(model, source, blank).items():
                 self._made_by[name] = source
