@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from tests.faults import FAULTS, HEALTHY, Setup  # noqa: E402
-from tests.prediction import own_name, predicted_end  # noqa: E402
+from tests.prediction import check_of, own_name, predicted_end  # noqa: E402
 from tests.reality import real_step  # noqa: E402
 from tests.zoo import ARCHITECTURES, LEFT_OUT  # noqa: E402
 
@@ -137,20 +137,10 @@ def really(case: Case) -> End:
 
 def predicted(case: Case) -> End:
     """Ask the preflight."""
-    from isotype.preflight.check import check
-
     setup, _ = prepared(case)
     started = time.perf_counter()
     try:
-        report = check(
-            setup.model,
-            setup.batch,
-            device="cpu",
-            autocast=setup.autocast or False,
-            scaler=setup.scaler,
-            optimizer=setup.optimizer,
-            verify=False,
-        )
+        report = check_of(setup)
     except Exception as error:  # noqa: BLE001 - a check that raises is one disagreement, not the end of the run
         return End("lost", detail=f"check raised {type(error).__name__}: {error}"[:400])
     seconds = time.perf_counter() - started

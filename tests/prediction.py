@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import re
 
-import isotype
+from isotype.preflight.check import check
+from isotype.report.check.report import Report
+from tests.faults import Setup
 
 PHASES = ("forward", "backward", "unscale", "optimizer")
 # What wrappers put before or between the names of the model's own modules.
 _WRAPPER_PARTS = re.compile(r"^base_model\.model\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
-def predicted_end(report: isotype.Report) -> tuple[str, str, str]:
+def check_of(setup: Setup) -> Report:
+    """What the check says of a step on this CPU, fixes untried; it leaves the model as it is."""
+    return check(
+        setup.model,
+        setup.batch,
+        device="cpu",
+        autocast=setup.autocast or False,
+        scaler=setup.scaler,
+        optimizer=setup.optimizer,
+        verify=False,
+    )
+
+
+def predicted_end(report: Report) -> tuple[str, str, str]:
     """The verdict `runs`, `crashes` or `lost`, with the phase and the module of the first error.
 
     `lost`: no error was found, and the step was not traced to its end.

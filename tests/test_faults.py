@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import isotype
 from tests.faults import FAULTS, HEALTHY, Setup
-from tests.prediction import own_name, predicted_end
+from tests.prediction import check_of, own_name, predicted_end
 from tests.reality import real_step
 from tests.zoo import ARCHITECTURES
 
@@ -120,17 +119,7 @@ def test_every_kind_of_fault_is_written_down_here() -> None:
 def test_the_step_ends_as_predicted(fault: str) -> None:
     setup = _setup(fault)
     assert FAULTS[fault].inject(setup)
-    # The check first: it leaves the model as it is.
-    report = isotype.check(
-        setup.model,
-        setup.batch,
-        device="cpu",
-        autocast=setup.autocast or False,
-        scaler=setup.scaler,
-        optimizer=setup.optimizer,
-        verify=False,
-    )
-    verdict, phase, module = predicted_end(report)
+    verdict, phase, module = predicted_end(check_of(setup))
     outcome = real_step(setup.model, setup.batch, setup.autocast, setup.scaler, setup.optimizer)
     if fault in RUNS:
         assert (outcome.error, verdict) == (None, "runs")
