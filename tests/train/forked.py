@@ -7,6 +7,7 @@ tests; importing the libraries once instead of once a run is what makes many run
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ def start(argv: Sequence[str], log: Path) -> int:
     if pid:
         return pid
     os.setsid()
+    # A shell that runs the tests in the background has Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class Terminated(KeyboardInterrupt):
@@ -18,6 +21,48 @@ def terminate(signum: int, frame: FrameType | None) -> NoReturn:
         Terminated: always.
     """
     raise Terminated
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what runs inside, whatever a library makes of them.
+
+    Their exception is raised wherever the program happens to be, and some code there catches everything: datasets 5.2.0
+    takes it for a function that has no hash (a bare `except:` in `update_fingerprint`, fingerprint.py), torch for a
+    value without a shape. An interrupt that was lost is raised at the end, or in place of the error that it became.
+    Outside the main thread, where Python takes no signals, and for signals that are ignored or end the process, nothing
+    changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[KeyboardInterrupt] = []
+
+    def keeping(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+        def handle(signum: int, frame: FrameType | None) -> None:
+            try:
+                handler(signum, frame)
+            except KeyboardInterrupt as interrupt:
+                received.append(interrupt)
+                raise
+
+        return handle
+
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in found.items() if callable(handler)}
+    for number, handler in before.items():
+        signal.signal(number, keeping(handler))
+    try:
+        yield
+    except Exception as error:
+        if received:
+            raise received[0] from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise received[0]
 
 
 def exit_status(number: int) -> int:

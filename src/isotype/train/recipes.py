@@ -16,7 +16,7 @@ from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.core.errors import IsotypeError, Problem, SaveError, TrainingError, UsageError
-from isotype.core.interrupt import signal_of
+from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.staging import recover
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile, device_profile
@@ -84,34 +84,35 @@ def run(settings: Settings, console: Console) -> Outcome:
     """
     from isotype.data.load import load_training_data
 
-    settings, start = start_of(settings)
-    profile = _training_device(settings)
-    rewards = _rewards(settings)
-    _place_outputs(settings)
-    check_settings(settings)
-    resume = resume_point(settings)
-    data = load_training_data(
-        settings.script,
-        settings.dataset,
-        settings.method.name,
-        need_test=settings.training.eval_strategy != "no" and settings.extra.eval_split is None,
-        text_field=getattr(settings.training, "dataset_text_field", "text"),
-        columns=settings.extra.columns,
-    )
-    data = hold_back(settings, data)
-    extra, source = settings.extra, settings.model.model_name_or_path
-    saved = None if resume is None else PrecisionPolicy.read(resume)
-    when = extra.ranges if saved is None else "known"
-    policy, _ = policy_by_ranges(source, settings.precision, extra.device, when=when)
-    policy = with_ranges_of(policy, saved)
-    check_policy(settings, policy)
-    check_weights(settings.model.model_name_or_path)
-    check_resume(settings, policy, resume)
-    apply_to_arguments(policy, settings.training)
-    describe.show_policy(console, policy, settings.training.optim, settings.extra)
-    if resume is None:
-        say_what_is_overwritten(settings, console)
-    built = _build(settings, policy, data, rewards, resume, start, console)
+    with interrupts_kept():
+        settings, start = start_of(settings)
+        profile = _training_device(settings)
+        rewards = _rewards(settings)
+        _place_outputs(settings)
+        check_settings(settings)
+        resume = resume_point(settings)
+        data = load_training_data(
+            settings.script,
+            settings.dataset,
+            settings.method.name,
+            need_test=settings.training.eval_strategy != "no" and settings.extra.eval_split is None,
+            text_field=getattr(settings.training, "dataset_text_field", "text"),
+            columns=settings.extra.columns,
+        )
+        data = hold_back(settings, data)
+        extra, source = settings.extra, settings.model.model_name_or_path
+        saved = None if resume is None else PrecisionPolicy.read(resume)
+        when = extra.ranges if saved is None else "known"
+        policy, _ = policy_by_ranges(source, settings.precision, extra.device, when=when)
+        policy = with_ranges_of(policy, saved)
+        check_policy(settings, policy)
+        check_weights(settings.model.model_name_or_path)
+        check_resume(settings, policy, resume)
+        apply_to_arguments(policy, settings.training)
+        describe.show_policy(console, policy, settings.training.optim, settings.extra)
+        if resume is None:
+            say_what_is_overwritten(settings, console)
+        built = _build(settings, policy, data, rewards, resume, start, console)
     return _train(settings, policy, profile, built, resume, console)
 
 
