@@ -247,6 +247,7 @@ def test_masks_are_no_findings_but_softmax_of_nothing_is(masked_by: str):
     [
         (lambda x: x / (x - x), "aten.div.Tensor", (1.0, 0.0)),
         (lambda x: (x - x) / (x - x), "aten.div.Tensor", (0.0, 0.0)),
+        (lambda x: (x - x) / torch.tensor(0), "aten.div.Tensor", (0.0, 0.0)),
         (lambda x: (x - x).log(), "aten.log.default", (0.0,)),
         (lambda x: (-x).sqrt(), "aten.sqrt.default", (-1.0,)),
         (lambda x: x[:0].mean(), "aten.mean.default", ()),

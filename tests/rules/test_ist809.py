@@ -137,7 +137,8 @@ def t5(factor: float) -> Any:
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0**10, 2.0**15], ids=["harmless", "large", "hopeless"])
-@pytest.mark.parametrize("make", [gemma2, t5])
+# transformers 5.20 adds the least float16 to Gemma 2's masked scores, and the reference takes that -inf for an overflow.
+@pytest.mark.parametrize("make", [pytest.param(gemma2, marks=pytest.mark.newest), t5])
 def test_other_architectures(make: Any, factor: float) -> None:
     model = make(factor).half()
     model.eval()  # T5 drops values in training

@@ -137,6 +137,7 @@ def test_a_script_stops_in_the_step_and_names_the_operator_that_is_first(
     assert first <= 3 or f"trainer.train(resume_from_checkpoint={str(whole)!r})" in said
 
 
+@pytest.mark.newest  # transformers 5.20 divides by an integer, which is shown among no float operands
 def test_the_message(tmp_path: Path) -> None:
     said = stopped(trainer_of("batch", tmp_path / "out"))
     source = said.partition("forward   ")[2].partition("\n")[0]

@@ -47,6 +47,8 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
     for role, tensor in () if like else tensors_in(func, args, kwargs):
         argument = role.partition("[")[0]
         written = argument in schema.written
+        if _is_count(tensor) and argument in _NUMBERS and not written:
+            found.append(Operand(role, None, None, float(tensor)))
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
         if not written and _is_number(tensor):
@@ -57,6 +59,16 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
             found.append(Operand(role, None, None, float(value)))
     return found
+
+
+def _is_count(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one integer: what a sum is divided by."""
+    return (
+        not tensor.dim()
+        and not tensor.is_floating_point()
+        and not tensor.is_complex()
+        and tensor.dtype != torch.bool
+    )
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
