@@ -1,0 +1,1 @@
+"""COMPUTE: LoRA products, loss and attention at the speed of the arithmetic."""

@@ -1,0 +1,189 @@
+"""Logits of a chunk of tokens: the products with a language-model head, and scratch memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_ROWS = 256  # tokens of a chunk: with more, a product is no faster
+_PART = 16 << 20  # bytes of the weight that are cast at a time
+_BLOCK = 3 << 19  # bytes of float32 that the softmax works on at a time, on a CPU: they stay in its cache
+# What rows of gradients are multiplied by before a product in float16, so that small probabilities are not subnormal. The
+# product's results are at most twice this times the largest weight.
+_LIFT = 64.0
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns hidden states into logits.
+
+    Attributes:
+        weight: `[V, H]` in any float dtype.
+        bias: `[V]`, or None.
+        scale: what the projection is multiplied by (`logit_scale`).
+        softcap: `softcap * tanh(logits / softcap)` follows (`final_logit_softcapping` of Gemma 2); None: it does not.
+        temperature: what the logits are divided by last.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call computes, without its tensors.
+
+    Attributes:
+        scale, softcap, temperature: as in `Head`.
+        working: dtype of the products.
+        scratch: bytes for the logits of one chunk.
+        outputs: what is wanted besides the log-probabilities.
+        gradients: which results a backward may come through.
+        differentiated: whether there may be a backward at all.
+    """
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    working: torch.dtype
+    scratch: int
+    outputs: tuple[str, ...]
+    gradients: frozenset[str]
+    differentiated: bool
+
+    @property
+    def lift(self) -> float:
+        return _LIFT if self.working == torch.float16 else 1.0
+
+    @property
+    def slope(self) -> float:
+        """dz/dy, but for the soft cap."""
+        return self.scale / self.temperature
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Scratch of one call, used again by every chunk.
+
+    Attributes:
+        logits: `[chunk, V]` in the working dtype; rows of gradients are written over it.
+        values, other, slope: float32 `[block, V]`; the last two None where they are not needed.
+    """
+
+    logits: torch.Tensor
+    values: torch.Tensor
+    other: torch.Tensor | None
+    slope: torch.Tensor | None
+
+
+def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
+    """Scratch for `tokens` tokens; `slope`: where there is a soft cap."""
+    vocabulary = weight.shape[0]
+    slope = slope and call.softcap is not None
+    on_cpu = weight.device.type == "cpu"
+    # Elsewhere a block is a whole chunk: what counts there is the number of kernels.
+    wide = 0 if on_cpu else 4 * (1 + other + slope)
+    rows = min(_ROWS, max(1, call.scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
+    rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size
+    block = min(rows, max(1, _BLOCK // (4 * vocabulary))) if on_cpu else rows
+
+    def block_of(wanted: bool) -> torch.Tensor | None:
+        return weight.new_empty(block, vocabulary, dtype=torch.float32) if wanted else None
+
+    return Buffers(
+        weight.new_empty(rows, vocabulary, dtype=call.working),
+        weight.new_empty(block, vocabulary, dtype=torch.float32),
+        block_of(other),
+        block_of(slope),
+    )
+
+
+def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:
+    """The tokens of each chunk."""
+    rows = buffers.logits.shape[0]
+    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+
+
+def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
+    """(rows within the chunk, the same tokens among all) of each block."""
+    rows = buffers.values.shape[0]
+    for start in range(chunk.start, chunk.stop, rows):
+        stop = min(start + rows, chunk.stop)
+        yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
+        if isinstance(buffers.values, FakeTensor):
+            return  # a trace needs each operator once: the blocks use the same memory, and no FLOPs that count
+
+
+def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The weight in `dtype`: as it is, or cast part by part."""
+    if weight.dtype == dtype:
+        yield slice(0, weight.shape[0]), weight
+        return
+    for part in _slices(weight, dtype):
+        yield part, weight[part].to(dtype)
+
+
+def _slices(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    step = max(1, _PART // max(1, weight.shape[1] * dtype.itemsize))
+    return (slice(start, min(start + step, weight.shape[0])) for start in range(0, weight.shape[0], step))
+
+
+def project(
+    call: Call,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    logits: torch.Tensor,
+) -> torch.Tensor:
+    """Write W x + b into `logits`; returns that of the targets, in float32."""
+    for part, matrix in _parts(weight, call.working):
+        out = logits[:, part]
+        if bias is None:
+            torch.mm(x, matrix.t(), out=out)
+        else:
+            torch.addmm(bias[part].to(call.working), x, matrix.t(), out=out)
+    own = weight.index_select(0, targets).to(call.working).float()
+    exact: torch.Tensor = torch.linalg.vecdot(x.float(), own)
+    return exact if bias is None else exact + bias.index_select(0, targets).to(call.working).float()
+
+
+def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `rows @ weight` into `out`, rounded once."""
+    if weight.dtype == call.working:
+        torch.mm(rows, weight, out=out)
+        return
+    total = out.new_zeros(out.shape, dtype=torch.float32)
+    for part, matrix in _parts(weight, call.working):
+        total += rows[:, part] @ matrix
+    out.copy_(total)
+
+
+def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
+    """From y to z in place, both float32; what the soft cap makes of dz/dy goes into `slope`."""
+    if call.scale != 1:
+        values.mul_(call.scale)
+    if call.softcap is not None:
+        values.div_(call.softcap).tanh_()
+        if slope is not None:
+            torch.mul(values, values, out=slope).neg_().add_(1)
+        values.mul_(call.softcap)
+    if call.temperature != 1:
+        values.mul_(1 / call.temperature)
+    return values
+
+
+def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: torch.Tensor) -> None:
+    """Add `rows^T (factor x)` to the float32 `total`, without overflow in the dtype of the product."""
+    scaled = x.float() * factor[:, None]
+    largest = scaled.abs().amax().clamp_min(1e-30)
+    scaled = (scaled / largest).to(x.dtype)
+    for part in _slices(total, torch.float32):
+        total[part].add_((rows[:, part].t() @ scaled).float() * largest)

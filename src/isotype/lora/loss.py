@@ -1,0 +1,278 @@
+"""Per-token log-probabilities of a language model, from hidden states: head and softmax in chunks over the tokens.
+
+With y = W h + b, z = cap(scale y) / temperature, p = softmax(z) and t the target, cap(x) = softcap tanh(x / softcap):
+
+    log p_t = z_t - logsumexp(z)
+    d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
+
+The log-probability of a token depends on its own hidden state only. So its gradient is formed in the forward, while the
+logits are at hand, and the backward only multiplies each row by the gradient that comes in, whatever loss it is of. The
+projection is not computed twice, and logits never exist for more than one chunk. A chunk holds the whole vocabulary: each product is
+summed in float32 and rounded once. Where more is differentiated (entropy, a trained head), the backward computes the
+logits again, chunk by chunk.
+
+The target's own logit is computed in float32 beside the product, for a rounded logit would be an error of the log-probability
+itself: 0.06 for a logit of 20 in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from isotype.lora.logits import Call, Head, add_outer, blocks, buffers_for, chunks, project, through
+from isotype.lora.softmax import gradient, softmax
+
+OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
+"""What `log_probs` computes besides, where it is asked for. All but the last two can be differentiated."""
+
+SCRATCH = 64 << 20
+"""Bytes that the logits of one chunk may take."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes and memory of one call.
+
+    Attributes:
+        compute: dtype of the products; None: autocast's where it is on, else the weight's.
+        working: dtype that they run in, where it is another one: float32 on a device that only emulates `compute`.
+        scratch: bytes for the logits of one chunk.
+    """
+
+    compute: torch.dtype | None = None
+    working: torch.dtype | None = None
+    scratch: int = SCRATCH
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Results for each token, float32 `[N]`; None where they were not asked for.
+
+    Attributes:
+        log_probs: log p of the target.
+        entropy: of p.
+        logsumexp: of the logits.
+        mean_logits: mean of the logits over the vocabulary.
+        log_sum_sq_probs: log of the sum of p squared; without gradient.
+        is_top1: bool, whether the target is the first of the largest logits.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    logsumexp: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+
+
+def log_probs(
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    outputs: Sequence[str] = (),
+    *,
+    gradients: Sequence[str] = ("log_probs",),
+    precision: Precision | None = None,
+) -> PerToken:
+    """Log-probabilities of `targets` after `hidden`, and what else is asked for.
+
+    Args:
+        head: what the logits are computed by; weight and bias get gradients where they require them.
+        hidden: `[N, H]` in any float dtype.
+        targets: int64 `[N]`, each in `[0, V)`.
+        outputs: names out of `OUTPUTS`.
+        gradients: which results a backward may come through; with others than the log-probabilities it computes the
+            logits again.
+        precision: dtypes and memory.
+
+    Raises:
+        RuntimeError: in the backward, where a gradient comes in that `gradients` does not name.
+    """
+    precision = precision or Precision()
+    device = hidden.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    call = Call(
+        head.scale,
+        head.softcap,
+        head.temperature,
+        precision.working or precision.compute or low or head.weight.dtype,
+        precision.scratch,
+        tuple(name for name in OUTPUTS if name in outputs),
+        frozenset(gradients),
+        torch.is_grad_enabled(),
+    )
+    found: tuple[torch.Tensor, ...] = _LogProbs.apply(call, hidden, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
+    return PerToken(**dict(zip(("log_probs", *call.outputs), found, strict=True)))
+
+
+def language_model_loss(
+    head: Head,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    precision: Precision | None = None,
+) -> torch.Tensor:
+    """Cross-entropy of `labels` after `hidden`, float32 scalar; 0 where no token has a label.
+
+    Each token with a label adds `-(1 - s) log p_t + s (logsumexp(z) - mean(z)) + z_loss logsumexp(z)^2`: label smoothing `s`
+    over the whole vocabulary (https://arxiv.org/abs/1512.00567 section 7) and the z-loss of
+    https://arxiv.org/abs/2204.02311 section 5.
+
+    Args:
+        head: what the logits are computed by.
+        hidden: `[…, H]` in any float dtype.
+        labels: int64 `[…]`: the token that follows each hidden state, -100 where it does not count.
+        smoothing: share of the target's probability that is spread over the vocabulary.
+        z_loss: factor of the squared logsumexp.
+        num_items_in_batch: what the sum is divided by; the number of labels where not given.
+        precision: dtypes and memory.
+    """
+    mask = labels != -100
+    more = ("logsumexp",) * bool(smoothing or z_loss) + ("mean_logits",) * bool(smoothing)
+    found = log_probs(
+        head, hidden[mask], labels[mask], more, gradients=("log_probs", *more), precision=precision
+    )
+    loss = -(1 - smoothing) * found.log_probs
+    if found.logsumexp is not None:
+        loss = loss + z_loss * found.logsumexp.square()
+        if found.mean_logits is not None:
+            loss = loss + smoothing * (found.logsumexp - found.mean_logits)
+    return loss.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+
+_KNOWN = ("log_probs", "logsumexp", "entropy")  # results that the backward needs
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        of_hidden, *of_head = ctx.needs_input_grad[1:4]
+        again = call.differentiated and (any(of_head) or (of_hidden and call.gradients != {"log_probs"}))
+        ahead = call.differentiated and of_hidden and not again
+        with torch.autocast(hidden.device.type, enabled=False):
+            found, rows = _forward(call, hidden, weight, bias, targets, ahead=ahead)
+        ctx.call, ctx.dtype = call, hidden.dtype
+        if rows is not None:
+            ctx.save_for_backward(*rows)
+        elif again:
+            known = (found[name] for name in _KNOWN if name in found)
+            ctx.save_for_backward(hidden, weight, bias, targets, *known)
+        ctx.again = again
+        ctx.mark_non_differentiable(
+            *(found[name] for name in ("log_sum_sq_probs", "is_top1") if name in call.outputs)
+        )
+        return tuple(found[name] for name in ("log_probs", *call.outputs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        given = {
+            name: grad.float()
+            for name, grad in zip(("log_probs", *call.outputs), grads, strict=True)
+            if grad is not None
+        }
+        unnamed = sorted(given.keys() - call.gradients)
+        if unnamed:
+            raise RuntimeError(
+                f"a gradient of {', '.join(unnamed)} comes in; `log_probs` was called with gradients={sorted(call.gradients)}"
+            )
+        if ctx.again:
+            with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+                return None, *_backward(call, ctx.needs_input_grad[1:4], ctx.saved_tensors, given), None
+        if "log_probs" not in given:
+            return None, None, None, None, None
+        unit, factor = ctx.saved_tensors
+        grad = torch.empty_like(unit, dtype=ctx.dtype)
+        torch.mul(unit, (given["log_probs"] * factor)[:, None], out=grad)
+        return None, grad, None, None, None
+
+
+def _forward(
+    call: Call,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    ahead: bool,
+) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
+    """Results by name, and with `ahead`: (rows of gradients in the working dtype, their float32 factors)."""
+    tokens = hidden.shape[0]
+    names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
+    found = {
+        name: hidden.new_zeros(tokens, dtype=torch.bool if name == "is_top1" else torch.float32)
+        for name in names
+    }
+    buffers = buffers_for(call, tokens, weight, other="entropy" in names, slope=ahead)
+    unit = hidden.new_empty(hidden.shape, dtype=call.working) if ahead else None
+    factor = hidden.new_zeros(tokens, dtype=torch.float32) if ahead else None
+    for chunk in chunks(buffers, tokens):
+        logits = buffers.logits[: chunk.stop - chunk.start]
+        exact = project(call, hidden[chunk].to(call.working), weight, bias, targets[chunk], logits)
+        for rows, place in blocks(buffers, chunk):
+            block = {name: values[place] for name, values in found.items()}
+            scale = softmax(call, buffers, logits[rows], exact[rows], targets[place], block, ahead)
+            if factor is not None and scale is not None:
+                factor[place] = scale
+        if unit is not None:
+            through(call, logits, weight, unit[chunk])
+    return found, None if unit is None or factor is None else (unit, factor)
+
+
+def _backward(
+    call: Call,
+    needed: Sequence[bool],
+    saved: Sequence[Any],
+    given: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of hidden states, weight and bias from those of the results, with the logits computed again."""
+    hidden, weight, bias, targets = saved[:4]
+    known = dict(zip(_KNOWN, saved[4:], strict=False))
+    tokens = hidden.shape[0]
+    d_hidden = torch.empty_like(hidden) if needed[0] else None
+    d_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+    buffers = buffers_for(call, tokens, weight, other=True, slope=True)
+    for chunk in chunks(buffers, tokens):
+        logits = buffers.logits[: chunk.stop - chunk.start]
+        x = hidden[chunk].to(call.working)
+        exact = project(call, x, weight, bias, targets[chunk], logits)
+        factor = torch.zeros_like(exact)
+        for rows, place in blocks(buffers, chunk):
+            own = {name: values[place] for name, values in known.items()}
+            coming = {name: grad[place] for name, grad in given.items()}
+            values = gradient(call, buffers, logits[rows], exact[rows], targets[place], own, coming)
+            if d_bias is not None:
+                d_bias.add_(values.sum(0))
+            # Each row with its largest entry as 1 (float16: as what `_LIFT` says), so that none overflows.
+            norm = torch.linalg.vector_norm(values, torch.inf, dim=-1).clamp_min(1e-30)
+            torch.mul(values, (call.lift / norm)[:, None], out=logits[rows])
+            factor[rows] = norm / call.lift
+        if d_hidden is not None:
+            unit = x.new_empty(x.shape)
+            through(call, logits, weight, unit)
+            torch.mul(unit, factor[:, None], out=d_hidden[chunk])
+        if d_weight is not None:
+            add_outer(logits, x, factor, d_weight)
+    return (
+        d_hidden,
+        None if d_weight is None else d_weight.to(weight.dtype),
+        None if d_bias is None else d_bias.to(bias.dtype),
+    )

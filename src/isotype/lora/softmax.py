@@ -1,0 +1,116 @@
+"""The softmax over a chunk's logits, block by block in float32, and the gradients of what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.lora.logits import Buffers, Call, bend
+
+
+def softmax(
+    call: Call,
+    buffers: Buffers,
+    logits: torch.Tensor,
+    exact: torch.Tensor,
+    targets: torch.Tensor,
+    found: Mapping[str, torch.Tensor],
+    ahead: bool,
+) -> torch.Tensor | None:
+    """Fill in the results of a block of tokens; with `ahead`, write their gradients over the logits, but for factors.
+
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t: that leaves -1 at the target and the others' shares of the rest, and
+    nothing underflows or cancels, however sure the model is. The factors, which are returned, make up for it.
+    """
+    n, at = logits.shape[0], targets[:, None]
+    slope = None if buffers.slope is None else buffers.slope[:n]
+    z = bend(call, buffers.values[:n].copy_(logits), slope)
+    own_slope = None if slope is None else torch.empty_like(exact)
+    own = bend(call, exact.clone(), own_slope)
+    top = z.amax(-1, keepdim=True)
+    if "is_top1" in found:
+        found["is_top1"].copy_(_first_of_largest(z, top, targets))
+    if "mean_logits" in found:
+        torch.mean(z, -1, out=found["mean_logits"])
+    z.sub_(top)
+    e = torch.exp(z, out=z if buffers.other is None else buffers.other[:n])
+    # The target apart from the others: its exact logit takes the place of the rounded one, and log1p is exact near p = 1.
+    e.scatter_(1, at, 0.0)
+    own_z = own - top[:, 0]
+    own_e = own_z.exp()
+    others = e.sum(-1)
+    log_total = torch.log1p(others + (own_e - 1))
+    torch.sub(own_z, log_total, out=found["log_probs"])
+    torch.add(top[:, 0], log_total, out=found["logsumexp"])
+    if "entropy" in found:
+        weighted = torch.linalg.vecdot(e, z) + own_e * own_z
+        torch.sub(log_total, weighted / (others + own_e), out=found["entropy"])
+    if "log_sum_sq_probs" in found:
+        squares = torch.linalg.vecdot(e, e) + own_e.square()
+        torch.sub(squares.log(), log_total, alpha=2, out=found["log_sum_sq_probs"])
+    if not ahead:
+        return None
+    share = call.lift / others.clamp_min(1e-30)
+    if slope is not None:
+        e.mul_(slope)
+    torch.mul(e, share[:, None], out=logits)
+    target = torch.full_like(exact, -call.lift) if own_slope is None else own_slope * -call.lift
+    logits.scatter_(1, at, target[:, None].to(logits.dtype))
+    return others / (others + own_e) * (-call.slope / call.lift)
+
+
+def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Whether each target is where `argmax` would be."""
+    if z.device.type != "cpu" or isinstance(z, FakeTensor):
+        return z.argmax(-1) == targets
+    # argmax takes twenty times as long as amax on a CPU.
+    largest = z.gather(1, targets[:, None]) == top
+    for row in largest[:, 0].nonzero()[:, 0].tolist():
+        before = z[row, : targets[row]]
+        if before.numel():
+            largest[row] &= before.amax() < top[row]
+    return largest[:, 0]
+
+
+def gradient(
+    call: Call,
+    buffers: Buffers,
+    logits: torch.Tensor,
+    exact: torch.Tensor,
+    targets: torch.Tensor,
+    known: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """The gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
+
+    `known`: log-probabilities, logsumexp and entropy of the forward.
+
+    d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d logsumexp / dz_j = p_j.
+    """
+    own, logsumexp, entropy = known["log_probs"], known["logsumexp"], known.get("entropy")
+    assert buffers.other is not None
+    n, at, nothing = logits.shape[0], targets[:, None], torch.zeros_like(exact)
+    slope = None if buffers.slope is None else buffers.slope[:n]
+    z = bend(call, buffers.values[:n].copy_(logits), slope).sub_(logsumexp[:, None])
+    values, own_p = torch.exp(z, out=buffers.other[:n]), own.exp()
+    of_log_prob, of_entropy = given.get("log_probs", nothing), given.get("entropy")
+    both = given.get("logsumexp", nothing) - of_log_prob
+    # At the target 1 - p_t cancels where p_t is near 1: expm1 does not.
+    target = given.get("logsumexp", nothing) * own_p - of_log_prob * torch.expm1(own)
+    if of_entropy is None or entropy is None:
+        values.mul_(both[:, None])
+    else:
+        values.mul_(z.add_(entropy[:, None]).mul_(-of_entropy[:, None]).add_(both[:, None]))
+        target -= of_entropy * own_p * (own + entropy)
+    if "mean_logits" in given:
+        each = given["mean_logits"] / logits.shape[1]
+        values.add_(each[:, None])
+        target += each
+    values.scatter_(1, at, target[:, None])
+    if slope is not None:
+        own_slope = torch.empty_like(exact)
+        bend(call, exact.clone(), own_slope)
+        values.mul_(slope.scatter_(1, at, own_slope[:, None]))
+    return values.mul_(call.slope) if call.slope != 1 else values
