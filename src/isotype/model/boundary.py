@@ -1,16 +1,13 @@
 """Boundaries: modules whose own weights are float32 in a model that computes in 16 bits, and quantized layers.
 
 A pinned norm, an unfrozen embedding, a `modules_to_save` head, a trained bias: each would send float32 into
-16-bit neighbours, or be refused by them. A boundary casts at that one place. It swaps the module's class for a
-subclass of it (as `torch.nn.utils.parametrize` and FSDP2 do), so names, `isinstance`, `deepcopy` and pickle
-keep working, and it can be taken away again.
+16-bit neighbours, or be refused by them. A boundary casts at that one place: it swaps the module's class for a
+subclass of it (see `isotype.model.swapped`), and can be taken away again.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+
+from isotype.model.swapped import Swapped, swap, swapped_class
 
 
 @dataclass(frozen=True)
@@ -60,39 +59,24 @@ class BoundarySettings:
         return self.result or self.compute
 
 
-class Boundary:
+class Boundary(Swapped):
     """Marks the classes made here.
 
     Attributes:
-        original: the module's own class, before the swap.
         boundary_settings: what the boundary does.
     """
 
-    original: type[nn.Module]
     boundary_settings: BoundarySettings
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Whoever builds a module of the same class as this one (`type(model)(config)`) gets one without a boundary.
-        base = self.original
-        self.__class__ = base  # type: ignore[assignment]
-        base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The state as the module's own class gives it: recurrent layers leave weak references out.
-        return _rebuild, (self.original, self.boundary_settings), self.__getstate__()
 
 
 def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
     """Give `module` a boundary, change it, or take it away (None). Returns whether it changed."""
     before = type(module)
     base: Any = original_class(module)
-    module.__class__ = base if settings is None else _boundary_class(base, settings)
-    if type(module) is before:
+    made = base if settings is None else _boundary_class(base, settings)
+    if made is before:
         return False
-    for name in ("forward", "_old_forward"):  # accelerate's hooks keep the method that they call
-        method = module.__dict__.get(name)
-        if isinstance(method, types.MethodType) and method.__self__ is module:
-            module.__dict__[name] = types.MethodType(type(module).forward, module)
+    swap(module, made)
     return True
 
 
@@ -231,24 +215,8 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
 
 @cache
 def _boundary_class(base: Any, settings: BoundarySettings) -> Any:
-    members = {
-        "original": base,
-        "boundary_settings": settings,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "forward": _like(_FORWARDS[settings.kind], base.forward),
-    }
+    members = {"forward": _FORWARDS[settings.kind]}
     if hasattr(base, "init_8bit_state"):
-        members["init_8bit_state"] = _like(_init_8bit_state, base.init_8bit_state)
-    return type(base.__name__, (Boundary, base), members)
-
-
-def _like(member: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    """`member` with the signature and the docstring of what it stands for: trainers look up a forward's arguments."""
-    own = types.FunctionType(member.__code__, member.__globals__, member.__name__, member.__defaults__)
-    return functools.wraps(original)(own)
-
-
-def _rebuild(base: Any, settings: BoundarySettings) -> Any:
-    cls = _boundary_class(base, settings)
-    return cls.__new__(cls)
+        members["init_8bit_state"] = _init_8bit_state
+    made_by = (_boundary_class, (base, settings))
+    return swapped_class(Boundary, made_by, base, members, boundary_settings=settings)
