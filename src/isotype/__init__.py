@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SaveError,
         UsageError,
     )
+    from isotype.lora.fuse import fuse, unfuse
     from isotype.model.adapters import add_lora
     from isotype.precision.policy import PrecisionPolicy
     from isotype.preflight.check import check
@@ -37,6 +38,8 @@ _HOME = {
     "PrecisionPolicy": "isotype.precision.policy",
     "load": "isotype.checkpoint.load",
     "add_lora": "isotype.model.adapters",
+    "fuse": "isotype.lora.fuse",
+    "unfuse": "isotype.lora.fuse",
     "enforce": "isotype.train.enforce",
     "check": "isotype.preflight.check",
     "repair": "isotype.preflight.repair",
@@ -62,10 +65,12 @@ __all__ = [
     "add_lora",
     "check",
     "enforce",
+    "fuse",
     "load",
     "measure_ranges",
     "repair",
     "resolve_precision",
+    "unfuse",
 ]
 
 

@@ -1,0 +1,70 @@
+"""Gated products `act(gate) * up`, as gated MLPs form them before their last projection, and their gradients.
+
+SwiGLU and GEGLU: https://arxiv.org/abs/2002.05202; the squared ReLU: https://arxiv.org/abs/2109.08668.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One activation, elementwise on tensors of any shape and float dtype.
+
+    Attributes:
+        name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
+        activate: the activation of a tensor.
+        through: (gradient of the activation's result, its input) -> gradient of its input.
+    """
+
+    name: str
+    activate: Callable[[torch.Tensor], torch.Tensor]
+    through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def __reduce__(self) -> tuple[Callable[[str], Gate], tuple[str]]:
+        return _gate, (self.name,)  # torch's operators cannot be pickled
+
+    def product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """`act(gate) * up`, in the operands' dtype."""
+        return self.activate(gate).mul_(up)
+
+    def backward(
+        self, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of `gate` and `up` from that of their product."""
+        return self.through(grad * up, gate), self.activate(gate).mul_(grad)
+
+
+def _gate(name: str) -> Gate:
+    return GATES[name]
+
+
+def _sigmoid_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = _aten.sigmoid_backward(grad, torch.sigmoid(x))
+    return made
+
+
+GATES = {
+    gate.name: gate
+    for gate in (
+        Gate("silu", functional.silu, _aten.silu_backward),
+        Gate("gelu", functional.gelu, _aten.gelu_backward),
+        Gate(
+            "gelu_tanh",
+            partial(functional.gelu, approximate="tanh"),
+            partial(_aten.gelu_backward, approximate="tanh"),
+        ),
+        Gate("relu", torch.relu, lambda grad, x: grad * (x > 0)),
+        Gate("relu2", lambda x: torch.relu(x).square_(), lambda grad, x: grad * torch.relu(x).mul_(2)),
+        Gate("sigmoid", torch.sigmoid, _sigmoid_backward),
+    )
+}
+"""The activations that are known, by name."""

@@ -1,0 +1,331 @@
+"""LoRA linear layers as one autograd function, for one layer or for several that read the same input.
+
+For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` the norm of each row):
+
+    Y_l = X W_lᵀ + b_l + Σ_a s_a (drop_a(X) A_aᵀ) B_aᵀ                      LoRA, https://arxiv.org/abs/2106.09685
+    Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
+
+Every cast happens here, with autocast off: X once, the adapters' masters once, gradients of masters back to their own
+dtype. The backward forms one gradient of X for all layers and one product for all A. The base weights are frozen, so
+nothing is saved but X and the small X Aᵀ; where X is itself a gated product, its two factors are saved in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from isotype.lora.gates import Gate
+from isotype.lora.weights import DenseWeights
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One active adapter of a layer.
+
+    Attributes:
+        rank: r.
+        scale: what its product is multiplied by: alpha / r, or alpha / sqrt(r) of rsLoRA.
+        dropout: probability; 0 in evaluation.
+        magnitude: whether it is DoRA's, which comes alone and without dropout.
+    """
+
+    rank: int
+    scale: float
+    dropout: float = 0.0
+    magnitude: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer: its frozen base, its biases and its active adapters.
+
+    Attributes:
+        base: the base layer, which holds the weight.
+        biases: what each of its bias vectors is multiplied by: 1 for the base's, the scale for an adapter's.
+        adapters: the active ones, in order.
+    """
+
+    base: nn.Module
+    biases: tuple[float, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Rank of all adapters together."""
+        return sum(adapter.rank for adapter in self.adapters)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors belong to it."""
+        return len(self.biases) + sum(2 + adapter.magnitude for adapter in self.adapters)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one call computes.
+
+    Attributes:
+        layers: the layers that read the same input.
+        weights: gives their base weights.
+        working: dtype of the products: the compute dtype, or float32 where the device has no fast products in it.
+        result: dtype of the outputs.
+        gate: of an input that is a gated product of two tensors.
+        keep: whether a backward will follow, see `DenseWeights.matrix`.
+    """
+
+    layers: tuple[Layer, ...]
+    weights: DenseWeights
+    working: torch.dtype
+    result: torch.dtype
+    gate: Gate | None = None
+    keep: bool = True
+
+
+def lora_linear(
+    spec: Spec, inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
+
+    Args:
+        spec: what to compute.
+        inputs: X `[…, in_features]` in any float dtype; with a gate, its two factors.
+        tensors: for each layer in turn its biases `[out]`, then for each adapter A `[r, in]` and B `[out, r]`, and
+            last DoRA's magnitude `[out]`.
+    """
+    first, second = (*inputs, None)[:2]
+    outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(spec, first, second, *tensors)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spec: Spec, first: torch.Tensor, second: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        with torch.autocast(first.device.type, enabled=False):
+            x = _rows(spec, first, second)
+            each = tuple(_owned(spec, tensors))
+            masks = tuple(_mask(adapter, x) for layer in spec.layers for adapter in layer.adapters)
+            hidden = _hidden(x, each, masks)
+            done = [_output(spec, own, x, hidden) for own in each]
+        outputs, totals, norms = zip(*done, strict=True)
+        ctx.spec = spec
+        ctx.shape, ctx.dtypes = first.shape, tuple(None if t is None else t.dtype for t in (first, second))
+        factors = (x, None) if spec.gate is None else (first, second)
+        ctx.save_for_backward(*factors, hidden, *masks, *totals, *norms, *tensors)
+        return tuple(_shaped(output, first) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        spec: Spec = ctx.spec
+        spec.weights.workspace.release_after_backward()
+        first, second, hidden, *rest = ctx.saved_tensors
+        adapters, layers = sum(len(layer.adapters) for layer in spec.layers), len(grads)
+        masks, rest = rest[:adapters], rest[adapters:]
+        totals, norms, tensors = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
+        found: dict[int, torch.Tensor] = {}
+        d_x = None
+        with torch.autocast(first.device.type, enabled=False):
+            x = _rows(spec, first, second)
+            each = tuple(_owned(spec, tensors))
+            d_hidden = torch.zeros_like(hidden)
+            for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
+                if grad is None:
+                    continue
+                rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
+                rows = _through_output(own, rows, (hidden, d_hidden), total, norm, found)
+                if any(ctx.needs_input_grad[1:3]):
+                    with spec.weights.matrix(own.layer.base, spec.working, keep=True) as weight:
+                        d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
+            _through_hidden(each, x, masks, d_hidden, d_x, found)
+            d_inputs = _through_input(ctx, d_x, first, second)
+        return None, *d_inputs, *(found.get(index) for index in range(len(tensors)))
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The tensors of one layer, where they are among all, and its adapters' columns in X Aᵀ."""
+
+    layer: Layer
+    start: int
+    columns: slice
+    biases: tuple[torch.Tensor, ...]
+    down: tuple[torch.Tensor, ...]
+    up: tuple[torch.Tensor, ...]
+    magnitude: torch.Tensor | None
+
+    def scaled_up(self, dtype: torch.dtype) -> torch.Tensor:
+        """s B of all adapters side by side, `[out, rank]`."""
+        parts = [b * adapter.scale for b, adapter in zip(self.up, self.layer.adapters, strict=True)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
+
+
+def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> Iterator[_Own]:
+    starts = accumulate((layer.tensors for layer in spec.layers), initial=0)
+    columns = accumulate((layer.rank for layer in spec.layers), initial=0)
+    for layer, start, column in zip(spec.layers, starts, columns, strict=False):
+        own = tuple(tensors[start : start + layer.tensors])
+        biases, rest = own[: len(layer.biases)], own[len(layer.biases) :]
+        pairs, last = rest[: 2 * len(layer.adapters)], rest[2 * len(layer.adapters) :]
+        where = slice(column, column + layer.rank)
+        yield _Own(layer, start, where, biases, pairs[::2], pairs[1::2], last[0] if last else None)
+
+
+def _rows(spec: Spec, first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+    """X as a matrix in the working dtype."""
+    x = first.reshape(-1, first.shape[-1]).to(spec.working)
+    if spec.gate is None or second is None:
+        return x
+    return spec.gate.product(x, second.reshape(x.shape).to(spec.working))
+
+
+def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # No view in autograd's eyes, which forbids writing into views that a function returns.
+    made: torch.Tensor = torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[-1]])
+    return made
+
+
+def _mask(adapter: Adapter, x: torch.Tensor) -> torch.Tensor | None:
+    """What dropout leaves of X, as booleans; None where it drops nothing."""
+    if not adapter.dropout:
+        return None
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - adapter.dropout)
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor | None, adapter: Adapter) -> torch.Tensor:
+    # A probability of 1 leaves nothing, and nothing to scale up.
+    return x if mask is None else x * mask * (1 / max(1 - adapter.dropout, torch.finfo(x.dtype).tiny))
+
+
+def _adapters(each: Sequence[_Own]) -> list[tuple[Adapter, torch.Tensor]]:
+    """Every adapter with its A, in the order of the columns of X Aᵀ."""
+    return [pair for own in each for pair in zip(own.layer.adapters, own.down, strict=True)]
+
+
+def _stacked(each: Sequence[_Own], dtype: torch.dtype) -> torch.Tensor:
+    """All A above one another, `[rank, in]`."""
+    parts = [down for own in each for down in own.down]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+
+
+def _hidden(x: torch.Tensor, each: Sequence[_Own], masks: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """X Aᵀ of all adapters side by side, `[rows, rank]`."""
+    adapters = _adapters(each)
+    if not adapters:
+        return x.new_empty(x.shape[0], 0)
+    if not any(mask is not None for mask in masks):
+        return x @ _stacked(each, x.dtype).t()
+    parts = [
+        _dropped(x, mask, adapter) @ down.to(x.dtype).t()
+        for (adapter, down), mask in zip(adapters, masks, strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _output(
+    spec: Spec, own: _Own, x: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(Y, and of DoRA: the sum before the magnitude, the norms of the rows of W + s B A)."""
+    biases = [bias * scale for bias, scale in zip(own.biases, own.layer.biases, strict=True)]
+    bias = sum(biases[1:], biases[0]).to(x.dtype) if biases else None
+    with spec.weights.matrix(own.layer.base, x.dtype, keep=spec.keep) as weight:
+        norm = None if own.magnitude is None else _row_norms(weight, own)
+        y = x @ weight.t() if bias is None or norm is not None else torch.addmm(bias, x, weight.t())
+    if own.up:
+        y.addmm_(hidden[:, own.columns], own.scaled_up(x.dtype).t())
+    if own.magnitude is None or norm is None:
+        return y.to(spec.result), None, None
+    scaled = y * (own.magnitude / norm)  # in the magnitude's dtype: float32
+    return (scaled if bias is None else scaled + bias).to(spec.result), y, norm
+
+
+def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
+    """‖W + s B A‖ of each row in float32, without the sum: its square is ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B."""
+    scale = own.layer.adapters[0].scale
+    down, up = own.down[0].float(), own.up[0].float()
+    across = (weight @ down.to(weight.dtype).t()).float()
+    square = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+    inner = 2 * scale * across + scale * scale * (up @ (down @ down.t()))
+    norms: torch.Tensor = (square + (inner * up).sum(1)).clamp_min(0).sqrt()
+    return norms
+
+
+def _through_output(
+    own: _Own,
+    rows: torch.Tensor,
+    hidden: tuple[torch.Tensor, torch.Tensor],
+    total: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    found: dict[int, torch.Tensor],
+) -> torch.Tensor:
+    """From the gradient of Y to that of X Wᵀ, which is returned, and of this layer's own tensors and X Aᵀ."""
+    forward, backward = (part[:, own.columns] for part in hidden)
+    for index, (bias, scale) in enumerate(zip(own.biases, own.layer.biases, strict=True)):
+        found[own.start + index] = (rows.sum(0, dtype=torch.float32) * scale).to(bias.dtype)
+    if own.magnitude is not None and norm is not None and total is not None:
+        d_magnitude = torch.linalg.vecdot(rows.float(), total.float(), dim=0) / norm
+        found[own.start + own.layer.tensors - 1] = d_magnitude.to(own.magnitude.dtype)
+        rows = (rows * (own.magnitude / norm)).to(hidden[0].dtype)
+    if own.up:
+        torch.mm(rows, own.scaled_up(rows.dtype), out=backward)
+        d_up = rows.t() @ forward
+        parts = torch.split(d_up, [adapter.rank for adapter in own.layer.adapters], dim=1)
+        for index, (part, up, adapter) in enumerate(zip(parts, own.up, own.layer.adapters, strict=True)):
+            found[_place(own, index) + 1] = part.to(up.dtype) * adapter.scale
+    return rows
+
+
+def _place(own: _Own, adapter: int) -> int:
+    """Where A of a layer's adapter is among all tensors."""
+    return own.start + len(own.biases) + 2 * adapter
+
+
+def _through_hidden(
+    each: Sequence[_Own],
+    x: torch.Tensor,
+    masks: Sequence[torch.Tensor | None],
+    d_hidden: torch.Tensor,
+    d_x: torch.Tensor | None,
+    found: dict[int, torch.Tensor],
+) -> None:
+    """From the gradient of X Aᵀ to those of all A, and of X, to which it is added."""
+    adapters = _adapters(each)
+    places = [_place(own, index) for own in each for index in range(len(own.down))]
+    if not adapters:
+        return
+    if any(mask is not None for mask in masks):
+        parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
+        for place, part, (adapter, down), mask in zip(places, parts, adapters, masks, strict=True):
+            found[place] = (part.t() @ _dropped(x, mask, adapter)).to(down.dtype)
+            if d_x is not None:
+                d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
+        return
+    d_down = torch.split(d_hidden.t() @ x, [adapter.rank for adapter, _ in adapters])
+    for place, part, (_, down) in zip(places, d_down, adapters, strict=True):
+        found[place] = part.to(down.dtype)
+    if d_x is not None:
+        d_x.addmm_(d_hidden, _stacked(each, x.dtype))
+
+
+def _through_input(
+    ctx: Any, d_x: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of the inputs, in their own dtypes and shapes."""
+    if d_x is None:
+        return None, None
+    spec, (dtype, other) = ctx.spec, ctx.dtypes
+    if spec.gate is None or second is None:
+        return d_x.view(ctx.shape).to(dtype), None
+    d_first, d_second = spec.gate.backward(
+        first.reshape(d_x.shape).to(d_x.dtype), second.reshape(d_x.shape).to(d_x.dtype), d_x
+    )
+    return d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other)

@@ -1,0 +1,159 @@
+"""Frozen base weights as the matrix that a product takes: dense, packed in 4 bits, or int8.
+
+A weight that lies in another form than the product needs is written into scratch, product by product, or kept as a dense
+copy where the user's budget has room for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.lora.workspace import Workspace
+from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.walk import kind_of
+
+
+def shape_of(layer: Any) -> tuple[int, int]:
+    """(out_features, in_features) of a base layer."""
+    if kind_of(layer) == "linear4bit":
+        rows, columns = quantization_state(layer).shape
+        return int(rows), int(columns)
+    weight = layer.weight if layer.weight is not None else layer.state.CB
+    rows, columns = weight.shape
+    return (int(columns), int(rows)) if _transposed(layer) else (int(rows), int(columns))
+
+
+def _transposed(layer: nn.Module) -> bool:
+    """Whether the weight lies as `[in_features, out_features]`: transformers' Conv1D."""
+    return any(cls.__name__ == "Conv1D" for cls in type(layer).__mro__)
+
+
+def codes_of(layer: Any) -> torch.Tensor:
+    """The int8 codes of an int8 layer, which bitsandbytes keeps in the weight first and in its state later."""
+    held = (layer.state.CB, layer.weight.CB, layer.weight.data)
+    codes: torch.Tensor = next(codes for codes in held if codes is not None)
+    return codes
+
+
+class DenseWeights:
+    """Gives base weights as dense matrices, and keeps copies of some within a budget.
+
+    A copy is good as long as the weight is the same memory at the same version; whoever changes weights behind
+    autograd's back (`.data`, as PEFT's merge does) calls `forget`.
+
+    Args:
+        budget: bytes that copies may take together.
+    """
+
+    def __init__(self, budget: int = 0) -> None:
+        self.budget = budget
+        self.workspace = Workspace()
+        self._copies: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]]
+        self._copies = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def matrix(self, layer: Any, dtype: torch.dtype, *, keep: bool) -> Iterator[torch.Tensor]:
+        """The weight `[out_features, in_features]` of `layer` in `dtype`, for the time of the `with` block.
+
+        `keep`: whether scratch stays for the next product, see `Workspace.borrow`.
+        """
+        ready = self._ready(layer, dtype)
+        if ready is None and self.keep(layer, dtype):
+            ready = self._ready(layer, dtype)
+        if ready is not None:
+            yield ready
+        elif kind_of(layer) == "linear4bit" and layer.weight.device.type not in _WRITES_INTO_SCRATCH:
+            yield _dequantized(layer, dtype)
+        else:
+            with self.workspace.borrow(shape_of(layer), dtype, layer.weight.device, keep=keep) as out:
+                _write(layer, out)
+                yield out
+
+    def has(self, layer: Any, dtype: torch.dtype) -> bool:
+        """Whether `matrix` costs nothing: the weight lies in `dtype`, or a copy of it does."""
+        return self._ready(layer, dtype) is not None
+
+    def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
+            return _oriented(layer)
+        identity, kept = self._copies.get(layer, (None, None))
+        if kept is None:
+            return None
+        if identity == _identity(layer, dtype):
+            return kept
+        self.forget(layer)
+        self.keep(layer, dtype)
+        return self._copies[layer][1] if layer in self._copies else None
+
+    def keep(self, layer: Any, dtype: torch.dtype) -> int:
+        """Keep a dense copy of the weight if it needs one and the budget has room; returns its bytes, or 0."""
+        rows, columns = shape_of(layer)
+        size = rows * columns * dtype.itemsize
+        if self.has(layer, dtype) or self.bytes + size > self.budget:
+            return 0
+        made = torch.empty(rows, columns, dtype=dtype, device=layer.weight.device)
+        with torch.no_grad():
+            _write(layer, made)
+        self._copies[layer] = (_identity(layer, dtype), made)
+        return size
+
+    def forget(self, layer: nn.Module) -> None:
+        """Drop the copy of a weight that has changed."""
+        self._copies.pop(layer, None)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(kept.numel() * kept.element_size() for _, kept in self._copies.values())
+
+    def __reduce__(self) -> tuple[type[DenseWeights], tuple[int]]:
+        return DenseWeights, (self.budget,)  # a copy of the model makes its own
+
+
+# bitsandbytes 0.50 has the form of its 4-bit operator that writes into a given tensor for these.
+_WRITES_INTO_SCRATCH = ("cuda", "xpu")
+
+# What tells whether a weight is still the one that was copied.
+_Identity = tuple[int, int, torch.dtype]
+
+
+def _identity(layer: Any, dtype: torch.dtype) -> _Identity:
+    weight = codes_of(layer) if kind_of(layer) == "linear8bit" else layer.weight
+    return weight.data_ptr(), weight._version, dtype
+
+
+def _oriented(layer: Any) -> torch.Tensor:
+    weight: torch.Tensor = layer.weight.detach()
+    return weight.t() if _transposed(layer) else weight
+
+
+def _write(layer: Any, out: torch.Tensor) -> None:
+    kind = kind_of(layer)
+    if kind == "linear4bit" and out.device.type in _WRITES_INTO_SCRATCH:
+        _dequantized(layer, out.dtype, out)
+    elif kind == "linear4bit":
+        out.copy_(_dequantized(layer, out.dtype))
+    elif kind == "linear8bit":
+        scales = row_scales(layer)
+        assert scales is not None, "a layer without row scales is not fused"
+        torch.mul(codes_of(layer), (scales / 127)[:, None], out=out)
+    else:
+        out.copy_(_oriented(layer))
+
+
+def _dequantized(layer: Any, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = quantization_state(layer)
+    if state.dtype != dtype:  # what the layer's own kernel takes; here the product decides
+        state = copy.copy(state)
+        state.dtype = dtype
+    made: torch.Tensor = dequantize_4bit(layer.weight.data, state, out=out)
+    return made

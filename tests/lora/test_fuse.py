@@ -1,0 +1,491 @@
+"""Fused models against PEFT's own path: values, files, adapters, and everything else that users do with a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import isotype
+from isotype.lora.fuse import fuse, unfuse
+from isotype.precision.policy import PrecisionPolicy
+from tests.models import tiny_batch, tiny_model
+from tests.policy import assert_policy_holds, autocast
+
+Saved = Callable[..., Path]
+ARCHITECTURES = (
+    "llama", "llama-tied-bias", "gemma2", "gemma3", "gemma3-vision", "qwen3", "mistral", "phi", "phi3", "gpt-oss",
+    "qwen3-moe", "deepseek-v3", "ernie4_5-moe", "gpt2", "t5",
+)  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "bias": {"bias": "all"},
+    "lora-bias": {"lora_bias": True, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "dropout": {"lora_dropout": 0.2},
+}
+
+
+def adapted(name: str, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
+    """A tiny PEFT model whose adapters are not zero."""
+    settings = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": name == "gpt2", **lora}
+    return moved(peft.get_peft_model(tiny_model(name, dtype), peft.LoraConfig(**settings)))
+
+
+def moved(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def step(model: Any, batch: Any, low: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Logits, loss and gradients of one step."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+        outputs = model(**batch)
+    outputs.loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": outputs.logits.detach(), "loss": outputs.loss.detach(), **grads}
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert relative(found[name], value) < tolerance, name
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    difference = (found.double() - wanted.double()).norm()
+    return float(difference / wanted.double().norm()) if wanted.any() else float(difference)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_values_of_every_architecture_stay(name: str) -> None:
+    model, batch = adapted(name).train(), tiny_batch(name)
+    wanted = step(model, batch)
+    report = fuse(model)
+    assert report.fused
+    assert not report.unseen
+    assert_same(step(model, batch), wanted, 1e-4)
+    unfuse(model)
+    again = step(model, batch)
+    assert all(torch.equal(again[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_values_of_every_variant_stay(variant: str) -> None:
+    model = adapted("llama-tied-bias", **VARIANTS[variant]).train()
+    batch = tiny_batch("llama")
+    wanted = step(model, batch)
+    assert not fuse(model).left
+    assert_same(step(model, batch), wanted, 1e-4)  # the same random numbers are drawn for dropout
+
+
+def under(saved: Saved, dtype: str, quantization: str | None, **lora: Any) -> tuple[Any, PrecisionPolicy]:
+    policy = isotype.resolve_precision(saved("llama"), dtype, quantization, device="cpu")
+    model = isotype.load(saved("llama"), policy)
+    return moved(isotype.add_lora(model, policy, r=4, **lora)).train(), policy
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("quantization", [None, "nf4", "fp4", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_it_is_as_close_to_float32_as_peft(
+    saved: Saved, dtype: str, quantization: str | None, dora: bool
+) -> None:
+    model, policy = under(saved, dtype, quantization, use_dora=dora)
+    exact = copy.deepcopy(model)
+    isotype.enforce(exact, isotype.resolve_precision(saved("llama"), "float32", quantization, device="cpu"))
+    batch = tiny_batch("llama")
+    fuse(exact)  # which multiplies the very weights: bitsandbytes rounds the inputs of int8 layers, too
+    wanted, low = step(exact, batch), policy.autocast
+    plain = step(model, batch, low)
+    assert not fuse(model).left
+    fused = step(model, batch, low)
+    assert_policy_holds(model, policy)
+    assert fused["logits"].dtype == plain["logits"].dtype
+
+    def distance(found: dict[str, torch.Tensor]) -> float:
+        return sum(relative(found[key], wanted[key]) for key in wanted) / len(wanted)
+
+    assert distance(fused) < 1.2 * distance(plain)  # both are rounding noise, which differs by a tenth
+    assert distance(fused) < (0.03 if dtype == "bfloat16" else 0.004)
+
+
+def test_layers_that_read_the_same_input_run_as_one() -> None:
+    model, batch = adapted("llama").train(), tiny_batch("llama")
+    report = fuse(model)
+    attention = model.base_model.model.model.layers[0].self_attn
+    assert attention.q_proj.lora_siblings.layers == (attention.q_proj, attention.k_proj, attention.v_proj)
+    assert attention.q_proj.lora_siblings is attention.v_proj.lora_siblings
+    assert attention.o_proj.lora_siblings.layers == (attention.o_proj,)
+    assert str(report) == (
+        "fused: 14 LoRA layers\n"
+        "together: q_proj k_proj v_proj (2 times)\n"
+        "together: gate_proj up_proj (2 times)\n"
+        "gated: 2 MLPs (silu), whose product is formed again in the backward"
+    )
+    nodes: list[str] = []
+    todo = [model(**batch).loss.grad_fn]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.append(node.name())
+            todo += [following for following, _ in node.next_functions]
+    assert nodes.count("_LoraLinearBackward") == 4 * 2  # q k v, o, gate up, down
+
+
+def test_hooks_see_every_layer() -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    attention = model.base_model.model.model.layers[0].self_attn
+    wanted = {}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        attention._modules[name].register_forward_hook(
+            lambda module, args, output, name=name: wanted.__setitem__(name, output.detach())
+        )
+    model(**batch)
+    before = dict(wanted)
+    fuse(model)
+    for _ in range(2):
+        wanted.clear()
+        model(**batch)
+        assert wanted.keys() == before.keys()
+        for name, value in before.items():
+            torch.testing.assert_close(wanted[name], value)
+
+
+def test_a_hook_inside_of_a_layer_sees_what_it_saw() -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    fuse(model)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    seen: list[tuple[int, ...]] = []
+    handle = layer.lora_A["default"].register_forward_hook(
+        lambda module, args, output: seen.append(tuple(output.shape))
+    )
+    wanted = model(**batch).logits
+    assert seen == [(*batch["input_ids"].shape, 4)]
+    handle.remove()
+    torch.testing.assert_close(model(**batch).logits, wanted)
+    assert len(seen) == 1
+
+
+class Pair(nn.Module):
+    """Two layers that read one input, or not: one is left out, or its input is written into in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, how: str = "both") -> torch.Tensor:
+        if how == "second":
+            return self.two(x)
+        first = self.one(x)
+        if how == "changed":
+            x.mul_(3)
+        if how == "swapped":
+            return self.two(x) + self.one(x)
+        return first if how == "first" else first + self.two(x.clone() if how == "copied" else x)
+
+
+def test_what_is_not_called_as_it_was_seen_computes_for_itself() -> None:
+    model = moved(peft.get_peft_model(Pair(), peft.LoraConfig(target_modules=["one", "two"])))
+    plain = copy.deepcopy(model)
+    report = fuse(model, {"x": torch.randn(2, 8)})
+    assert report.together == (("base_model.model.one", "base_model.model.two"),)
+    ways = ("both", "first", "second", "changed", "copied", "swapped")
+    for how in [way for pair in [(a, b) for a in ways for b in ways] for way in pair]:
+        x = torch.randn(3, 8)
+        with torch.set_grad_enabled(how != "changed"):
+            torch.testing.assert_close(model(x.clone(), how), plain(x.clone(), how))
+
+
+def test_a_model_that_cannot_be_run_is_fused_layer_by_layer() -> None:
+    model: Any = peft.get_peft_model(Pair(), peft.LoraConfig(target_modules=["one", "two"]))
+    model.train()
+    report = fuse(model)
+    assert report.together == ()
+    assert str(report).splitlines()[1] == (
+        "one by one: PeftModel could not be run: Pair.forward() got an unexpected keyword argument 'input_ids'; give "
+        "`inputs`, with which the model can be run"
+    )
+    assert model.training
+    assert model.base_model.model.one.training
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model, batch = adapted("llama").train(), tiny_batch("llama")
+    model.enable_input_require_grads()
+    wanted = step(model, batch)
+    fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for _ in range(2):
+        assert_same(step(model, batch), wanted, 1e-4)
+
+
+def test_checkpointing_one_layer() -> None:
+    layer = adapted("llama").base_model.model.model.layers[0].mlp
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(layer(x).sum(), x)
+    fuse(layer, {"x": x})
+    (found,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), x)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_gradients_accumulate() -> None:
+    model, batch = adapted("llama").train(), tiny_batch("llama")
+    fuse(model)
+    step(model, batch)
+    once = step(model, batch)
+    model(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_it_runs_as_peft_has_it() -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    wanted = model(**batch).logits
+    fuse(model)
+    compiled = torch.compile(model.base_model.model.model.layers[0].mlp, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 3, 64)
+    torch.testing.assert_close(compiled(x), model.base_model.model.model.layers[0].mlp(x))
+    torch.testing.assert_close(model(**batch).logits, wanted)
+
+
+def test_files_are_those_of_peft(tmp_path: Path) -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    keys = list(model.state_dict())
+    wanted = model(**batch).logits
+    fuse(model)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
+    torch.testing.assert_close(loaded(**batch).logits, wanted)
+    fuse(loaded)
+    torch.testing.assert_close(loaded(**batch).logits, wanted)
+
+
+def test_merging_and_taking_it_back() -> None:
+    model, batch = adapted("llama", torch.bfloat16), tiny_batch("llama")
+    plain = copy.deepcopy(model)
+    fuse(model, budget=1 << 30)
+    with torch.autocast("cpu", torch.float16):  # dense copies in another dtype are kept
+        model(**batch)
+    for each in (model, plain):
+        each.merge_adapter()
+    assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    for each in (model, plain):
+        each.unmerge_adapter()
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=2e-2, atol=2e-2)
+    merged = model.merge_and_unload()
+    assert torch.equal(merged(**batch).logits, plain.merge_and_unload()(**batch).logits)
+
+
+def test_adapters_are_disabled_switched_added_and_deleted() -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    plain = copy.deepcopy(model)
+    fuse(model)
+
+    def assert_alike() -> None:
+        for _ in range(2):
+            torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
+
+    with model.disable_adapter(), plain.disable_adapter():
+        assert_alike()
+    for each in (model, plain):
+        each.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+        each.set_adapter("second")
+        moved(each)
+    assert_alike()
+    for each in (model, plain):
+        each.base_model.set_adapter(["default", "second"])
+    assert_alike()
+    for each in (model, plain):
+        each.delete_adapter("default")
+        each.set_adapter("second")
+    assert_alike()
+    texts = ["second", "__base__"]
+    for each in (model, plain):
+        each.eval()
+    torch.testing.assert_close(
+        model(**batch, adapter_names=texts).logits, plain(**batch, adapter_names=texts).logits
+    )
+
+
+def test_copies_and_pickles_are_fused_models_of_their_own() -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    fuse(model)
+    wanted = model(**batch).logits
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        attention = other.base_model.model.model.layers[0].self_attn
+        own = model.base_model.model.model.layers[0].self_attn
+        assert attention.q_proj.lora_siblings.layers == (attention.q_proj, attention.k_proj, attention.v_proj)
+        assert attention.q_proj.lora_siblings is attention.k_proj.lora_siblings
+        assert attention.q_proj.lora_weights is not own.q_proj.lora_weights
+        assert attention.q_proj.lora_weights is attention.o_proj.lora_weights
+        torch.testing.assert_close(other(**batch).logits, wanted)
+
+
+def test_enforce_leaves_it_fused(saved: Saved) -> None:
+    model, policy = under(saved, "bfloat16", "nf4")
+    fuse(model)
+    classes = [type(module) for module in model.modules()]
+    assert not isotype.enforce(model, policy)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def run(
+    model: Any, policy: PrecisionPolicy, steps: int, barrier: threading.Barrier | None = None
+) -> list[Any]:
+    """Losses and gradients of several steps of the same batch, with an update after each."""
+    results: list[Any] = []
+    batch = tiny_batch("llama")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for _ in range(steps):
+        if barrier is not None:
+            barrier.wait()
+        with autocast(policy):
+            loss = model(**batch).loss
+        loss.backward()
+        results += [loss.detach(), *(p.grad.clone() for p in parameters)]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+    return results
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 30])
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+def test_models_of_several_dtypes_one_after_another_in_turn_and_at_once(
+    saved: Saved, quantization: str | None, budget: int
+) -> None:
+    def made(dtype: str) -> tuple[Any, PrecisionPolicy]:
+        model, policy = under(saved, dtype, quantization)
+        fuse(model, budget=budget)
+        return model, policy
+
+    dtypes = ("bfloat16", "float16", "bfloat16")
+    alone = [run(*made(dtype), 3) for dtype in dtypes]
+    models = [made(dtype) for dtype in dtypes]
+    in_turn: list[list[Any]] = [[], [], []]
+    for _ in range(3):
+        for (model, policy), results in zip(models, in_turn, strict=True):
+            results += run(model, policy, 1)
+    models, barrier = [made(dtype) for dtype in dtypes], threading.Barrier(3)
+    at_once: list[list[Any]] = [[], [], []]
+
+    def work(index: int) -> None:
+        at_once[index] += run(*models[index], 3, barrier)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for results in (in_turn, at_once):
+        for found, wanted in zip(results, alone, strict=True):
+            assert len(found) == len(wanted)
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    for model, _ in models:
+        assert model.base_model.model.model.layers[0].self_attn.q_proj.lora_weights.workspace.held == 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_the_workspace_holds_no_more_than_the_largest_weight(saved: Saved, quantization: str) -> None:
+    model, policy = under(saved, "bfloat16", quantization)
+    fuse(model, budget=0)
+    workspace = model.base_model.model.model.layers[0].self_attn.q_proj.lora_weights.workspace
+    with autocast(policy):
+        loss = model(**tiny_batch("llama")).loss
+    assert workspace.held <= 96 * 64 * 4  # bytes of an MLP's weight in float32, the widest working dtype
+    loss.backward()
+    assert workspace.held == 0
+
+
+def test_copies_keep_to_the_budget(saved: Saved) -> None:
+    model, policy = under(saved, "bfloat16", "nf4")
+    one = 96 * 64
+    for budget, copies in ((0, 0), (1 << 30, 14)):
+        report = fuse(model, budget=budget)
+        assert report.copies == copies
+        assert report.copied_bytes <= budget
+        assert bool(report.copied_bytes) == bool(budget)
+        assert report.copied_bytes % one == 0 or policy.compute != torch.bfloat16
+
+
+def test_what_is_left_and_why() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(4, 4, 1)
+            self.embed = nn.Embedding(5, 4)
+            self.fine, self.trained = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.trained(self.fine(self.embed(ids)))
+            return self.conv(x.transpose(1, 2))
+
+    targets = ["conv", "embed", "fine", "trained"]
+    model: Any = peft.get_peft_model(Odd(), peft.LoraConfig(r=2, target_modules=targets))
+    model.base_model.model.trained.base_layer.weight.requires_grad_(True)
+    report = fuse(model, {"ids": torch.tensor([[1, 2, 3]])})
+    assert report.fused == ("base_model.model.fine",)
+    assert {name.rsplit(".", 1)[1]: why for name, why in report.left.items()} == {
+        "conv": "its base is Conv1d, not a linear layer",
+        "embed": "its base is Embedding, not a linear layer",
+        "trained": "its base weight is trained",
+    }
+    assert str(report) == (
+        "fused: 1 LoRA layer\n"
+        "left to PEFT: base_model.model.conv (1 layer): its base is Conv1d, not a linear layer\n"
+        "left to PEFT: base_model.model.embed (1 layer): its base is Embedding, not a linear layer\n"
+        "left to PEFT: base_model.model.trained (1 layer): its base weight is trained"
+    )
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+    assert model.base_model.model.trained.base_layer.weight.grad.any()
+
+
+def test_dora_with_dropout_is_left_in_training_and_fused_in_evaluation() -> None:
+    model, batch = adapted("llama", use_dora=True, lora_dropout=0.5), tiny_batch("llama")
+    plain = copy.deepcopy(model)
+    assert set(fuse(model.train()).left.values()) == {"it has DoRA with dropout"}
+    assert_same(step(model, batch), step(plain.train(), batch), 1e-5)
+    assert not fuse(model.eval()).left
+    torch.testing.assert_close(model(**batch).logits, plain.eval()(**batch).logits)
+
+
+def test_the_preflight_follows_a_fused_model() -> None:
+    model, batch = adapted("llama", torch.bfloat16).train(), tiny_batch("llama")
+    plain = isotype.check(model, batch)
+    fuse(model)
+    for _ in range(2):
+        report = isotype.check(model, batch)
+        assert [finding.code for finding in report.findings] == [finding.code for finding in plain.findings]
+        assert report.memory.peak <= plain.memory.peak
+        for dtype, count in plain.flops.items():
+            assert abs(report.flops.get(dtype, 0) - count) <= 0.02 * count
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**batch).loss.backward()
