@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,7 @@ from isotype.core.staging import (
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.diverged import not_finite
+from isotype.train.head import use_own_head
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 
@@ -47,6 +49,13 @@ class _Governed:
     _step_loss: torch.Tensor | None = None
     _step_norm: torch.Tensor | float | None = None
     card: Callable[[], str] | None = None
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            # Not with isotype's loss: it smooths labels without whole logits.
+            warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)
+            super().__init__(*args, **kwargs)
+        use_own_head(self)
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; first, what a killed run left in the output directory is put in order."""
@@ -263,7 +272,7 @@ class _Governed:
 
 @cache
 def governed(trainer_class: type) -> type:
-    """`trainer_class` with whole checkpoints and step measures; the name is kept."""
+    """`trainer_class` with whole checkpoints, step measures and isotype's loss; the name is kept."""
     return type(trainer_class.__name__, (_Governed, trainer_class), {"__module__": trainer_class.__module__})
 
 
