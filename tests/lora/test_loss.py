@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from isotype.lora.loss import Head, PerToken, Precision, language_model_loss, log_probs
+from isotype.lora.logits import Head
+from isotype.lora.loss import PerToken, Precision, language_model_loss, log_probs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")

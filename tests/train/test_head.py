@@ -19,9 +19,12 @@ import isotype.train.governed
 import isotype.train.head
 from isotype.data.methods import METHODS
 from isotype.lora.head import head_of
+from isotype.trace.fake.code import LossOf
+from isotype.trace.live.recorder import measure_step
 from isotype.train import recipes
-from isotype.train.head import use_own_head, use_trl_head
+from isotype.train.head import put_head, use_own_head, use_trl_head
 from isotype.train.settings import parse_settings
+from isotype.train.synthetic import step_inputs
 from tests.train.test_governed import adapted, trainer_of
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -294,6 +297,27 @@ def test_quantized_head(kind: str) -> None:
     logits = torch.nn.functional.linear(hidden.double(), exact.double())
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
     assert model(**batch, fused_lm_head=True).loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_a_check_foretells_the_memory_of_this_loss(method: str) -> None:
+    """With a vocabulary of which whole logits would be most of the memory."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 30_000, "max_position_embeddings": 512})
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules="all-linear")
+    )
+    put_head(model)
+    inputs = step_inputs(method, model.train(), 2, 512, completion=100)
+    step = (lambda model: inputs.function(model, inputs.inputs)) if isinstance(inputs, LossOf) else inputs
+    foretold = isotype.check(model, step, device="cpu", autocast=False, learning_rate=1e-4, verify=False)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with measure_step(model, {}) as measured:
+        step(model).backward()
+        optimizer.step()
+    assert foretold.memory.peak == pytest.approx(measured.memory.peak, rel=0.05)
+    logits = 2 * 512 * 30_000 * 4
+    assert foretold.memory.peak - sum(foretold.memory.phases["load"].values()) < logits
 
 
 def test_adapter_on_the_head_is_refused() -> None:

@@ -11,6 +11,7 @@ import transformers
 from isotype.core.errors import UsageError
 from isotype.data.methods import Loss
 from isotype.ranges.batches import image_shape
+from isotype.train.head import put_head
 from isotype.train.synthetic import LOSSES, batch_notes, step_inputs, synthetic_batch
 from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
 
@@ -86,6 +87,7 @@ def test_the_forwards_of_a_method(method, forwards):
     import peft
 
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules="all-linear"))
+    put_head(model)
     seen = calls_of(model.get_base_model())
     loss = step_inputs(method, model, 2, 12, completion=4)(model)
     loss.backward()
@@ -95,6 +97,7 @@ def test_the_forwards_of_a_method(method, forwards):
 
 def test_no_reference_no_forward_of_it():
     model = tiny_model("llama")
+    put_head(model)
     seen = calls_of(model)
     step_inputs("grpo", model, 2, 12, completion=4, reference=False)(model)
     assert len(seen) == 1

@@ -61,10 +61,20 @@ def use_own_head(trainer: Any) -> None:
         outermost, given = own
         autocast = nullcontext if outermost else trainer.accelerator.autocast
         asked = _Asked(**given, gradients=gradients, smoothing=smoothing, autocast=autocast)
-        model.__dict__[_THEIRS] = model.forward
-        model.forward = MethodType(_forward_of(type(model), asked), model)
+        _put(model, asked)
         if smoothing:
             trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
+
+
+def put_head(model: Any) -> None:
+    """Give a causal language model that no trainer has the forward that SFT would call: for a check of the step to come."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    _put(base, _Asked(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1")))
+
+
+def _put(model: Any, asked: _Asked) -> None:
+    model.__dict__[_THEIRS] = model.forward
+    model.forward = MethodType(_forward_of(type(model), asked), model)
 
 
 def use_trl_head(trainer: Any) -> None:
@@ -147,7 +157,8 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if not fused_lm_head or not (asked.smoothing or own_is_better(self.get_output_embeddings())):
             given = {name: value for name, value in named.items() if value is not None}
-            return self.__dict__[_THEIRS](*args, fused_lm_head=fused_lm_head, **given, **kwargs)
+            fused = {"fused_lm_head": True} if fused_lm_head else {}
+            return self.__dict__[_THEIRS](*args, **fused, **given, **kwargs)
         with asked.autocast():
             return _fused(self, asked, named, args, kwargs)
 

@@ -11,11 +11,13 @@ import transformers
 
 from isotype.checkpoint.weightless import model_config
 from isotype.data.methods import METHODS
+from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.train.fit import fitting
+from isotype.train.head import put_head
 from isotype.train.plan import DEFAULT_LENGTH, Plan
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
@@ -86,6 +88,8 @@ def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
     if plan.checkpointing is not None:
         _checkpoint_gradients(model, plan)
     model.train()
+    if method.loss != "reward":
+        put_head(model)
     return model
 
 
@@ -131,6 +135,8 @@ def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:
         notes.append("the reference model is not counted in the memory: it is a second copy of the weights")
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: its activations are all kept")
-    if loss != "reward":
-        notes.append("TRL computes the loss in tiles and keeps no logits; the memory here includes them")
+    if loss != "reward" and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
+        notes.append(
+            "TRL's kernel computes the loss on this device; its tiles of up to 256 MiB are not counted"
+        )
     return tuple(notes)

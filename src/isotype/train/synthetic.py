@@ -13,8 +13,10 @@ from torch import nn
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS, Loss
 from isotype.ranges.batches import image_shape
+from isotype.trace.fake.code import LossOf
+from isotype.trace.loss import loss_of
 
-Inputs = Mapping[str, Any] | Callable[[nn.Module], torch.Tensor]
+Inputs = LossOf | Callable[[nn.Module], torch.Tensor]
 
 PROMPT_TOKENS = 512
 """Length of a prompt that nobody has named the length of (grpo, rloo)."""
@@ -66,11 +68,11 @@ def batch_notes(config: Any) -> tuple[str, ...]:
 def step_inputs(
     method: str, model: Any, rows: int, length: int, *, completion: int = 0, reference: bool = True
 ) -> Inputs:
-    """What one step of a method feeds the model: a batch whose loss the model computes, or a callable model -> loss.
+    """What one step of a method feeds the model, and its loss over it.
 
     Args:
         method: a key of `METHODS`.
-        model: the model, PEFT or not, for its config.
+        model: the model, PEFT or not, for its config; with `isotype.train.head.put_head`, but for a reward model.
         rows: examples a step (completions for grpo and rloo).
         length: tokens an example, of prompt and completion together.
         completion: tokens of the completion (grpo, rloo).
@@ -79,7 +81,7 @@ def step_inputs(
     batch = synthetic_batch(model, rows, length)
     loss = METHODS[method].loss
     if loss == "labels":
-        return {**batch, "use_cache": False}
+        return LossOf(_label_loss, batch)
     return lambda model: LOSSES[loss](model, batch, completion, reference)
 
 
@@ -100,10 +102,17 @@ def _reward_loss(
     return loss
 
 
+def _label_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if "labels" not in batch:  # the phase `generate`
+        return loss_of(model(**batch, use_cache=False))
+    loss: torch.Tensor = model(**batch, fused_lm_head=True).loss
+    return loss
+
+
 def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Log-probabilities of the tokens, float32 `[rows, length - 1]`."""
-    logits: torch.Tensor = model(**batch, use_cache=False).logits[:, :-1].float()
-    return logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    found: torch.Tensor = model(**batch, labels=batch["input_ids"], fused_lm_head=True).log_probs
+    return found
 
 
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
