@@ -79,6 +79,21 @@ def test_adapter_and_model_do_not_mix_in_a_reused_directory(model, data, tmp_pat
     assert not names(out) & {"adapter_model.safetensors", "adapter_config.json"}
 
 
+def test_lora_layers_are_fused_unless_it_is_not_wanted(model, data, tmp_path):
+    losses = {}
+    for name, flags in {
+        "fused": (),
+        "told": ("-v",),
+        "plain": ("--no_fuse",),
+        "full": ("--use_peft", "False"),
+    }.items():
+        outcome, text = train(model, data, tmp_path / name, *flags)
+        losses[name] = [step.loss for step in outcome.record.steps]
+        assert ("fused: " in text) == (name in ("fused", "told"))
+        assert ("together: q_proj k_proj v_proj (2 times)" in text) == (name == "told")
+    assert losses["fused"] == losses["told"] == pytest.approx(losses["plain"], rel=1e-2)
+
+
 def test_a_foreign_model_in_the_output_directory_is_left_alone(model, data, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

@@ -45,6 +45,18 @@ class FusionReport:
     copies: int = 0
     copied_bytes: int = 0
 
+    @property
+    def summary(self) -> str:
+        """One line."""
+        parts = [f"{len(self.fused)} of {plural(len(self.fused) + len(self.left), 'LoRA layer')}"]
+        if self.together:
+            parts.append(f"{plural(len(self.together), 'group')} on the same input")
+        if self.gated:
+            parts.append(plural(len(self.gated), "gated MLP"))
+        if self.copies:
+            parts.append(f"{format_bytes(self.copied_bytes)} of dense copies")
+        return f"fused: {', '.join(parts)}"
+
     def __str__(self) -> str:
         lines = [f"fused: {plural(len(self.fused), 'LoRA layer')}"]
         kinds = Counter(" ".join(name.rpartition(".")[2] for name in names) for names in self.together)

@@ -52,8 +52,6 @@ def why_not(layer: Any) -> str | None:
 
 def _why_not_adapters(layer: Any) -> str | None:
     names = _active(layer)
-    if not names:
-        return "it has no active LoRA adapter"
     for name in names:
         variant = layer.lora_variant.get(name)
         dora = variant is not None and name in layer.lora_magnitude_vector
@@ -72,7 +70,7 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def _dropout(layer: Any, name: str) -> float:
@@ -235,4 +233,9 @@ def gated_output(
 
 def _own_path(layer: Any) -> bool:
     """Whether a layer runs as PEFT runs it, just now."""
-    return bool(layer.disable_adapters or layer.merged or _watched(layer) or why_not(layer) is not None)
+    return bool(layer.merged or _watched(layer) or _sharded(layer) or why_not(layer) is not None)
+
+
+def _sharded(layer: Any) -> bool:
+    """Whether a rank holds a part of the weights only, as between the steps of FSDP2: PEFT's own path gathers them."""
+    return any(hasattr(parameter, "placements") for parameter in layer.parameters())

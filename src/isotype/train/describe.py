@@ -17,6 +17,7 @@ from rich.text import Text
 from isotype.core.dtypes import dtype_name
 from isotype.core.terminal import as_typed
 from isotype.core.units import format_bytes
+from isotype.lora.fuse import FusionReport
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
@@ -131,6 +132,16 @@ def show_model(console: Console, model: Any) -> None:
     )
     for line in model_notes(model):
         console.print(Text.assemble(("note: ", "yellow"), line))
+
+
+def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments) -> None:
+    """What computes in one function: a line, or with `--verbose` everything; what does not, always."""
+    if not report.fused and not report.left:
+        return  # every weight is trained
+    lines = str(report).splitlines()
+    told = lines if extra.verbose else [report.summary, *(line for line in lines if line.startswith("left"))]
+    for line in told:
+        console.print(wrapped(line, console), highlight=False, markup=False, soft_wrap=True)
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:

@@ -28,6 +28,13 @@ class IsotypeArguments:
             "choices": ["measure", "known"],
         },
     )
+    fuse: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute LoRA layers in one function each, those that read the same input together (isotype.fuse); "
+            "--no_fuse leaves them as PEFT has them."
+        },
+    )
     ask: str | None = field(
         default=None,
         metadata={

@@ -18,6 +18,7 @@ from isotype.checkpoint.adapter import Adapter
 from isotype.core.errors import IsotypeError, Problem, SaveError, TrainingError, UsageError
 from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.staging import recover
+from isotype.lora.fuse import fuse
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
@@ -227,6 +228,8 @@ def _build(
     if changes:
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
         console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
+    if settings.extra.fuse:
+        describe.show_fusion(console, fuse(trainer.model), settings.extra)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     notes = tuple(note for note in (lengths and lengths.cut(training.max_length), dropped) if note)
     for note in notes:
