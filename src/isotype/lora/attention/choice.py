@@ -1,0 +1,254 @@
+"""Which kernel computes attention fastest on this machine, measured once for each class of shapes and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from isotype.checkpoint.formats.gguf import default_cache_dir
+from isotype.core.dtypes import dtype_name
+from isotype.core.files import write_whole
+from isotype.lora.attention.kernel import attention
+from isotype.lora.attention.plan import block_rows, plan_of
+from isotype.lora.fused import working_dtype
+from isotype.precision.devices.cpu import this_cpu
+
+REVISION = 1
+"""Of the kernels: what was measured of former ones does not count."""
+
+MARGIN = 1.05
+"""How much faster a kernel has to be than torch's, in the slower quarter of the repetitions, too, to be taken."""
+
+_SCORES = 1 << 21
+_LONGEST = 1024
+_REPETITIONS = 5
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+
+def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    size = len(q), q.shape[2], k.shape[2]
+    plan = plan_of(size, block_rows(q.shape[1] // k.shape[1]), causal=causal)
+    return attention(q, k, v, plan, work=attention_dtype(q))
+
+
+KERNELS: dict[str, Kernel] = {"sdpa": _torch, "blocks": _blocks}
+"""What is measured. A kernel that rounds scores to 16 bits is none of them, however fast: its results are other ones."""
+
+
+def attention_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of the gradients' products: bfloat16 where it is native, else float32.
+
+    float16 has no room for the gradients of scores under loss scaling.
+    """
+    return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A class of calls that one measurement stands for.
+
+    Attributes:
+        batch: rows that are measured, at most as many as were called with.
+        key_heads: heads of keys that are measured; group: query heads of each.
+        group: query heads of each of them.
+        head: dimension of a head of q and k.
+        value_head: that of v.
+        length: the larger number of queries and keys, up to the next power of two.
+        causal: whether queries attend to no later key.
+        dtype: of q, k and v.
+        trained: whether gradients are computed.
+    """
+
+    batch: int
+    key_heads: int
+    group: int
+    head: int
+    value_head: int
+    length: int
+    causal: bool
+    dtype: torch.dtype
+    trained: bool
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "full"
+        what = "forward and backward" if self.trained else "forward"
+        return (
+            f"{dtype_name(self.dtype)}, {self.group * self.key_heads} heads of {self.head} on {self.key_heads}, "
+            f"{self.batch} x {self.length} tokens, {kind}, {what}"
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel for a class of shapes.
+
+    Attributes:
+        kernel: `sdpa` or `blocks`.
+        milliseconds: name of each kernel -> median time of one call.
+        faster: in the slower quarter of the repetitions, how many times as fast as torch's kernel the other one is.
+    """
+
+    kernel: str
+    milliseconds: dict[str, float]
+    faster: float
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {took:.2f} ms" for name, took in self.milliseconds.items())
+        return f"{self.kernel} ({times})"
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, trained: bool) -> Shape:
+    """The class of a call with q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys, head]`."""
+    group, length = q.shape[1] // k.shape[1], 1 << (max(q.shape[2], k.shape[2]) - 1).bit_length()
+    measured = min(length, _LONGEST)
+    rows = max(1, _SCORES // (group * measured * measured))
+    key_heads = min(k.shape[1], max(rows, torch.get_num_threads()))
+    batch = min(len(q), max(1, rows // key_heads))
+    return Shape(
+        1 << (batch.bit_length() - 1),
+        key_heads,
+        group,
+        q.shape[3],
+        v.shape[3],
+        length,
+        causal,
+        q.dtype,
+        trained,
+    )
+
+
+_known: dict[tuple[str, Shape], Choice] = {}
+_lock = threading.Lock()
+
+
+def known_choice(shape: Shape) -> Choice | None:
+    """What was measured for this class of shapes, by this process or by another one on this machine."""
+    file = _file(torch.get_num_threads())
+    if (str(file), shape) not in _known:
+        found = _read(file).get(_key(shape))
+        if found is None:
+            return None
+        _known[str(file), shape] = found
+    return _known[str(file), shape]
+
+
+def choose(shape: Shape) -> tuple[Choice, str | None]:
+    """The kernel for a class of shapes, measured where it is not known: some tenths of a second, once on a machine.
+
+    Returns:
+        The choice, and why it could not be kept for the next process: None where it was.
+    """
+    with _lock:
+        known = known_choice(shape)
+        if known is not None:
+            return known, None
+        threads = torch.get_num_threads()
+        made, file = measure(shape, threads), _file(threads)
+        _known[str(file), shape] = made
+        kept = {**_read(file), _key(shape): made}
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(
+                file, json.dumps({key: asdict(choice) for key, choice in kept.items()}, indent=1) + "\n"
+            )
+        except OSError as error:
+            return made, str(error)
+        return made, None
+
+
+def measure(shape: Shape, threads: int) -> Choice:
+    """Time every kernel, one after another in turns, in a thread of its own.
+
+    That thread knows nothing of the caller's autocast, saved-tensor hooks (gradient checkpointing) or dispatch modes.
+    """
+    times: dict[str, list[float]] = {}
+
+    def run() -> None:
+        torch.set_num_threads(threads)  # OpenMP's number belongs to a thread
+        times.update(_times(shape))
+
+    worker = threading.Thread(target=run, name="isotype attention")
+    worker.start()
+    worker.join()
+    return decided(times)
+
+
+def decided(times: dict[str, list[float]]) -> Choice:
+    """The choice by the times in milliseconds that the kernels took in each turn."""
+    ratios = sorted(torchs / own for torchs, own in zip(times["sdpa"], times["blocks"], strict=True))
+    faster = ratios[len(ratios) // 4]
+    medians = {name: round(statistics.median(each), 4) for name, each in times.items()}
+    return Choice("blocks" if faster > MARGIN else "sdpa", medians, round(faster, 3))
+
+
+def _times(shape: Shape) -> dict[str, list[float]]:
+    generator = torch.Generator().manual_seed(0)
+    length = min(shape.length, _LONGEST)
+
+    def made(heads: int, size: int) -> torch.Tensor:
+        drawn = torch.randn(shape.batch, length, heads, size, generator=generator).to(shape.dtype)
+        return drawn.transpose(1, 2).requires_grad_(shape.trained)
+
+    heads = shape.key_heads * shape.group
+    q, k, v = (
+        made(heads, shape.head),
+        made(shape.key_heads, shape.head),
+        made(shape.key_heads, shape.value_head),
+    )
+    d_out = torch.ones(shape.batch, heads, length, shape.value_head, dtype=shape.dtype)
+    times: dict[str, list[float]] = {name: [] for name in KERNELS}
+    for turn in range(_REPETITIONS + 1):
+        for name, kernel in KERNELS.items():
+            began = time.perf_counter()
+            out = kernel(q, k, v, shape.causal)
+            if shape.trained:
+                torch.autograd.grad(out, (q, k, v), d_out)
+            if turn:  # the first one warms up
+                times[name].append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def _key(shape: Shape) -> str:
+    return f"{shape}, values of {shape.value_head}"
+
+
+@cache
+def _machine() -> list[str]:
+    cpu = this_cpu()
+    return [
+        cpu.title,
+        cpu.machine,
+        *sorted(cpu.flags or ()),
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+    ]
+
+
+def _file(threads: int) -> Path:
+    key = json.dumps([REVISION, threads, *_machine()])
+    return default_cache_dir() / "attention" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _read(file: Path) -> dict[str, Choice]:
+    """What a file holds; one that is damaged, or of another layout, holds nothing."""
+    if not file.is_file():
+        return {}
+    try:
+        return {key: Choice(**found) for key, found in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

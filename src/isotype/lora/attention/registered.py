@@ -1,0 +1,274 @@
+"""Attention of transformers' models by the kernel that is fastest here, through transformers' own registries."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.core.names import plural
+from isotype.lora.attention.choice import Choice, Shape, attention_dtype, choose, known_choice, shape_of
+from isotype.lora.attention.kernel import attention
+from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask
+
+NAME = "isotype"
+"""The name in transformers' registries, and of `model.set_attn_implementation`."""
+
+_NOT_OURS = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "indices",
+    "block_indices",
+    "cache",
+    "head_mask",
+    "output_attentions",
+)
+"""Keyword arguments that change the result and that this kernel is not given."""
+
+
+@dataclass
+class AttentionReport:
+    """What `use_fast_attention` did, and what has been found out since.
+
+    Attributes:
+        taken: whether the model's attention goes through isotype's choice.
+        reason: why not, as a clause; None where it is taken.
+        choices: each class of shapes that was called -> the kernel that it got and the times that decided.
+        left: why single calls were left to torch's kernel -> how many.
+        unkept: why choices could not be kept for the next process; None where they were.
+    """
+
+    taken: bool
+    reason: str | None = None
+    choices: dict[Shape, Choice] = field(default_factory=dict)
+    left: Counter[str] = field(default_factory=Counter)
+    unkept: str | None = None
+    _undo: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Give the model the attention that it had before."""
+        while self._undo:
+            model, before = self._undo.pop()
+            model.set_attn_implementation(before)
+
+    def __str__(self) -> str:
+        if not self.taken:
+            return f"attention: as transformers has it: {self.reason}"
+        lines = ["attention: the faster kernel for each class of shapes, measured when it is first called"]
+        lines += [f"  {shape}: {choice}" for shape, choice in self.choices.items()]
+        lines += [
+            f"  {plural(count, 'call')} left to torch's kernel: {why}" for why, count in self.left.items()
+        ]
+        if self.unkept:
+            lines.append(f"  measured again by the next process: {self.unkept}")
+        return "\n".join(lines)
+
+
+_reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKeyDictionary()
+
+
+def use_fast_attention(model: nn.Module) -> AttentionReport:
+    """Let a model on a CPU compute attention by the kernel that is fastest here, where transformers has chosen `sdpa`.
+
+    On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. So does what a user chose
+    (`eager`, `flex_attention`), and what models need that torch's kernel cannot do (soft-capping, attention sinks).
+    Padding tokens attend to nothing, as with FlashAttention: their results, which nobody reads, are zero.
+
+    Args:
+        model: a transformers model, or one that holds some (a PEFT model); changed in place.
+
+    Returns:
+        What was taken and why; it goes on to tell what is measured and which calls are left to torch's kernel.
+    """
+    from transformers import PreTrainedModel
+
+    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    outermost = owners[:1]
+    reason = _why_not(owners)
+    if reason is not None:
+        return AttentionReport(False, reason)
+    _register()
+    report = AttentionReport(True)
+    for owner in outermost:
+        before = _implementations(owner.config)
+        owner.set_attn_implementation(_replaced(before))
+        report._undo.append((owner, before))
+    for module in model.modules():
+        _reports[module] = report
+    return report
+
+
+def _why_not(owners: list[Any]) -> str | None:
+    if not owners:
+        return "it is no model of transformers"
+    devices = {parameter.device.type for parameter in owners[0].parameters()} - {"cpu", "meta"}
+    if devices:
+        return f"it is on {', '.join(sorted(devices))}, where torch's kernel is a fast one"
+    chosen = {owner.config._attn_implementation for owner in owners}
+    if "sdpa" not in chosen:
+        return f"its implementation is {', '.join(sorted(map(str, chosen)))}"
+    for owner in owners:
+        if not owner._can_set_attn_implementation():
+            return f"{type(owner).__name__} has attention of its own, outside of transformers' registry"
+        if _asks_by_name(type(owner)):
+            return f"the code of {type(owner).__name__} does something else where the implementation is not named sdpa"
+    return None
+
+
+def _asks_by_name(cls: type) -> bool:
+    source = inspect.getsource(sys.modules[cls.__module__])
+    return re.search(r"_attn_implementation\s*(==|!=|in|not in)\s[^\n]*[\"']sdpa[\"']", source) is not None
+
+
+def _implementations(config: Any) -> Any:
+    """The implementations of a configuration and those within it, as `set_attn_implementation` takes them."""
+    inner = {
+        key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None
+    }
+    if not inner:
+        return config._attn_implementation
+    return {"": config._attn_implementation, **{key: _implementations(each) for key, each in inner.items()}}
+
+
+def _replaced(implementations: Any) -> Any:
+    if isinstance(implementations, dict):
+        return {key: _replaced(each) for key, each in implementations.items()}
+    return NAME if implementations == "sdpa" else implementations
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask of `sdpa`, None where causal attention needs none, with the padding's own queries taken out."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    present: torch.Tensor | None = kwargs.get("attention_mask")
+    if (
+        mask is None
+        or present is None
+        or present.shape[-1] != mask.shape[-2]
+        or mask.shape[-2] != mask.shape[-1]
+    ):
+        return mask
+    if kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+        return mask
+    return mask & present[:, None, :, None]
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What models call for attention, as transformers' `AttentionInterface` has it.
+
+    Args:
+        module: the attention layer.
+        query: `[batch, query heads, queries, head]`; key and value `[batch, key heads, keys, head]`.
+        key: see `query`.
+        value: see `query`.
+        attention_mask: 4-d, bool or added; None for causal or full attention.
+        scaling: of the scores; 1 / √head where it is None.
+        is_causal: where no mask is given; by default what the module says.
+
+    Returns:
+        (`[batch, queries, query heads, head]`, None)
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    said = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(said) and attention_mask is None and query.shape[2] > 1
+    inputs = _under_autocast(query, key, value)
+    reason = _why_not_call(inputs, attention_mask, causal, kwargs)
+    if reason is None and query.shape[2] > 1 and _kernel(module, inputs, causal) == "blocks":
+        q, k, v = inputs
+        rows = block_rows(q.shape[1] // k.shape[1])
+        if attention_mask is None:
+            plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=causal)
+        else:
+            plan = plan_of_mask(attention_mask, len(q), rows)
+        return attention(q, k, v, plan, scale=scaling, work=attention_dtype(q)).transpose(1, 2), None
+    report = _reports.get(module)
+    if report is not None and reason is not None:
+        report.left[reason] += 1
+    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return found
+
+
+def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In autocast's dtype, as torch's own kernel takes them under it."""
+    device = inputs[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return inputs
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in inputs)
+
+
+def _why_not_call(
+    inputs: tuple[torch.Tensor, ...], mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]
+) -> str | None:
+    q, k, v = inputs
+    batch, heads, queries, _ = q.shape
+    if q.device.type != "cpu":
+        return f"it is on {q.device.type}"
+    if torch.compiler.is_compiling():
+        return "it is compiled"
+    if not q.dtype == k.dtype == v.dtype:
+        return "its inputs have several dtypes"
+    if kwargs.get("dropout"):
+        return "it has dropout"
+    if kwargs.get("position_bias") is not None:
+        return "it has a position bias"
+    given = [name for name in _NOT_OURS if kwargs.get(name) is not None and kwargs[name] is not False]
+    if given:
+        return f"it has {', '.join(given)}"
+    if len(k) != batch or heads % k.shape[1]:
+        return "queries and keys have batches or heads that do not go together"
+    if causal and queries != k.shape[2]:
+        return "it is causal with more keys than queries"
+    if mask is None:
+        return None
+    if mask.requires_grad:
+        return "its mask needs a gradient"
+    fits = mask.dim() == 4 and len(mask) in (1, batch) and mask.shape[1] in (1, heads)
+    if not fits or tuple(mask.shape[2:]) != (queries, k.shape[2]):
+        return "its mask has another shape than its scores"
+    return None
+
+
+def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], causal: bool) -> str:
+    q, k, v = inputs
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    shape = shape_of(q, k, v, causal, trained)
+    if isinstance(q, FakeTensor):  # a preflight measures nothing
+        known = known_choice(shape)
+        return "blocks" if known is None else known.kernel
+    report = _reports.get(module)
+    if report is not None and shape in report.choices:
+        return report.choices[shape].kernel
+    choice, unkept = choose(shape)
+    if report is not None:
+        report.choices[shape] = choice
+        report.unkept = report.unkept or unkept
+    return choice.kernel

@@ -1,0 +1,277 @@
+"""Models of transformers with attention in blocks against the same models with torch's kernel, and the choice between both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import isotype
+from isotype.lora.attention import choice as choices
+from isotype.lora.attention import registered
+from isotype.lora.attention.choice import Choice, Shape, choose, decided, known_choice, measure, shape_of
+from isotype.lora.attention.registered import use_fast_attention
+from tests.lora.test_attention import POSITIONS
+from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
+from tests.zoo import ARCHITECTURES
+
+# Both sum in float32, in another order.
+TOLERANCE = 1e-5
+_OTHERS = (
+    "bart-s2s",
+    "bert-cls",
+    "cohere",
+    "falcon",
+    "granite",
+    "llava-vl",
+    "olmo2",
+    "qwen2",
+    "smollm3",
+    "starcoder2",
+)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests compare must not rest on which kernel is faster here."""
+    monkeypatch.setattr(registered, "choose", lambda shape: (Choice("blocks", {}, 2.0), None))
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+    yield tmp_path / "attention"
+    choices._known.clear()
+
+
+def step(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    out = model(**batch)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out.logits.detach(), grads
+
+
+def assert_same_step(model: Any, batch: dict[str, torch.Tensor], present: torch.Tensor | None = None) -> Any:
+    """The same logits (where `present`) and gradients with attention in blocks as with torch's kernel."""
+    logits, grads = step(model, batch)
+    report = use_fast_attention(model)
+    own_logits, own_grads = step(model, batch)
+    if present is not None:
+        logits, own_logits = logits[present], own_logits[present]
+    assert (own_logits - logits).norm() <= TOLERANCE * logits.norm()
+    whole = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    for name, grad in grads.items():  # those of key biases are zero but for rounding
+        assert (own_grads[name] - grad).norm() <= TOLERANCE * (grad.norm() + 0.01 * whole), name
+    report.undo()
+    again, _ = step(model, batch)
+    assert torch.equal(again[present] if present is not None else again, logits)
+    return report
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("gemma2", "gpt-oss", "t5")])
+def test_models(name: str, side: str) -> None:
+    with quiet():
+        model, batch = tiny_model(name).eval(), tiny_batch(name)
+    present = torch.ones_like(batch["attention_mask"])
+    if side != "none":
+        present[1, -5:] = 0
+        present = present if side == "right" else present.flip(-1)
+        batch = {
+            **batch,
+            "attention_mask": present,
+            "labels": batch["labels"].masked_fill(present == 0, -100),
+        }
+    report = assert_same_step(model, batch, present.bool())
+    assert report.taken
+    assert report.choices
+    assert not report.left
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", _OTHERS)
+def test_other_architectures(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    with quiet():
+        model, batch = architecture.build(torch.float32).eval(), architecture.batch()
+    report = assert_same_step(model, batch)
+    assert report.taken == (name != "falcon")
+    assert not report.left
+
+
+@pytest.mark.usefixtures("blocks")
+def test_packed_batches() -> None:
+    model = tiny_model("llama").eval()
+    position_ids = POSITIONS[1:2, :48] % 40
+    ids = torch.randint(4, 100, (1, 48), generator=torch.Generator().manual_seed(0))
+    assert_same_step(model, {"input_ids": ids, "position_ids": position_ids, "labels": ids})
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
+    exact, _ = step(tiny_model("llama").eval(), tiny_batch("llama"))
+    model, batch = tiny_model("llama", dtype).eval(), tiny_batch("llama")
+    theirs, _ = step(model, batch)
+    assert use_fast_attention(model).taken
+    own, _ = step(model, batch)
+    assert own.dtype == theirs.dtype
+    assert (own.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()
+
+
+@pytest.mark.usefixtures("blocks")
+def test_autocast_and_gradient_checkpointing() -> None:
+    model, batch = tiny_model("llama").train(), tiny_batch("llama")
+    use_fast_attention(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, grads = step(model, batch)
+        model.gradient_checkpointing_enable()
+        again, recomputed = step(model, batch)
+    assert torch.equal(logits, again)
+    assert all(torch.equal(grad, recomputed[name]) for name, grad in grads.items())
+
+
+@pytest.mark.usefixtures("blocks")
+def test_generation_takes_the_same_tokens() -> None:
+    model, ids = tiny_model("llama").eval(), tiny_batch("llama")["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    before = model.generate(ids, **given)
+    use_fast_attention(model)
+    assert torch.equal(model.generate(ids, **given), before)
+
+
+@pytest.mark.usefixtures("blocks")
+def test_calls_that_are_left_are_told() -> None:
+    with quiet():
+        model, batch = tiny_model("gpt2").train(), tiny_batch("gpt2")
+    report = use_fast_attention(model)
+    step(model, batch)
+    assert "2 calls left to torch's kernel: it has dropout" in str(report)
+    with quiet():
+        model, batch = tiny_model("t5").eval(), tiny_batch("t5")
+    report = assert_same_step(model, batch)
+    assert set(report.left) == {"it has a position bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gemma2", "its implementation is eager"),
+        ("gpt-oss", "its implementation is eager"),
+        ("falcon", "FalconForCausalLM has attention of its own, outside of transformers' registry"),
+        (
+            "glm_moe_dsa",
+            "the code of GlmMoeDsaForCausalLM does something else where the implementation is not named sdpa",
+        ),
+    ],
+)
+def test_models_that_are_left_are_told(name: str, reason: str) -> None:
+    with quiet():
+        model = tiny_model(name) if name in CONFIGS else ARCHITECTURES[name].build(torch.float32)
+    before = model.config._attn_implementation
+    report = use_fast_attention(model)
+    assert not report.taken
+    assert str(report) == f"attention: as transformers has it: {reason}"
+    assert model.config._attn_implementation == before
+    assert use_fast_attention(torch.nn.Linear(2, 2)).reason == "it is no model of transformers"
+
+
+def test_a_choice_of_the_user_stays() -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    assert use_fast_attention(model).reason == "its implementation is eager"
+
+
+def test_the_preflight_follows_it(cache: Path) -> None:
+    model, batch = tiny_model("llama", torch.bfloat16), tiny_batch("llama")
+    plain = isotype.check(model, batch)
+    use_fast_attention(model)
+    report = isotype.check(model, batch)
+    assert report.ok == plain.ok
+    assert [(found.code, found.module) for found in report.findings] == [
+        (found.code, found.module) for found in plain.findings
+    ]
+    assert not cache.exists()  # a preflight measures nothing
+
+
+SHAPE = Shape(1, 1, 2, 16, 16, 64, True, torch.float32, True)
+
+
+def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_choice(SHAPE) is None
+    made, unkept = choose(SHAPE)
+    assert unkept is None
+    assert set(made.milliseconds) == {"sdpa", "blocks"}
+    assert min(made.milliseconds.values()) > 0
+    choices._known.clear()
+    monkeypatch.setattr(choices, "measure", lambda shape, threads: pytest.fail("measured again"))
+    assert choose(SHAPE) == (made, None)
+    (file,) = cache.iterdir()
+    (kept,) = json.loads(file.read_text()).values()
+    assert kept["kernel"] == made.kernel
+
+
+def test_a_damaged_file_counts_as_none(cache: Path) -> None:
+    made, _ = choose(SHAPE)
+    (file,) = cache.iterdir()
+    for text in ("{", "[]", '{"a": {"kernel": 1}}'):
+        file.write_text(text)
+        choices._known.clear()
+        assert known_choice(SHAPE) is None
+    assert set(choose(SHAPE)[0].milliseconds) == set(made.milliseconds)
+
+
+def test_a_choice_that_cannot_be_kept_is_told(cache: Path) -> None:
+    cache.write_text("a file where the folder would be")
+    made, unkept = choose(SHAPE)
+    assert unkept is not None
+    assert str(cache) in unkept
+    assert choose(SHAPE) == (made, None)
+
+
+def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
+    choose(SHAPE)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert known_choice(SHAPE) is None
+    finally:
+        torch.set_num_threads(before)
+    assert known_choice(Shape(1, 1, 2, 16, 16, 64, False, torch.float32, True)) is None
+
+
+def test_only_what_is_faster_beyond_the_noise_is_taken() -> None:
+    torchs = [10.0] * 5
+    assert decided({"sdpa": torchs, "blocks": [5.0] * 5}).kernel == "blocks"
+    assert decided({"sdpa": torchs, "blocks": [9.8] * 5}).kernel == "sdpa"
+    assert decided({"sdpa": torchs, "blocks": [5.0, 5.0, 12.0, 11.0, 5.0]}).kernel == "sdpa"
+
+
+def test_a_measurement_knows_nothing_of_its_caller() -> None:
+    packed = []
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(packed.append, lambda kept: kept),
+    ):
+        state = torch.get_rng_state()
+        made = measure(SHAPE, torch.get_num_threads())
+    assert not packed
+    assert made.kernel in choices.KERNELS
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_classes_of_shapes() -> None:
+    q, k, v = torch.empty(3, 9, 300, 64), torch.empty(3, 3, 300, 64), torch.empty(3, 3, 300, 32)
+    shape = shape_of(q, k, v, causal=True, trained=True)
+    assert (shape.group, shape.head, shape.value_head, shape.length) == (3, 64, 32, 512)
+    assert shape == shape_of(q[:, :, :257], k[:, :, :257], v[:, :, :257], causal=True, trained=True)
+    assert shape != shape_of(q[:, :, :256], k[:, :, :256], v[:, :, :256], causal=True, trained=True)
