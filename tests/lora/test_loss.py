@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from isotype.lora.logits import Head
-from isotype.lora.loss import PerToken, Precision, language_model_loss, log_probs
+from isotype.lora.loss import PerToken, Precision, language_model_loss, log_probs, log_probs_of_logits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
@@ -345,6 +345,14 @@ def test_the_same_results_as_trl() -> None:
     ours, theirs = log_probs(head, hidden, targets, names), trl_log_probs(head, hidden, targets, names)
     for name, value in zip(("log_probs", *names), theirs, strict=True):
         assert torch.allclose(getattr(ours, name).float(), value.float(), atol=1e-5), name
+
+
+def test_results_of_whole_logits() -> None:
+    head, hidden, targets = make(9, 16, 61, torch.float32)
+    expected = log_probs(replace(head, temperature=0.7), hidden, targets, WIDE)
+    found = log_probs_of_logits(F.linear(hidden, head.weight), targets, 0.7)
+    for name in ("log_probs", *WIDE):
+        assert torch.allclose(getattr(found, name).float(), getattr(expected, name).float(), atol=1e-5), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

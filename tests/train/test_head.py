@@ -27,6 +27,7 @@ from isotype.train.settings import parse_settings
 from isotype.train.synthetic import step_inputs
 from tests.train.test_governed import adapted, trainer_of
 from tests.train.tiny import rows, save_chat_model, save_rows
+from tests.zoo import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -229,6 +230,36 @@ def test_families_as_with_trl(family: str, shifted: bool, items: int | None, cal
         other = gradients[0][name]
         assert (grad is None) == (other is None), name
         assert grad is None or (other - grad).abs().max() <= 1e-4 * grad.abs().max().clamp_min(1), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gpt2", "opt", "bloom", "falcon_h1", "minicpm3", "hyperclovax", "mpt", "gemma3n_text"),
+        *("llava-vl", "qwen2_vl-vl", "gemma3-vl"),
+        # Their logits are more than a projection.
+        *("bert", "electra", "llama4_text", "modernbert-decoder", "inkling_text", "prophetnet"),
+        *("chameleon-vl", "aya_vision-vl", "cohere2_vision-vl", "mllama-vl"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_of_the_models_own_logits(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model: Any = architecture.build(torch.float32).eval()
+    batch = architecture.batch()
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        logits = model(**batch).logits[:, :-1].float()
+        put_head(model)
+        found = model(**batch, labels=labels, fused_lm_head=True)
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+    )
+    assert torch.allclose(-found.log_probs.flatten(), expected, atol=1e-4)
+    logp = logits.log_softmax(-1)
+    mask = labels[:, 1:] != -100
+    assert torch.allclose(found.entropy, -(logp.exp() * logp).sum(-1) * mask, atol=1e-3)
+    assert torch.equal(found.is_top1, (logits.argmax(-1) == labels[:, 1:]) & mask)
 
 
 def test_other_calls_and_undoing() -> None:

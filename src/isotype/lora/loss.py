@@ -110,6 +110,21 @@ def log_probs(
     return PerToken(**dict(zip(("log_probs", *call.outputs), found, strict=True)))
 
 
+def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
+    """All results from whole logits `[N, V]`, for a model whose logits are more than a projection of its hidden states."""
+    z = logits.float() / temperature
+    logsumexp, own = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
+    logp = z - logsumexp[:, None]
+    return PerToken(
+        own - logsumexp,
+        -(logp.exp() * logp).sum(-1),
+        logsumexp,
+        z.mean(-1),
+        (2 * logp).logsumexp(-1).detach(),
+        z.argmax(-1) == targets,
+    )
+
+
 def language_model_loss(
     head: Head,
     hidden: torch.Tensor,

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.lora.fused import working_dtype
 from isotype.lora.head import head_of
-from isotype.lora.loss import PerToken, Precision, log_probs
+from isotype.lora.loss import PerToken, Precision, log_probs, log_probs_of_logits
 
 _THEIRS = "_isotype_trl_forward"
 _SMOOTHER = "_isotype_label_smoother"
@@ -87,21 +87,40 @@ def use_trl_head(trainer: Any) -> None:
         trainer.label_smoother = trainer.__dict__.pop(_SMOOTHER)
 
 
-def own_is_better(head: Any) -> bool:
+def own_is_better(model: Any) -> bool:
     """Whether isotype's function computes the log-probabilities, and not TRL's: the one place that decides.
 
     On CUDA and XPU with Triton, TRL's kernel never writes probabilities in float32 and folds tiles as they are made. That the two have
-    not been compared on a GPU is why TRL's is left there. It cannot read a quantized head.
+    not been compared on a GPU is why TRL's is left there. It cannot read a quantized head, nor does it know of heads that do more than project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
 
     if is_deepspeed_zero3_enabled():
         return False  # TRL gathers the head's shards
-    weight = head.weight
-    return not weight.is_floating_point() or not (
-        weight.device.type in ("cuda", "xpu") and is_triton_available()
-    )
+    if not _projects(model):
+        return True
+    weight = model.get_output_embeddings().weight
+    triton = weight.device.type in ("cuda", "xpu") and is_triton_available()
+    return not triton or not weight.is_floating_point()
+
+
+# Model types whose forward does more to its logits than their config tells: masks some, divides by a number of its own, leaves the text
+# config's scale out, or predicts several tokens ahead.
+_MORE = ("aya_vision", "chameleon", "cohere2_vision", "inkling_mm_model", "inkling_text", "prophetnet")
+
+
+def _projects(model: Any) -> bool:
+    """Whether the logits are a projection of what the model's backbone returns, but for scale and soft cap.
+
+    Then the model consists of a backbone and of output embeddings. BERT and its like have heads with layers of their own, of which TRL
+    leaves out all but the last; some models (Llama 4's text model) have no backbone under the name that transformers uses.
+    """
+    if model.config.model_type in _MORE:
+        return False
+    backbone, head = model.base_model, model.get_output_embeddings()
+    parts = [part for part in model.children() if next(part.parameters(), None) is not None]
+    return backbone is not model and all(part is backbone or part is head for part in parts)
 
 
 def _models(trainer: Any) -> Iterator[Any]:
@@ -155,7 +174,7 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        if not fused_lm_head or not (asked.smoothing or own_is_better(self.get_output_embeddings())):
+        if not fused_lm_head or not (asked.smoothing or own_is_better(self)):
             given = {name: value for name, value in named.items() if value is not None}
             fused = {"fused_lm_head": True} if fused_lm_head else {}
             return self.__dict__[_THEIRS](*args, **fused, **given, **kwargs)
@@ -166,61 +185,56 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
 
 
 def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """What TRL's forward returns, of a model whose backbone is called with `args` and `kwargs`."""
+    """What TRL's forward returns, of a model that is called with `args` and `kwargs`."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    backbone = model.base_model(*args, **kwargs)
-    hidden, labels = backbone.last_hidden_state, named["shift_labels"]
+    projects = _projects(model)
+    found = model.base_model(*args, **kwargs) if projects else model.__dict__[_THEIRS](*args, **kwargs)
+    states, labels = found.last_hidden_state if projects else found.logits, named["shift_labels"]
     if labels is None:
-        hidden, labels = hidden[:, :-1], named["labels"][:, 1:]
-    head = head_of(model, asked.temperature)
-    hidden, labels = hidden.to(head.weight.device), labels.to(head.weight.device)
+        states, labels = states[:, :-1], named["labels"][:, 1:]
+    if projects:
+        states = states.to(model.get_output_embeddings().weight.device)  # the backbone may end on another one
+    labels = labels.to(states.device)
     mask = labels != -100
-    compute = torch.float32 if asked.cast_lm_head_to_fp32 else None
-    fields = _fields(hidden, labels, mask, asked, head, compute)
+    # On fakes it is not known which positions have labels: all of them, which is the most.
+    chosen = torch.ones_like(mask) if isinstance(states, FakeTensor) else mask
+    rows, targets = _chosen(states, chosen), _chosen(labels, chosen).clamp(min=0)
+    each = (
+        _projected(model, rows, targets, asked)
+        if projects
+        else log_probs_of_logits(rows, targets, asked.temperature)
+    )
+    # `masked_scatter` keeps the graph where no position has a label: the gradient is zero then, not missing.
+    fields = {
+        name: value.new_zeros(mask.shape).masked_scatter(chosen, value)
+        for name, value in _trl_fields(each, asked).items()
+    }
     items = named["num_items_in_batch"]
     loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if items is None else items)
     aux = None
     if kwargs.get("output_router_logits"):
-        aux = _load_balancing(config, backbone.router_logits, kwargs.get("attention_mask"))
+        aux = _load_balancing(config, found.router_logits, kwargs.get("attention_mask"))
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **fields)
 
 
-def _fields(
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    mask: torch.Tensor,
-    asked: _Asked,
-    head: Any,
-    compute: torch.dtype | None,
-) -> dict[str, torch.Tensor]:
-    """TRL's fields for every position, zero where there is no label; only those with one are projected."""
-    device = hidden.device.type
+def _chosen(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return values.flatten(0, 1) if isinstance(values, FakeTensor) else values[mask]
+
+
+def _projected(model: Any, rows: torch.Tensor, targets: torch.Tensor, asked: _Asked) -> PerToken:
+    head, device = head_of(model, asked.temperature), rows.device.type
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    compute = compute or low or head.weight.dtype
-    precision = Precision(compute, working_dtype(compute, hidden))
-    outputs, gradients = set(asked.outputs), asked.gradients
-    if asked.smoothing:
-        more = ("logsumexp", "mean_logits")
-        outputs, gradients = outputs.union(more), (*gradients, *more)
-    if isinstance(hidden, FakeTensor):
-        # Which positions have labels is not known then: all of them, which is the most.
-        rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.clamp(min=0).reshape(-1)
-        found = log_probs(head, rows, targets, tuple(outputs), gradients=gradients, precision=precision)
-        return {name: value.view(mask.shape) for name, value in _trl_fields(found, asked).items()}
-    found = log_probs(
-        head, hidden[mask], labels[mask], tuple(outputs), gradients=gradients, precision=precision
-    )
-    # `masked_scatter` keeps the graph where no position has a label: the gradient is zero then, not missing.
-    return {
-        name: value.new_zeros(mask.shape).masked_scatter(mask, value)
-        for name, value in _trl_fields(found, asked).items()
-    }
+    compute = torch.float32 if asked.cast_lm_head_to_fp32 else low or head.weight.dtype
+    precision = Precision(compute, working_dtype(compute, rows))
+    more = ("logsumexp", "mean_logits") if asked.smoothing else ()
+    gradients = (*asked.gradients, *more)
+    return log_probs(head, rows, targets, (*asked.outputs, *more), gradients=gradients, precision=precision)
 
 
 def _trl_fields(found: PerToken, asked: _Asked) -> dict[str, torch.Tensor]:
