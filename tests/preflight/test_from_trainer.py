@@ -22,7 +22,7 @@ from isotype.core.errors import UsageError
 from isotype.preflight.from_trainer import checkpointing
 from isotype.train.first_step import before_first_step
 from tests.models import quiet
-from tests.train.tiny import rows, save_chat_model
+from tests.train.tiny import reward_by_words, rows, save_chat_model
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,25 @@ def make(method: str, path: Path, out: Path, **more: Any) -> Any:
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
         peft_config=peft.LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"),
     )
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: Path) -> None:
+    cls, config = {
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+    }[method]
+    trainer = cls(
+        model=packed(path),
+        args=arguments(config, tmp_path, num_generations=2, max_completion_length=6, bf16=True),
+        reward_funcs=reward_by_words,
+        train_dataset=datasets.Dataset.from_list(rows(method)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+        peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
+    )
+    report = isotype.check(trainer)
+    assert report.complete
+    assert report.ok
 
 
 def process() -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _ROWS = 256  # tokens of a chunk: with more, a product is no faster
 _PART = 16 << 20  # bytes of the weight that are cast at a time
-_BLOCK = 3 << 19  # bytes of float32 that the softmax works on at a time, on a CPU: they stay in its cache
+_BLOCK = 3 << 19  # bytes of float32 that one core's softmax works on at a time: they stay in its cache
 # What rows of gradients are multiplied by before a product in float16, so that small probabilities are not subnormal. The
 # product's results are at most twice this times the largest weight.
 _LIFT = 64.0
@@ -92,7 +92,7 @@ def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, s
     wide = 0 if on_cpu else 4 * (1 + other + slope)
     rows = min(_ROWS, max(1, call.scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
     rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size
-    block = min(rows, max(1, _BLOCK // (4 * vocabulary))) if on_cpu else rows
+    block = min(rows, max(1, torch.get_num_threads() * _BLOCK // (4 * vocabulary))) if on_cpu else rows
 
     def block_of(wanted: bool) -> torch.Tensor | None:
         return weight.new_empty(block, vocabulary, dtype=torch.float32) if wanted else None

@@ -122,8 +122,9 @@ def _over_completions(trainer: Any) -> LossOf:
     ids = torch.zeros((rows, length), dtype=torch.long)
 
     def loss(twin: nn.Module, inputs: Any) -> torch.Tensor:
-        logits = twin(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        return -torch.log_softmax(logits.float(), -1)[..., 0].mean()
+        # TRL 1.16 gives the models of its trainers a forward that returns log-probabilities (`add_fused_lm_head`).
+        log_probs: torch.Tensor = twin(**inputs, labels=inputs["input_ids"], fused_lm_head=True).log_probs
+        return -log_probs.mean()
 
     return LossOf(loss, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
