@@ -87,18 +87,19 @@ def use_trl_head(trainer: Any) -> None:
         trainer.label_smoother = trainer.__dict__.pop(_SMOOTHER)
 
 
-def own_is_better(model: Any) -> bool:
+def own_is_better(model: Any, *, smoothing: bool = False) -> bool:
     """Whether isotype's function computes the log-probabilities, and not TRL's: the one place that decides.
 
-    On CUDA and XPU with Triton, TRL's kernel never writes probabilities in float32 and folds tiles as they are made. That the two have
-    not been compared on a GPU is why TRL's is left there. It cannot read a quantized head, nor does it know of heads that do more than project.
+    On CUDA and XPU with Triton, TRL's kernel folds the logits of a tile in one pass and writes no probabilities in float32. The two have
+    not been compared on a GPU, so TRL's stays there. It has no label smoothing, cannot read a quantized head, and does not know of heads
+    that do more than project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
 
     if is_deepspeed_zero3_enabled():
         return False  # TRL gathers the head's shards
-    if not _projects(model):
+    if smoothing or not _projects(model):
         return True
     weight = model.get_output_embeddings().weight
     triton = weight.device.type in ("cuda", "xpu") and is_triton_available()
@@ -174,7 +175,7 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        if not fused_lm_head or not (asked.smoothing or own_is_better(self)):
+        if not fused_lm_head or not own_is_better(self, smoothing=asked.smoothing > 0):
             given = {name: value for name, value in named.items() if value is not None}
             fused = {"fused_lm_head": True} if fused_lm_head else {}
             return self.__dict__[_THEIRS](*args, **fused, **given, **kwargs)
