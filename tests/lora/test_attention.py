@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from isotype.lora.attention import kernel
@@ -270,7 +271,8 @@ def test_at_least_as_close_as_torch(dtype: torch.dtype, size: float) -> None:
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     theirs = (out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]))
     for one, other, right in zip(found, theirs, exact, strict=True):
-        assert error(one, right) <= 1.02 * error(other, right)  # both end in the same rounding of the result
+        # Both end in the same rounding of the result; in float32 there is nothing but the order of sums.
+        assert error(one, right) <= (1.5 if dtype == torch.float32 else 1.1) * error(other, right)
 
 
 def test_heads_are_computed_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +342,16 @@ def test_autocast_changes_nothing_inside() -> None:
         under = ours(*given, plan)
     for one, other in zip(under, ours(*given, plan), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_fake_tensors(masked: bool) -> None:
+    with FakeTensorMode():
+        given = tensors((2, 4, 2, 70, 70, 16), torch.bfloat16)
+        mask = torch.ones(2, 1, 70, 70, dtype=torch.bool)
+        plan = plan_of_mask(mask, 2, 32) if masked else plan_of((2, 70, 70), 32, causal=True)
+        found = ours(*given, plan)
+    assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(found[1:], given, strict=False))
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,7 @@ def test_the_preflight_follows_it(cache: Path) -> None:
     assert [(found.code, found.module) for found in report.findings] == [
         (found.code, found.module) for found in plain.findings
     ]
+    assert report.memory.peak == plain.memory.peak
     assert not cache.exists()  # a preflight measures nothing
 
 

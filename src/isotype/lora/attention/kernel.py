@@ -15,8 +15,8 @@ import torch
 
 from isotype.lora.attention.plan import LOG2_E, Block, Plan
 
-_ELEMENTS = 1 << 18
-"""Scores that one thread computes at once: 1 MiB in float32."""
+_ELEMENTS = 1 << 19
+"""Scores that one thread computes at once: 2 MiB in float32. With fewer, starting the operators costs as much as they save."""
 
 _LOWEST = -1e30
 """Stands for the largest score of a query that attends to nothing, whose scores are all -inf."""
@@ -95,19 +95,19 @@ class _Attention(torch.autograd.Function):
         ctx.spec, ctx.key_heads = spec, key_heads
         q, k, v = (_folded(x, key_heads) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
-            out, log_sums = _forward(q, k, v, spec)
+            out, sums = _forward(q, k, v, spec)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(q, k, v, log_sums)
+            ctx.save_for_backward(q, k, v, sums)
         return _unfolded(out, batch, spec.plan.queries)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, log_sums = ctx.saved_tensors
+        q, k, v, sums = ctx.saved_tensors
         plan = ctx.spec.plan
         needs = ctx.needs_input_grad[:3]
         with torch.autocast(q.device.type, enabled=False):
-            found = _backward((q, k, v), log_sums, _folded(d_out, ctx.key_heads), ctx.spec, needs)
+            found = _backward((q, k, v), sums, _folded(d_out, ctx.key_heads), ctx.spec, needs)
         lengths = plan.queries, plan.keys, plan.keys
         grads = zip(found, lengths, strict=True)
         return *(
@@ -181,7 +181,7 @@ class _Scores:
         self.chunks = list(_chunks(spec.plan, self.key_heads, self.group))
         self.cap = spec.softcap
         # tanh(x) = 2 sigmoid(2 x) - 1, whose kernel is six times as fast; scores keep 10^-7 of the cap
-        self.q = q.to(dtype) * (spec.scale * LOG2_E if self.cap is None else 2 * spec.scale / self.cap)
+        self.q = _scaled(q, dtype, spec.scale * LOG2_E if self.cap is None else 2 * spec.scale / self.cap)
         self.k = k.to(dtype)
         self._scores = self.scratch(dtype)
         self._capped = self._scores if self.cap is None else self.scratch(dtype)
@@ -223,24 +223,27 @@ class _Scores:
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out `[batch * key heads, queries * group, value head]`, the log2 of each query's sum of exponentials)."""
+    """(out `[batch * key heads, queries * group, value head]`, each query's largest score and one over its sum).
+
+    Their logarithm in one number would be off by 2^-24 of the score: as much again as the score itself.
+    """
     scores, values = _Scores(q, k, spec), v.to(_accumulating(v.dtype))
     make = torch.empty if spec.plan.whole else torch.zeros
     out = make((*q.shape[:2], v.shape[2]), dtype=v.dtype, device=v.device)
-    log_sums = values.new_empty(*q.shape[:2], 1)
+    sums = values.new_empty(*q.shape[:2], 2)
     for heads, block in scores.chunks:
         p, rows = scores.of(heads, block), scores.rows(block)
         largest = p.amax(-1, keepdim=True).clamp_min_(_LOWEST)
         torch.exp2(p.sub_(largest), out=p)
         total = p.sum(-1, keepdim=True).clamp_min_(1)  # at least 1 wherever a query attends to something
-        torch.add(largest, total.log2(), out=log_sums[heads, rows])
-        out[heads, rows] = torch.bmm(p, values[heads, slice(*block.keys)]).div_(total)
-    return out, log_sums
+        torch.cat([largest, total.reciprocal_()], -1, out=sums[heads, rows])
+        out[heads, rows] = torch.bmm(p, values[heads, slice(*block.keys)]).mul_(total)
+    return out, sums
 
 
 def _backward(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    log_sums: torch.Tensor,
+    sums: torch.Tensor,
     d_out: torch.Tensor,
     spec: Spec,
     needs: tuple[bool, bool, bool],
@@ -251,13 +254,15 @@ def _backward(
     d_q = torch.zeros_like(q, dtype=work) if needs[0] else None
     d_k = torch.zeros_like(k, dtype=exact) if needs[1] else None
     d_v = torch.zeros_like(v, dtype=exact) if needs[2] else None
-    q, k, d_work, d_scaled = q.to(work), k.to(work), d_out.to(work), d_out.to(exact) * spec.scale
+    q, k, d_work = q.to(work), k.to(work), d_out.to(work)
+    d_scaled = _scaled(d_out, exact, spec.scale)
     values, grads = v.to(exact), scores.scratch(exact)
     rounded = scores.scratch(work) if work != exact else None
     for heads, block in scores.chunks:
         rows, keys = scores.rows(block), slice(*block.keys)
         p = scores.of(heads, block)
-        torch.exp2(p.sub_(log_sums[heads, rows]), out=p)
+        largest, over_total = sums[heads, rows, :1], sums[heads, rows, 1:]
+        torch.exp2(p.sub_(largest), out=p).mul_(over_total)
         if d_v is not None:
             _add_product(d_v[heads, keys], _in(p, rounded, heads, block).mT, d_work[heads, rows])
         if d_q is None and d_k is None:
@@ -273,6 +278,11 @@ def _backward(
             _add_product(d_k[heads, keys], d_scores.mT, q[heads, rows])
     dtype = tensors[0].dtype
     return tuple(None if grad is None else grad.to(dtype) for grad in (d_q, d_k, d_v))
+
+
+def _scaled(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """A scaled copy."""
+    return x.to(dtype, copy=True).mul_(scale)
 
 
 def _in(x: torch.Tensor, rounded: _Scratch | None, heads: slice, block: Block) -> torch.Tensor:
