@@ -4,7 +4,7 @@ The kernels take turns, so that they share machine and minute; a ratio is of tim
 models do without a kernel: it rounds scores to the dtype, and its results are further from float64. Memory is what a forward
 and backward add to the largest resident size, in a process of its own (on Linux).
 
-Run: python benchmarks/attention.py [--threads 1] [--length 512 ...] [--dtype bfloat16 ...] [--turns 9] [--heads 9 3 64] [--batch 2]
+Run: python benchmarks/attention.py [--threads 1] [--length 512 ...] [--dtype bfloat16 ...] [--turns 9] [--kind masked] [--heads 9 3 64] [--batch 2]
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.units import format_bytes
-from isotype.lora.attention.choice import KERNELS
+from isotype.lora.attention.choice import KERNELS, Kind
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
     """As transformers' `eager_attention_forward`: whole matrices, scores in the dtype, softmax in float32."""
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
-    if causal:
+    if kind != "full":
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, torch.finfo(q.dtype).min)
     p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
@@ -51,21 +51,23 @@ def given(
     return tuple(x.to(dtype).transpose(1, 2).requires_grad_(n < 3) for n, x in enumerate(made))
 
 
-def step(kernel: Callable[..., torch.Tensor], tensors: Tensors, *, backward: bool) -> Tensors:
+def step(
+    kernel: Callable[..., torch.Tensor], tensors: Tensors, *, backward: bool, kind: Kind = "causal"
+) -> Tensors:
     if not backward:
         with torch.no_grad():
-            return (kernel(*tensors[:3], True),)
-    out = kernel(*tensors[:3], True)
+            return (kernel(*tensors[:3], kind),)
+    out = kernel(*tensors[:3], kind)
     return out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3])
 
 
-def times(tensors: Tensors, turns: int, *, backward: bool) -> dict[str, list[float]]:
+def times(tensors: Tensors, turns: int, *, backward: bool, kind: Kind) -> dict[str, list[float]]:
     """Milliseconds of each kernel in each turn."""
     taken: dict[str, list[float]] = {name: [] for name in EVERY}
     for turn in range(turns + 1):
         for name, kernel in EVERY.items():
             began = time.perf_counter()
-            step(kernel, tensors, backward=backward)
+            step(kernel, tensors, backward=backward, kind=kind)
             if turn:
                 taken[name].append((time.perf_counter() - began) * 1e3)
     return taken
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument(
         "--heads", type=int, nargs=3, default=[9, 3, 64], metavar=("QUERY", "KEY", "DIMENSION")
     )
+    parser.add_argument("--kind", choices=["causal", "full", "masked"], default="causal")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     heads = tuple(arguments.heads)
@@ -133,7 +136,7 @@ def main() -> None:
                 f"{dtype_name(dtype)}, {arguments.batch} x {length} tokens, heads {heads}, {arguments.threads} threads"
             )
             for backward in (False, True):
-                taken = times(tensors, arguments.turns, backward=backward)
+                taken = times(tensors, arguments.turns, backward=backward, kind=arguments.kind)
                 print("  forward and backward" if backward else "  forward")
                 for name, each in taken.items():
                     ratios = sorted(torchs / own for torchs, own in zip(taken["sdpa"], each, strict=True))

@@ -15,7 +15,7 @@ from isotype.lora.attention import choice as choices
 from isotype.lora.attention import registered
 from isotype.lora.attention.choice import Choice, Shape, choose, decided, known_choice, measure, shape_of
 from isotype.lora.attention.registered import use_fast_attention
-from tests.lora.test_attention import POSITIONS
+from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
 from tests.zoo import ARCHITECTURES
 
@@ -203,7 +203,7 @@ def test_the_preflight_follows_it(cache: Path) -> None:
     assert not cache.exists()  # a preflight measures nothing
 
 
-SHAPE = Shape(1, 1, 2, 16, 16, 64, True, torch.float32, True)
+SHAPE = Shape(1, 1, 2, 16, 16, 64, "causal", torch.float32, True)
 
 
 def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +218,16 @@ def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.Mon
     (file,) = cache.iterdir()
     (kept,) = json.loads(file.read_text()).values()
     assert kept["kernel"] == made.kernel
+
+
+@pytest.mark.parametrize("kind", ["causal", "full", "masked"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_kernels_that_are_measured_give_the_same(kind: Any, trained: bool) -> None:
+    q, k, v, _ = tensors((2, 4, 2, 40, 40, 16), torch.float32)
+    theirs, own = (kernel(q, k, v, kind) for kernel in choices.KERNELS.values())
+    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
+    shape = shape_of(q, k, v, kind, trained)
+    assert min(measure(shape, torch.get_num_threads()).milliseconds.values()) > 0
 
 
 def test_a_damaged_file_counts_as_none(cache: Path) -> None:
@@ -246,7 +256,7 @@ def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
         assert known_choice(SHAPE) is None
     finally:
         torch.set_num_threads(before)
-    assert known_choice(Shape(1, 1, 2, 16, 16, 64, False, torch.float32, True)) is None
+    assert known_choice(Shape(1, 1, 2, 16, 16, 64, "full", torch.float32, True)) is None
 
 
 def test_only_what_is_faster_beyond_the_noise_is_taken() -> None:
@@ -272,7 +282,7 @@ def test_a_measurement_knows_nothing_of_its_caller() -> None:
 
 def test_classes_of_shapes() -> None:
     q, k, v = torch.empty(3, 9, 300, 64), torch.empty(3, 3, 300, 64), torch.empty(3, 3, 300, 32)
-    shape = shape_of(q, k, v, causal=True, trained=True)
+    shape = shape_of(q, k, v, "causal", trained=True)
     assert (shape.group, shape.head, shape.value_head, shape.length) == (3, 64, 32, 512)
-    assert shape == shape_of(q[:, :, :257], k[:, :, :257], v[:, :, :257], causal=True, trained=True)
-    assert shape != shape_of(q[:, :, :256], k[:, :, :256], v[:, :, :256], causal=True, trained=True)
+    assert shape == shape_of(q[:, :, :257], k[:, :, :257], v[:, :, :257], "causal", trained=True)
+    assert shape != shape_of(q[:, :, :256], k[:, :, :256], v[:, :, :256], "causal", trained=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,7 +20,7 @@ from isotype.checkpoint.formats.gguf import default_cache_dir
 from isotype.core.dtypes import dtype_name
 from isotype.core.files import write_whole
 from isotype.lora.attention.kernel import attention
-from isotype.lora.attention.plan import block_rows, plan_of
+from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask
 from isotype.lora.fused import working_dtype
 from isotype.precision.devices.cpu import this_cpu
 
@@ -33,17 +34,31 @@ _SCORES = 1 << 21
 _LONGEST = 1024
 _REPETITIONS = 5
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+Kind = Literal["causal", "full", "masked"]
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Kind], torch.Tensor]
 
 
-def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
+    if kind != "masked":
+        return scaled_dot_product_attention(q, k, v, is_causal=kind == "causal", enable_gqa=True)
+    k, v = (
+        x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
+    )  # as transformers does beside a mask
+    return scaled_dot_product_attention(q, k, v, attn_mask=_mask(q, k))
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    size = len(q), q.shape[2], k.shape[2]
-    plan = plan_of(size, block_rows(q.shape[1] // k.shape[1]), causal=causal)
+def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
+    rows = block_rows(q.shape[1] // k.shape[1])
+    if kind == "masked":
+        plan = plan_of_mask(_mask(q, k), len(q), rows)
+    else:
+        plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=kind == "causal")
     return attention(q, k, v, plan, work=attention_dtype(q))
+
+
+def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """What most masks are: causal, with something else besides."""
+    return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": _torch, "blocks": _blocks}
@@ -69,7 +84,7 @@ class Shape:
         head: dimension of a head of q and k.
         value_head: that of v.
         length: the larger number of queries and keys, up to the next power of two.
-        causal: whether queries attend to no later key.
+        kind: whether queries attend to no later key, to all keys, or as a mask says (measured with a causal one).
         dtype: of q, k and v.
         trained: whether gradients are computed.
     """
@@ -80,16 +95,15 @@ class Shape:
     head: int
     value_head: int
     length: int
-    causal: bool
+    kind: Kind
     dtype: torch.dtype
     trained: bool
 
     def __str__(self) -> str:
-        kind = "causal" if self.causal else "full"
         what = "forward and backward" if self.trained else "forward"
         return (
             f"{dtype_name(self.dtype)}, {self.group * self.key_heads} heads of {self.head} on {self.key_heads}, "
-            f"{self.batch} x {self.length} tokens, {kind}, {what}"
+            f"{self.batch} x {self.length} tokens, {self.kind}, {what}"
         )
 
 
@@ -112,7 +126,7 @@ class Choice:
         return f"{self.kernel} ({times})"
 
 
-def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, trained: bool) -> Shape:
+def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trained: bool) -> Shape:
     """The class of a call with q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys, head]`."""
     group, length = q.shape[1] // k.shape[1], 1 << (max(q.shape[2], k.shape[2]) - 1).bit_length()
     measured = min(length, _LONGEST)
@@ -126,7 +140,7 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, tr
         q.shape[3],
         v.shape[3],
         length,
-        causal,
+        kind,
         q.dtype,
         trained,
     )
@@ -215,7 +229,7 @@ def _times(shape: Shape) -> dict[str, list[float]]:
     for turn in range(_REPETITIONS + 1):
         for name, kernel in KERNELS.items():
             began = time.perf_counter()
-            out = kernel(q, k, v, shape.causal)
+            out = kernel(q, k, v, shape.kind)
             if shape.trained:
                 torch.autograd.grad(out, (q, k, v), d_out)
             if turn:  # the first one warms up

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.core.names import plural
-from isotype.lora.attention.choice import Choice, Shape, attention_dtype, choose, shape_of
+from isotype.lora.attention.choice import Choice, Kind, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.kernel import attention
 from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask
 
@@ -199,8 +199,9 @@ def attention_forward(
     said = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(said) and attention_mask is None and query.shape[2] > 1
     inputs = _under_autocast(query, key, value)
+    kind: Kind = "causal" if causal else "full" if attention_mask is None else "masked"
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
-    if reason is None and query.shape[2] > 1 and _kernel(module, inputs, causal) == "blocks":
+    if reason is None and query.shape[2] > 1 and _kernel(module, inputs, kind) == "blocks":
         q, k, v = inputs
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
@@ -257,14 +258,14 @@ def _why_not_call(
     return None
 
 
-def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], causal: bool) -> str:
+def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind) -> str:
     q, k, v = inputs
     if isinstance(q, FakeTensor):
         # A preflight measures nothing, and thousands of operators on blocks would tell it no more than this one: both kernels
         # take and give the same dtypes, keep the same bytes for the backward and do the same FLOPs.
         return "sdpa"
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    shape = shape_of(q, k, v, causal, trained)
+    shape = shape_of(q, k, v, kind, trained)
     report = _reports.get(module)
     if report is not None and shape in report.choices:
         return report.choices[shape].kernel
