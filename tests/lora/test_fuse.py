@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import isotype
+from isotype.core.dtypes import parse_dtype as dtype_of
 from isotype.lora.fuse import fuse, unfuse
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import tiny_batch, tiny_model
@@ -70,19 +71,21 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    difference = (found.double() - wanted.double()).norm()
-    return float(difference / wanted.double().norm()) if wanted.any() else float(difference)
+    found, wanted = found.detach().double(), wanted.detach().double()
+    difference = (found - wanted).norm()
+    return float(difference / wanted.norm()) if wanted.any() else float(difference)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_values_of_every_architecture_stay(name: str) -> None:
     model, batch = adapted(name).train(), tiny_batch(name)
-    wanted = step(model, batch)
+    wanted, before = step(model, batch), model.config._attn_implementation
     report = fuse(model)
     assert report.fused
     assert not report.unseen
     assert_same(step(model, batch), wanted, 1e-4)
     unfuse(model)
+    assert model.config._attn_implementation == before
     again = step(model, batch)
     assert all(torch.equal(again[key], wanted[key]) for key in wanted)
 
@@ -111,20 +114,25 @@ def test_in_16_bits_it_is_as_close_to_float32_as_peft(
     model, policy = under(saved, dtype, quantization, use_dora=dora)
     exact = copy.deepcopy(model)
     isotype.enforce(exact, isotype.resolve_precision(saved("llama"), "float32", quantization, device="cpu"))
-    batch = tiny_batch("llama")
-    fuse(exact)  # which multiplies the very weights: bitsandbytes rounds the inputs of int8 layers, too
-    wanted, low = step(exact, batch), policy.autocast
-    plain = step(model, batch, low)
+    # bitsandbytes rounds the inputs of int8 layers, too: what the very weights give is the fused product in float32.
+    fuse(exact)
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(3, 120, (4, 16), generator=generator) for _ in range(8)]
+    batches = [{"input_ids": each, "labels": each} for each in ids]
+    wanted = [step(exact, batch) for batch in batches]
+
+    def distance() -> float:
+        found = [step(model, batch, policy.autocast) for batch in batches]
+        pairs = [(one[key], other[key]) for one, other in zip(found, wanted, strict=True) for key in other]
+        assert found[0]["logits"].dtype == dtype_of(dtype)
+        return sum(relative(one, other) for one, other in pairs) / len(pairs)
+
+    plain = distance()
     assert not fuse(model).left
-    fused = step(model, batch, low)
+    fused = distance()
     assert_policy_holds(model, policy)
-    assert fused["logits"].dtype == plain["logits"].dtype
-
-    def distance(found: dict[str, torch.Tensor]) -> float:
-        return sum(relative(found[key], wanted[key]) for key in wanted) / len(wanted)
-
-    assert distance(fused) < 1.2 * distance(plain)  # both are rounding noise, which differs by a tenth
-    assert distance(fused) < (0.03 if dtype == "bfloat16" else 0.004)
+    assert fused < 1.1 * plain  # a mean of rounding noise, which differs by a few hundredths
+    assert fused < (0.03 if dtype == "bfloat16" else 0.004)
 
 
 def test_layers_that_read_the_same_input_run_as_one() -> None:
@@ -138,7 +146,13 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
         "fused: 14 LoRA layers\n"
         "together: q_proj k_proj v_proj (2 times)\n"
         "together: gate_proj up_proj (2 times)\n"
-        "gated: 2 MLPs (silu), whose product is formed again in the backward"
+        "gated: 2 MLPs (silu), whose product is formed again in the backward\n"
+        "norms: 5 RMSNorms in one function each\n"
+        "attention: the faster kernel for each class of shapes, measured when it is first called"
+    )
+    assert report.summary == (
+        "fused: 14 of 14 LoRA layers, 4 groups on the same input, 2 gated MLPs, 5 norms, "
+        "attention by the faster kernel"
     )
     nodes: list[str] = []
     todo = [model(**batch).loss.grad_fn]
@@ -284,6 +298,10 @@ def test_files_are_those_of_peft(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(**batch).logits, wanted)
 
 
+def close(model: Any, plain: Any, batch: Any) -> None:
+    assert relative(model(**batch).logits, plain(**batch).logits) < 4e-2  # as bfloat16 rounds
+
+
 def test_merging_and_taking_it_back() -> None:
     model, batch = adapted("llama", torch.bfloat16), tiny_batch("llama")
     plain = copy.deepcopy(model)
@@ -292,12 +310,14 @@ def test_merging_and_taking_it_back() -> None:
         model(**batch)
     for each in (model, plain):
         each.merge_adapter()
-    assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    close(model, plain, batch)
     for each in (model, plain):
         each.unmerge_adapter()
-    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=2e-2, atol=2e-2)
-    merged = model.merge_and_unload()
-    assert torch.equal(merged(**batch).logits, plain.merge_and_unload()(**batch).logits)
+    close(model, plain, batch)
+    weights = plain.merge_and_unload().state_dict()
+    assert all(
+        torch.equal(value, weights[name]) for name, value in model.merge_and_unload().state_dict().items()
+    )
 
 
 def test_adapters_are_disabled_switched_added_and_deleted() -> None:
@@ -460,6 +480,7 @@ def test_what_is_left_and_why() -> None:
     }
     assert str(report) == (
         "fused: 1 LoRA layer\n"
+        "attention: as transformers has it: it is no model of transformers\n"
         "left to PEFT: base_model.model.conv (1 layer): its base is Conv1d, not a linear layer\n"
         "left to PEFT: base_model.model.embed (1 layer): its base is Embedding, not a linear layer\n"
         "left to PEFT: base_model.model.trained (1 layer): its base weight is trained"

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import psutil
-import torch
 from torch import nn
 
 from isotype.core.names import plural, starred
 from isotype.core.units import format_bytes
-from isotype.lora.fused import GatedInput, Siblings, gated_output, why_not, working_dtype
-from isotype.lora.gated import GatedParts, call_in_order, gated_parts
+from isotype.lora.attention.registered import AttentionReport, use_fast_attention
+from isotype.lora.fused import Siblings, why_not, working_dtype
+from isotype.lora.gated import gated_parts
+from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, put_in, take_out
+from isotype.lora.norms import is_norm, norm_parts
 from isotype.lora.same_input import same_input
 from isotype.lora.weights import DenseWeights
 from isotype.model.enforce import policy_of
-from isotype.model.swapped import Swapped, swap, swapped_class
 from isotype.model.walk import is_tuner_layer
+
+_ATTENTION = "lora_attention"
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class FusionReport:
         fused: names of the LoRA layers that compute in one function.
         together: those of them that read the same input and run as one.
         gated: name of each gated MLP that does not keep its product -> the activation.
+        norms: names of the RMSNorms that compute in one function (on a CPU only).
+        attention: which attention the model has now.
         left: name of each LoRA layer that is left on PEFT's own path -> why.
         unseen: why it is not known which layers read the same input; empty where it is.
         copies: how many base weights have a dense copy in the compute dtype.
@@ -40,6 +44,8 @@ class FusionReport:
     fused: tuple[str, ...]
     together: tuple[tuple[str, ...], ...]
     gated: Mapping[str, str]
+    norms: tuple[str, ...]
+    attention: AttentionReport
     left: Mapping[str, str]
     unseen: str = ""
     copies: int = 0
@@ -53,6 +59,10 @@ class FusionReport:
             parts.append(f"{plural(len(self.together), 'group')} on the same input")
         if self.gated:
             parts.append(plural(len(self.gated), "gated MLP"))
+        if self.norms:
+            parts.append(plural(len(self.norms), "norm"))
+        if self.attention.taken:
+            parts.append("attention by the faster kernel")
         if self.copies:
             parts.append(f"{format_bytes(self.copied_bytes)} of dense copies")
         return f"fused: {', '.join(parts)}"
@@ -67,82 +77,16 @@ class FusionReport:
             lines.append(
                 f"gated: {plural(count, 'MLP')} ({gate}), whose product is formed again in the backward"
             )
+        if self.norms:
+            lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')} in one function each")
         if self.copies:
             size = format_bytes(self.copied_bytes)
             lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
+        lines.append(str(self.attention))
         reasons = Counter((starred(name), reason) for name, reason in self.left.items())
         for (name, reason), count in reasons.items():
             lines.append(f"left to PEFT: {name} ({plural(count, 'layer')}): {reason}")
         return "\n".join(lines)
-
-
-class _FusedLora(Swapped):
-    """Marks the classes of fused LoRA layers.
-
-    Attributes:
-        lora_weights: gives the base weights of all fused layers of the model.
-        lora_siblings: the layers that run with this one, itself included.
-    """
-
-    lora_weights: DenseWeights
-    lora_siblings: Siblings
-
-
-class _FusedMlp(Swapped):
-    """Marks the classes of gated MLPs whose product is not kept.
-
-    Attributes:
-        lora_parts: the names of its parts.
-    """
-
-    lora_parts: GatedParts
-
-
-_STATE = ("lora_weights", "lora_siblings", "lora_parts")
-
-
-def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(x, GatedInput):
-        return gated_output(self.lora_weights, self, x, self.original.forward)
-    if not args and not kwargs and isinstance(x, torch.Tensor) and not torch.compiler.is_compiling():
-        made = self.lora_siblings.output(self, x)
-        if made is not None:
-            return made
-    return self.original.forward(self, x, *args, **kwargs)
-
-
-# PEFT changes base weights by `.data`, which nothing else could notice.
-def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-    self.lora_weights.forget(self.get_base_layer())
-    return self.original.merge(self, *args, **kwargs)
-
-
-def _unmerge(self: Any) -> Any:
-    self.lora_weights.forget(self.get_base_layer())
-    return self.original.unmerge(self)
-
-
-def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    parts: GatedParts = self.lora_parts
-    down = self._modules[parts.down]
-    hooked = down._forward_hooks or down._forward_pre_hooks
-    plain = args or kwargs or hooked or torch.compiler.is_compiling() or not isinstance(down, _FusedLora)
-    if plain:
-        return self.original.forward(self, x, *args, **kwargs)
-    first, second = call_in_order(self, parts, x)
-    layer: Any = down
-    return layer(GatedInput(parts.gate, first, second))
-
-
-@cache
-def _fused_lora(base: Any) -> Any:
-    members: dict[str, Any] = {"forward": _forward_lora, "merge": _merge, "unmerge": _unmerge}
-    return swapped_class(_FusedLora, (_fused_lora, (base,)), base, members)
-
-
-@cache
-def _fused_mlp(base: Any) -> Any:
-    return swapped_class(_FusedMlp, (_fused_mlp, (base,)), base, {"forward": _forward_gated})
 
 
 def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> FusionReport:
@@ -150,8 +94,10 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
 
     Parameters, names, files, merging and switching of adapters stay PEFT's own. A layer whose active adapter cannot be
     fused (see `FusionReport.left`) runs as PEFT has it; so does every layer while it is merged or disabled, is compiled,
-    or has hooks inside. Gated MLPs form their product again in the backward instead of keeping it. The model is run
-    once, without gradients, to see which layers read the same input.
+    or has hooks inside. Gated MLPs form their product again in the backward instead of keeping it, and RMSNorms compute
+    in one function on a CPU. There attention takes the kernel that is measured to be faster, once on a machine and for
+    every class of shapes (`isotype.lora.attention`).
+    The model is run once, without gradients, to see which layers read the same input.
 
     Args:
         model: a PEFT model; changed in place. A model that is fused already is fused afresh.
@@ -166,38 +112,53 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
         What was fused and what was not, and why.
     """
     unfuse(model)
-    left = {}
-    fused: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if not is_tuner_layer(module) or not hasattr(module, "lora_A"):
-            continue
-        reason = why_not(module)
-        if reason is None:
-            fused[name] = module
-        else:
-            left[name] = reason
-    weights = DenseWeights(_default_budget(model) if budget is None else budget)
+    layers = {n: m for n, m in model.named_modules() if is_tuner_layer(m) and hasattr(m, "lora_A")}
+    reasons = {name: why_not(layer) for name, layer in layers.items()}
+    fused = {name: layer for name, layer in layers.items() if reasons[name] is None}
     groups, unseen = same_input(model, fused, inputs)
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    weights = DenseWeights(_default_budget(on_cpu) if budget is None else budget)
     for names in groups:
         siblings = Siblings(weights, [fused[name] for name in names])
         for layer in siblings.layers:
-            layer.lora_weights, layer.lora_siblings = weights, siblings
-            swap(layer, _fused_lora(layer.__class__))
-    gated = _fuse_gated(model)
-    copies = _keep_copies(model, weights, fused)
-    together = tuple(names for names in groups if len(names) > 1)
-    return FusionReport(tuple(fused), together, gated, left, unseen, copies, weights.bytes)
+            put_in(layer, FusedLora, weights, siblings)
+    return FusionReport(
+        tuple(fused),
+        tuple(names for names in groups if len(names) > 1),
+        _fuse_gated(model),
+        _fuse_norms(model) if on_cpu else (),
+        _attention(model),
+        {name: reason for name, reason in reasons.items() if reason is not None},
+        unseen,
+        _keep_copies(model, weights, fused),
+        weights.bytes,
+    )
 
 
 def _fuse_gated(model: nn.Module) -> dict[str, str]:
+    found = {name: (module, gated_parts(module)) for name, module in model.named_modules()}
     gated = {}
-    for name, module in list(model.named_modules()):
-        parts = gated_parts(module)
-        if parts is not None and isinstance(module._modules[parts.down], _FusedLora):
-            setattr(module, "lora_parts", parts)  # noqa: B010 - modules type their attributes as tensors
-            swap(module, _fused_mlp(cast(Any, type(module))))
+    for name, (module, parts) in found.items():
+        if parts is not None and isinstance(module._modules[parts.down], FusedLora):
+            put_in(module, FusedMlp, parts)
             gated[name] = parts.gate.name
     return gated
+
+
+def _attention(model: nn.Module) -> AttentionReport:
+    report = use_fast_attention(model)
+    model.__dict__[_ATTENTION] = report  # for `unfuse`
+    return report
+
+
+def _fuse_norms(model: nn.Module) -> tuple[str, ...]:
+    named = {name: module for name, module in model.named_modules() if is_norm(module)}
+    found = {
+        name: (module, parts) for name, module in named.items() if (parts := norm_parts(module)) is not None
+    }
+    for module, parts in found.values():
+        put_in(module, FusedNorm, parts)
+    return tuple(found)
 
 
 def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, Any]) -> int:
@@ -211,13 +172,12 @@ def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, An
 
 def unfuse(model: nn.Module) -> None:
     """Take the fused paths out of a model: every module has its own class again, and all copies of weights are gone."""
+    attention: AttentionReport | None = model.__dict__.pop(_ATTENTION, None)
+    if attention is not None:
+        attention.undo()
     for module in model.modules():
-        if isinstance(module, (_FusedLora, _FusedMlp)):
-            swap(module, module.original)
-            for name in _STATE:
-                module.__dict__.pop(name, None)
+        take_out(module)
 
 
-def _default_budget(model: nn.Module) -> int:
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+def _default_budget(on_cpu: bool) -> int:
     return int(psutil.virtual_memory().available) // 4 if on_cpu else 0

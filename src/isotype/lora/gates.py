@@ -39,8 +39,9 @@ class Gate:
     def backward(
         self, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of `gate` and `up` from that of their product."""
-        return self.through(grad * up, gate), self.activate(gate).mul_(grad)
+        """The gradients of `gate` and `up` from that of their product, which is written over."""
+        d_up = self.activate(gate).mul_(grad)
+        return self.through(grad.mul_(up), gate), d_up
 
 
 def _gate(name: str) -> Gate:

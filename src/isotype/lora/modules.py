@@ -1,0 +1,130 @@
+"""Modules that compute another way: LoRA layers, gated MLPs and norms, by a swap of their class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.lora.fused import GatedInput, Siblings, gated_output
+from isotype.lora.gated import GatedParts, call_in_order
+from isotype.lora.norms import NormParts, rms_norm
+from isotype.lora.weights import DenseWeights
+from isotype.model.boundary import boundary_of, set_boundary
+from isotype.model.swapped import Swapped, swap, swapped_class
+
+
+class Fused(Swapped):
+    """Marks the classes made here.
+
+    Attributes:
+        lora_state: names of the attributes that a module of this class has more than its original.
+    """
+
+    lora_state: tuple[str, ...] = ()
+
+
+class FusedLora(Fused):
+    """A LoRA layer.
+
+    Attributes:
+        lora_weights: gives the base weights of all fused layers of the model.
+        lora_siblings: the layers that run with this one, itself included.
+    """
+
+    lora_state = ("lora_weights", "lora_siblings")
+    lora_weights: DenseWeights
+    lora_siblings: Siblings
+
+
+class FusedMlp(Fused):
+    """A gated MLP whose product is not kept.
+
+    Attributes:
+        lora_parts: the names of its parts.
+    """
+
+    lora_state = ("lora_parts",)
+    lora_parts: GatedParts
+
+
+class FusedNorm(Fused):
+    """An RMSNorm.
+
+    Attributes:
+        lora_norm: what it computes.
+    """
+
+    lora_state = ("lora_norm",)
+    lora_norm: NormParts
+
+
+def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(x, GatedInput):
+        return gated_output(self.lora_weights, self, x, self.original.forward)
+    if not args and not kwargs and isinstance(x, torch.Tensor) and not torch.compiler.is_compiling():
+        made = self.lora_siblings.output(self, x)
+        if made is not None:
+            return made
+    return self.original.forward(self, x, *args, **kwargs)
+
+
+# PEFT changes base weights by `.data`, which nothing else could notice.
+def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+    self.lora_weights.forget(self.get_base_layer())
+    return self.original.merge(self, *args, **kwargs)
+
+
+def _unmerge(self: Any) -> Any:
+    self.lora_weights.forget(self.get_base_layer())
+    return self.original.unmerge(self)
+
+
+def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    parts: GatedParts = self.lora_parts
+    down = self._modules[parts.down]
+    hooked = down._forward_hooks or down._forward_pre_hooks
+    if args or kwargs or hooked or torch.compiler.is_compiling() or not isinstance(down, FusedLora):
+        return self.original.forward(self, x, *args, **kwargs)
+    first, second = call_in_order(self, parts, x)
+    return down(GatedInput(parts.gate, first, second))  # type: ignore[operator]
+
+
+def _forward_norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or torch.compiler.is_compiling() or not x.is_floating_point():
+        return self.original.forward(self, x, *args, **kwargs)
+    return rms_norm(x, self.weight, self.lora_norm)
+
+
+_MEMBERS: Mapping[type[Fused], Mapping[str, Any]] = {
+    FusedLora: {"forward": _forward_lora, "merge": _merge, "unmerge": _unmerge},
+    FusedMlp: {"forward": _forward_gated},
+    FusedNorm: {"forward": _forward_norm},
+}
+
+
+@cache
+def _fused_class(kind: Any, base: Any) -> Any:
+    return swapped_class(kind, (_fused_class, (kind, base)), base, _MEMBERS[kind])
+
+
+def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
+    """Let `module` compute as `kind` does, with the values of its `lora_state`."""
+    for name, value in zip(kind.lora_state, state, strict=True):
+        module.__dict__[name] = value
+    own: Any = type(module)
+    swap(module, _fused_class(kind, own))
+
+
+def take_out(module: nn.Module) -> None:
+    """Give a module its original class back; of one that has it, nothing."""
+    if isinstance(module, Fused):
+        settings = boundary_of(module)
+        set_boundary(module, None)  # one that was set later lies on top
+        for name in module.lora_state:
+            module.__dict__.pop(name, None)
+        swap(module, module.original)
+        set_boundary(module, settings)

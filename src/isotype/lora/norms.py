@@ -1,0 +1,96 @@
+"""RMSNorm in one function: https://arxiv.org/abs/1910.07467.
+
+    y = x / sqrt(mean(x²) + eps) ⊙ (offset + w)
+
+in float32 inside, rounded once. The backward needs x and a number a row; what autograd keeps of the plain formula are four
+tensors as large as x in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from isotype.model.boundary import boundary_of
+
+
+@dataclass(frozen=True)
+class NormParts:
+    """What an RMSNorm computes: `offset` is 1 where its weight is stored as the difference from one (Gemma)."""
+
+    eps: float
+    offset: float
+
+
+def norm_parts(module: Any) -> NormParts | None:
+    """What an RMSNorm computes, found by running it on a few numbers; None for any other module."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    lone = list(module._parameters) == ["weight"] and not module._modules
+    if not lone or weight is None or weight.dim() != 1 or weight.is_meta or not isinstance(eps, float):
+        return None
+    if boundary_of(module) is not None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, weight.shape[0], generator=generator).to(weight.device)
+    try:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            made = module(x)
+    except Exception:  # noqa: BLE001 - a module that takes something else than one tensor raises whatever it likes
+        return None
+    normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
+    for offset in (0.0, 1.0):
+        wanted = normed * (offset + weight.double())
+        # The weight may be rounded once more than here; no other formula comes near.
+        if isinstance(made, torch.Tensor) and torch.allclose(made.double(), wanted, rtol=1e-4, atol=1e-6):
+            return NormParts(eps, offset)
+    return None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
+    """The norm of `x` `[…, n]` with `weight` `[n]`, in the dtype that both promote to."""
+    made: torch.Tensor = _RmsNorm.apply(x, weight, parts)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _RmsNorm(torch.autograd.Function):
+    # Every product is of float32 tensors and in place: torch multiplies tensors of two dtypes on a CPU by way of copies.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
+        y = x.to(torch.float32, copy=True)
+        length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        inverse = (length.square() / x.shape[-1] + parts.eps).rsqrt()
+        ctx.parts = parts
+        ctx.save_for_backward(x, weight, inverse)
+        y.mul_(inverse).mul_(_factor(weight, parts))
+        return y.to(torch.promote_types(x.dtype, weight.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed = x.to(torch.float32, copy=True).mul_(inverse)
+        inner = grad.to(torch.float32, copy=True)
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = (inner * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, d_weight, None
+        inner.mul_(_factor(weight, ctx.parts))
+        along = torch.linalg.vecdot(inner, normed)[..., None] / x.shape[-1]
+        d_x = inner.sub_(normed.mul_(along)).mul_(inverse)
+        return d_x.to(x.dtype), d_weight, None
+
+
+def _factor(weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
+    factor = weight.float()
+    return factor + parts.offset if parts.offset else factor
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the module's name says that it may be one."""
+    return "rmsnorm" in type(module).__name__.lower()
