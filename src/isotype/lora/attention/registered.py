@@ -262,7 +262,7 @@ def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind) -> 
     q, k, v = inputs
     if isinstance(q, FakeTensor):
         # A preflight measures nothing, and thousands of operators on blocks would tell it no more than this one: both kernels
-        # take and give the same dtypes, keep the same bytes for the backward and do the same FLOPs.
+        # take and give the same dtypes, do the same FLOPs or fewer, and keep q, k, v and some numbers for each query.
         return "sdpa"
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     shape = shape_of(q, k, v, kind, trained)
