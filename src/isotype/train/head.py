@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.utils import ModelOutput
 
 from isotype.lora.fused import working_dtype
 from isotype.lora.head import head_of
@@ -37,6 +38,7 @@ class _Asked:
         gradients: results that the trainer may differentiate.
         smoothing: label smoothing: the log-probabilities are of the smoothed labels.
         autocast: to be entered, for a model whose forward accelerate has already put under autocast.
+        result: makes what is returned; TRL's class where a trainer reads it. A check does without TRL, whose import costs seconds.
     """
 
     temperature: float
@@ -45,6 +47,7 @@ class _Asked:
     gradients: tuple[str, ...] = ("log_probs",)
     smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    result: Callable[..., Any] = ModelOutput
 
 
 def use_own_head(trainer: Any) -> None:
@@ -52,6 +55,8 @@ def use_own_head(trainer: Any) -> None:
 
     A trainer without TRL's head is left as it is.
     """
+    from trl.trainer.utils import FusedCausalLMOutput
+
     smoothing = _smoothing(trainer)
     gradients = ("log_probs", "entropy") if _entropy_is_differentiated(trainer.args) else ("log_probs",)
     for model in _models(trainer):
@@ -60,7 +65,9 @@ def use_own_head(trainer: Any) -> None:
             continue
         outermost, given = own
         autocast = nullcontext if outermost else trainer.accelerator.autocast
-        asked = _Asked(**given, gradients=gradients, smoothing=smoothing, autocast=autocast)
+        asked = _Asked(
+            **given, gradients=gradients, smoothing=smoothing, autocast=autocast, result=FusedCausalLMOutput
+        )
         _put(model, asked)
         if smoothing:
             trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
@@ -187,8 +194,6 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
 
 def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """What TRL's forward returns, of a model that is called with `args` and `kwargs`."""
-    from trl.trainer.utils import FusedCausalLMOutput
-
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -221,7 +226,7 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     if kwargs.get("output_router_logits"):
         aux = _load_balancing(config, found.router_logits, kwargs.get("attention_mask"))
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux
-    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **fields)
+    return asked.result(loss=loss, label_mask=mask, aux_loss=aux, **fields)
 
 
 def _chosen(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
