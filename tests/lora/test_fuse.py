@@ -20,6 +20,7 @@ from isotype.core.dtypes import parse_dtype as dtype_of
 from isotype.lora.fuse import fuse, unfuse
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import tiny_batch, tiny_model
+from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, autocast
 
 Saved = Callable[..., Path]
@@ -105,9 +106,7 @@ def under(saved: Saved, dtype: str, quantization: str | None, **lora: Any) -> tu
     return moved(isotype.add_lora(model, policy, r=4, **lora)).train(), policy
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("quantization", [None, "nf4", "fp4", "int8"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pairwise("dtype, quantization, dora", ["bfloat16", "float16"], [None, "nf4", "fp4", "int8"], [False, True])
 def test_in_16_bits_it_is_as_close_to_float32_as_peft(
     saved: Saved, dtype: str, quantization: str | None, dora: bool
 ) -> None:
@@ -397,8 +396,7 @@ def run(
     return results
 
 
-@pytest.mark.parametrize("budget", [0, 1 << 30])
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@pytest.mark.parametrize(("quantization", "budget"), [(None, 0), ("nf4", 1 << 30), ("nf4", 0), ("int8", 0)])
 def test_models_of_several_dtypes_one_after_another_in_turn_and_at_once(
     saved: Saved, quantization: str | None, budget: int
 ) -> None:
