@@ -1,7 +1,7 @@
 """A LoRA step of SmolLM2-135M-Instruct: isotype against TRL, against transformers' Trainer, against a bare loop.
 
-Every peer trains the same adapters (r 16 on every linear layer) on the same rows in the same order, with the same seed,
-flags and number of threads, each in a process of its own:
+Every peer trains the same adapters (r 16 on every linear layer) on the same rows with the same seed, flags and number of
+threads, each in a process of its own; the three trainers in the same order, the bare loop in its own:
 
 - isotype: the command `isotype sft`;
 - trl: TRL's SFTTrainer, with what `trl sft` would give it;

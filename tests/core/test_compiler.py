@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 IMPORTED = "sys.modules.get('torch._dynamo.convert_frame') is not None"
 
 CONFIG = {
@@ -83,6 +85,7 @@ def test_it_is_imported_where_it_is_used_and_knows_what_was_marked_before() -> N
     ]
 
 
+@pytest.mark.exhaustive
 def test_torch_and_transformers_still_import_it_without_compiling() -> None:
     """Once this fails `isotype.core.compiler` can go, and `isotype check` need not ask for it."""
     fakes = f"import sys, torch._subclasses.fake_tensor as f; f.FakeTensorMode(); print({IMPORTED})"

@@ -14,9 +14,9 @@ from isotype.report.narrow import wrapped
 
 DEMO = shlex.split(
     "--model_name_or_path embedded:smollm2 --dataset_name embedded:precision_qa --quantization nf4 "
-    "--output_dir runs/demo --max_steps 45 --per_device_train_batch_size 4 --learning_rate 1e-3 "
-    "--lr_scheduler_type cosine --warmup_steps 5 --lora_r 16 --lora_alpha 32 --lora_dropout 0 "
-    "--gradient_checkpointing False --eval_strategy steps --eval_steps 45 --eval_on_start True "
+    "--output_dir runs/demo --max_steps 32 --per_device_train_batch_size 8 --learning_rate 2e-3 "
+    "--lr_scheduler_type cosine --warmup_steps 3 --lora_r 16 --lora_alpha 32 --lora_dropout 0 "
+    "--gradient_checkpointing False --eval_strategy steps --eval_steps 32 --eval_on_start True "
     "--save_strategy no --seed 0"
 )
 """`isotype demo` is `isotype sft` with these arguments."""
