@@ -17,7 +17,7 @@ from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.quantized import quantization_state, row_scales
-from isotype.model.walk import kind_of
+from isotype.model.walk import LINEAR_KINDS, kind_of
 from isotype.precision.devices.cpu import this_cpu, this_onednn, why_not_native
 
 
@@ -34,11 +34,10 @@ def why_not(layer: Any) -> str | None:
     """Why a PEFT layer is left on PEFT's own path under its active adapters, as a clause; None where it is fused."""
     base = layer.get_base_layer()
     kind = kind_of(base)
-    if kind not in ("linear", "linear4bit", "linear8bit") or getattr(base, "weight", None) is None:
+    weight = getattr(base, "weight", None)
+    if kind not in LINEAR_KINDS or weight is None or weight.dim() != 2:
         return f"its base is {type(base).__name__}, not a linear layer"
-    if base.weight.dim() != 2:
-        return f"its base is {type(base).__name__}, not a linear layer"
-    if base.weight.requires_grad:
+    if weight.requires_grad:
         return "its base weight is trained"
     if kind == "linear4bit" and quantization_state(base) is None:
         return "its base has lost its quantization state"

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from isotype.lora.logits import Head
-from isotype.model.quantized import quantization_state, row_scales
+from isotype.lora.weights import dense
+from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
 
 
@@ -54,16 +55,8 @@ def _scale(config: Any) -> float:
 def _dense(module: Any) -> torch.Tensor:
     kind = kind_of(module)
     if kind == "linear4bit":
-        from bitsandbytes.functional import dequantize_4bit
-
-        weight: torch.Tensor = dequantize_4bit(module.weight.data, quantization_state(module))
-        return weight
+        return dense(module, quantization_state(module).dtype)
     if kind == "linear8bit":
-        codes = module.weight.CB if module.state.CB is None else module.state.CB
-        codes = module.weight.data if codes is None else codes
-        scales = row_scales(module)
-        assert scales is not None
-        dense: torch.Tensor = codes * (scales / 127)[:, None]
-        return dense
+        return dense(module, torch.float32)
     found: torch.Tensor = module.weight
     return found

@@ -42,6 +42,18 @@ def codes_of(layer: Any) -> torch.Tensor:
     return codes
 
 
+def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight `[out_features, in_features]` in `dtype`: the one that is there, or a new tensor."""
+    kind = kind_of(layer)
+    if kind == "linear4bit":
+        return _dequantized(layer, dtype)
+    if kind == "linear8bit":
+        out = torch.empty(shape_of(layer), dtype=dtype, device=layer.weight.device)
+        _write(layer, out)
+        return out
+    return _oriented(layer).to(dtype)
+
+
 class DenseWeights:
     """Gives base weights as dense matrices, and keeps copies of some within a budget.
 
@@ -70,7 +82,7 @@ class DenseWeights:
         if ready is not None:
             yield ready
         elif kind_of(layer) == "linear4bit" and layer.weight.device.type not in _WRITES_INTO_SCRATCH:
-            yield _dequantized(layer, dtype)
+            yield dense(layer, dtype)
         else:
             with self.workspace.borrow(shape_of(layer), dtype, layer.weight.device, keep=keep) as out:
                 _write(layer, out)
@@ -98,10 +110,8 @@ class DenseWeights:
         size = rows * columns * dtype.itemsize
         if self.has(layer, dtype) or self.bytes + size > self.budget:
             return 0
-        made = torch.empty(rows, columns, dtype=dtype, device=layer.weight.device)
         with torch.no_grad():
-            _write(layer, made)
-        self._copies[layer] = (_identity(layer, dtype), made)
+            self._copies[layer] = (_identity(layer, dtype), dense(layer, dtype))
         return size
 
     def forget(self, layer: nn.Module) -> None:
@@ -136,10 +146,8 @@ def _oriented(layer: Any) -> torch.Tensor:
 
 def _write(layer: Any, out: torch.Tensor) -> None:
     kind = kind_of(layer)
-    if kind == "linear4bit" and out.device.type in _WRITES_INTO_SCRATCH:
+    if kind == "linear4bit":
         _dequantized(layer, out.dtype, out)
-    elif kind == "linear4bit":
-        out.copy_(_dequantized(layer, out.dtype))
     elif kind == "linear8bit":
         scales = row_scales(layer)
         assert scales is not None, "a layer without row scales is not fused"
