@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.inspect import _natural, folded_name, gather, inspect_checkpoint
+from isotype.checkpoint.inspect import _natural, folded_name, inspect_checkpoint
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.stored import stored_tensors
 from isotype.cli.main import main
 from isotype.report.inspect import inspection_json, mismatch_lines
 
@@ -85,9 +86,9 @@ def test_mxfp4_blocks_and_scales_are_one_weight():
         TensorHeader("e.gate_up_proj_scales", "U8", torch.uint8, (4, 8, 2), 64, Path("f")),
         TensorHeader("e.gate_up_proj_bias", "BF16", torch.bfloat16, (4, 8), 64, Path("f")),
     ]
-    found = {tensor.name: (tensor.dtype, tensor.values, tensor.bytes) for tensor in gather(tensors)}
+    found = {tensor.name: (tensor.form, tensor.values, tensor.bytes) for tensor in stored_tensors(tensors)}
     assert found == {
-        "e.gate_up_proj_blocks": ("mxfp4", 2048, 1088),
+        "e.gate_up_proj": ("mxfp4", 2048, 1088),
         "e.gate_up_proj_bias": ("bfloat16", 32, 64),
     }
 
@@ -98,8 +99,8 @@ def test_fp8_scales_belong_to_their_weight():
         TensorHeader("q.weight", "F8_E4M3", fp8, (128, 128), 128 * 128, Path("f")),
         TensorHeader("q.weight_scale_inv", "F32", torch.float32, (1, 1), 4, Path("f")),
     ]
-    (found,) = gather(tensors)
-    assert (found.dtype, found.bytes) == ("float8_e4m3fn", 128 * 128 + 4)
+    (found,) = stored_tensors(tensors)
+    assert (found.form, found.bytes) == ("float8_e4m3fn", 128 * 128 + 4)
 
 
 def test_gguf_types(tmp_path):

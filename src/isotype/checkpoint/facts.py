@@ -85,7 +85,7 @@ def _of_module(model: Any) -> ModelFacts:
     config = getattr(base, "config", None)
     if not _is_config(config):  # another library's idea of a config
         config = None
-    quantization = _layers_quantization(base, config) or _config_quantization(config)
+    quantization = _layers_quantization(base, config) or quantization_of(config)
     stored = list(_stored_parameters(base, _adapter_prefixes(model)))
     named_dtype = config_dtype(config)
     counts, trained = _weigh(stored, quantization, named_dtype)
@@ -119,7 +119,7 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
 
 def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
     """From the bitsandbytes layers themselves, which know better than a config that may be out of date."""
-    quantization = _config_quantization(config)
+    quantization = quantization_of(config)
     skip = quantization.skip_modules if quantization else ()
     found: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
@@ -180,7 +180,7 @@ def _of_config(
     """From a config and, if there are weights, their headers."""
     model = build_on_meta(config, source)
     pinned, strict = _pins(model)
-    quantization = _config_quantization(config)
+    quantization = quantization_of(config)
     named_dtype = config_dtype(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if headers is not None and quantization is None:
@@ -247,7 +247,8 @@ def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return gather("_keep_in_fp32_modules"), gather("_keep_in_fp32_modules_strict")
 
 
-def _config_quantization(config: Any) -> QuantizationFacts | None:
+def quantization_of(config: Any) -> QuantizationFacts | None:
+    """What a transformers config says about the quantization its checkpoint is saved in; None for none."""
     given = getattr(config, "quantization_config", None)
     if given is None and hasattr(config, "get_text_config"):
         given = getattr(config.get_text_config(), "quantization_config", None)

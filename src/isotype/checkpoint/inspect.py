@@ -12,24 +12,14 @@ from typing import Any
 from isotype.checkpoint.formats.config import read_json
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import cached_headers, remote_headers
-from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.locate import resolve_source
-from isotype.core.dtypes import dtype_name
+from isotype.checkpoint.stored import StoredTensor, stored_tensors
 from isotype.core.errors import CheckpointError, Problem
 
-# What quantizers store beside a weight: the weight's name, then one of these.
-_CONSTANT = re.compile(
-    r"(?P<weight>.+?)(\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?P<four_bit>\w+))"
-    r"|(?P<scale>_scale_inv|_scale))$"
-)
-# bitsandbytes writes the row scales of an int8 layer beside its weight, not below it.
-_INT8 = re.compile(r"(?P<layer>.+)\.(SCB|weight_format)$")
-_MXFP4 = re.compile(r"(?P<weight>.+)_(blocks|scales)$")
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # What a quantization_config says that is worth a line.
 _SHOWN = ("bnb_4bit_", "load_in_", "bits", "group_size", "desc_act")
 _SHOWN_8BIT = ("load_in_", "llm_int8_threshold")
-_PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4}
 
 
 @dataclass(frozen=True)
@@ -120,18 +110,6 @@ class Inspection:
         return sum(total.values for total in self.totals)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A weight with the constants of its quantization."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    values: int
-    bytes: int
-    plain: bool
-
-
 def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Inspection:
     """Read the headers of a checkpoint and group its tensors.
 
@@ -145,7 +123,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     source = resolve_source(path)
     headers = _hub_headers(source, revision) if isinstance(source, str) else read_headers(source)
     config = _config(source)
-    stored = gather(headers.tensors)
+    stored = stored_tensors(headers.tensors)
     main = _main_dtype(stored)
     groups = _groups(stored, main)
     named = _named_dtype(config)
@@ -194,7 +172,7 @@ def _named_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _quantization(config: Mapping[str, Any], stored: Sequence[_Stored]) -> str:
+def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> str:
     options = config.get("quantization_config")
     if isinstance(options, dict):
         method = str(options.get("quant_method", "bitsandbytes"))
@@ -205,61 +183,16 @@ def _quantization(config: Mapping[str, Any], stored: Sequence[_Stored]) -> str:
             if name.startswith(shown) and value not in (None, False)
         ]
         return " ".join([method, *details])
-    formats = Counter(tensor.dtype for tensor in stored if not tensor.plain)
+    formats = Counter(tensor.form for tensor in stored if not tensor.plain)
     return ", ".join(name for name, _ in formats.most_common())
 
 
-def gather(tensors: Iterable[TensorHeader]) -> tuple[_Stored, ...]:
-    """Weights with their quantization constants: format, values and bytes of each."""
-    constants: dict[str, list[TensorHeader]] = defaultdict(list)
-    formats: dict[str, str] = {}
-    weights = []
-    names = {tensor.name: tensor for tensor in tensors}
-    for name, tensor in names.items():
-        owner, form = _constant_of(name, names)
-        if owner is None:
-            weights.append(tensor)
-            continue
-        constants[owner].append(tensor)
-        if form:
-            formats[owner] = form
-    return tuple(_stored(tensor, formats.get(tensor.name), constants[tensor.name]) for tensor in weights)
-
-
-def _constant_of(name: str, names: Mapping[str, TensorHeader]) -> tuple[str | None, str | None]:
-    """(the weight that the tensor is a constant of, the format it shows), (None, None) for a weight."""
-    found = _CONSTANT.fullmatch(name)
-    if found and found["weight"] in names:
-        return found["weight"], found["four_bit"]
-    found = _INT8.fullmatch(name)
-    if found and f"{found['layer']}.weight" in names:
-        return f"{found['layer']}.weight", "int8"
-    found = _MXFP4.fullmatch(name)
-    if found and name.endswith("_scales") and f"{found['weight']}_blocks" in names:
-        return f"{found['weight']}_blocks", "mxfp4"
-    return None, None
-
-
-def _stored(tensor: TensorHeader, form: str | None, constants: Sequence[TensorHeader]) -> _Stored:
-    plain = tensor.dtype_name if tensor.dtype is None else dtype_name(tensor.dtype)
-    dtype = form or plain
-    bits = _PACKED_BITS.get(dtype)
-    return _Stored(
-        name=tensor.name,
-        dtype=dtype,
-        shape=tensor.shape,
-        values=tensor.bytes * 8 // bits if bits else tensor.elements,
-        bytes=tensor.bytes + sum(constant.bytes for constant in constants),
-        plain=form is None and tensor.dtype is not None and tensor.dtype.is_floating_point,
-    )
-
-
-def _main_dtype(stored: Iterable[_Stored]) -> str | None:
+def _main_dtype(stored: Iterable[StoredTensor]) -> str | None:
     """The float dtype of most weights that are not quantized."""
     counts: Counter[str] = Counter()
     for tensor in stored:
         if tensor.plain:
-            counts[tensor.dtype] += tensor.values
+            counts[tensor.form] += tensor.values
     return counts.most_common(1)[0][0] if counts else None
 
 
@@ -268,18 +201,18 @@ def folded_name(name: str) -> str:
     return _LAYER_NUMBER.sub("*", name)
 
 
-def _groups(stored: Iterable[_Stored], main: str | None) -> tuple[Group, ...]:
-    together: dict[str, list[_Stored]] = defaultdict(list)
+def _groups(stored: Iterable[StoredTensor], main: str | None) -> tuple[Group, ...]:
+    together: dict[str, list[StoredTensor]] = defaultdict(list)
     for tensor in stored:
-        together[folded_name(tensor.name)].append(tensor)
+        together[folded_name(tensor.weight.name)].append(tensor)
     return tuple(_group(name, together[name], main) for name in sorted(together))
 
 
-def _group(name: str, tensors: Sequence[_Stored], main: str | None) -> Group:
-    dtype = Counter(tensor.dtype for tensor in tensors).most_common(1)[0][0]
-    shapes = Counter(tensor.shape for tensor in tensors)
-    plain = any(tensor.plain for tensor in tensors if tensor.dtype == dtype)
-    mismatched = [tensor for tensor in tensors if tensor.dtype != dtype]
+def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Group:
+    dtype = Counter(tensor.form for tensor in tensors).most_common(1)[0][0]
+    shapes = Counter(tensor.weight.shape for tensor in tensors)
+    plain = any(tensor.plain for tensor in tensors if tensor.form == dtype)
+    mismatched = [tensor for tensor in tensors if tensor.form != dtype]
     return Group(
         name=name,
         count=len(tensors),
@@ -288,8 +221,8 @@ def _group(name: str, tensors: Sequence[_Stored], main: str | None) -> Group:
         values=sum(tensor.values for tensor in tensors),
         bytes=sum(tensor.bytes for tensor in tensors),
         mismatched=tuple(
-            Mismatched(tensor.name, tensor.dtype)
-            for tensor in sorted(mismatched, key=lambda t: _natural(t.name))
+            Mismatched(tensor.weight.name, tensor.form)
+            for tensor in sorted(mismatched, key=lambda t: _natural(t.weight.name))
         ),
         unlike=main if plain and dtype != main else None,
     )
@@ -302,10 +235,10 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def _totals(stored: Iterable[_Stored]) -> tuple[Total, ...]:
-    together: dict[str, list[_Stored]] = defaultdict(list)
+def _totals(stored: Iterable[StoredTensor]) -> tuple[Total, ...]:
+    together: dict[str, list[StoredTensor]] = defaultdict(list)
     for tensor in stored:
-        together[tensor.dtype].append(tensor)
+        together[tensor.form].append(tensor)
     totals = [
         Total(dtype, len(some), sum(t.values for t in some), sum(t.bytes for t in some))
         for dtype, some in together.items()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,8 @@ from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.load import concrete_class
+from isotype.checkpoint.weight_map import converted, weight_map
 from isotype.core.errors import CheckpointError, Problem
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What one or several tensors of a model are made of: transformers' conversion, if any, and the tensors it takes."""
-
-    conversion: Any
-    target: str
-    tensors: tuple[tuple[TensorHeader, str], ...]
 
 
 class StoredWeights:
@@ -41,60 +31,18 @@ class StoredWeights:
 
     def __init__(self, model: Any, headers: CheckpointHeaders) -> None:
         self._model = model
-        self._sources = _sources(model, headers)
-        self._made_by: dict[str, _Source] = {}
-        self.shapes: dict[str, torch.Size] = {}
-        for source in self._sources.values():
-            # On the meta device, to learn the names and shapes of the tensors that it makes.
-            blank = {header.name: _blank(header) for header, _ in source.tensors}
-            for name, value in _converted(model, source, blank).items():
-                self._made_by[name] = source
-                self.shapes[name] = value.shape
+        self._sources = weight_map(model, headers.tensors).sources
+        self.shapes = {
+            name: torch.Size(shape)
+            for name, source in self._sources.items()
+            if (shape := source.shapes.get(name)) is not None
+        }
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor that the model calls `name`, in the dtype it is stored in; memory-mapped where it is stored so."""
-        source = self._made_by[name]
-        values = {header.name: _read(header) for header, _ in source.tensors}
-        return _converted(self._model, source, values)[name]
-
-
-def _sources(model: Any, headers: CheckpointHeaders) -> dict[str, _Source]:
-    """What transformers' loader gathers (`convert_and_load_state_dict_in_model`), with headers for tensors."""
-    from transformers import core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    wanted, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, _Source] = {}
-    for header in sorted(headers.tensors, key=lambda each: loading.dot_natural_key(each.name)):
-        target, pattern = loading.rename_source_key(header.name, renamings, converters, prefix, wanted)
-        if target not in wanted and header.name in wanted:
-            target, pattern = loading.rename_source_key(
-                header.name, [], [], base_model_prefix=prefix, meta_state_dict=wanted
-            )
-        if target not in wanted:
-            continue
-        known = found.get(target) or _Source(by_pattern[pattern] if pattern else None, target, ())
-        found[target] = _Source(known.conversion, target, (*known.tensors, (header, pattern or header.name)))
-    return found
-
-
-def _converted(model: Any, source: _Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if source.conversion is None:  # at most another name
-        (value,) = values.values()
-        return {source.target: value}
-    conversion = copy.deepcopy(source.conversion)  # it collects what it is given
-    for header, pattern in source.tensors:
-        conversion.add_tensor(source.target, header.name, pattern, lambda held=values[header.name]: held)
-    made = conversion.convert(source.target, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _blank(header: TensorHeader) -> torch.Tensor:
-    return torch.empty(header.shape, dtype=header.dtype, device="meta")
+        source = self._sources[name]
+        values = {tensor.name: _read(tensor.weight) for tensor, _ in source.tensors}
+        return converted(self._model, source, values)[name]
 
 
 def _read(header: TensorHeader) -> torch.Tensor:

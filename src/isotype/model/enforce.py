@@ -127,28 +127,33 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 
 
 def wanted_dtypes(
-    found: Sequence[Place], policy: PrecisionPolicy, by_ranges: Mapping[str, BoundarySettings]
+    found: Sequence[Place],
+    policy: PrecisionPolicy,
+    by_ranges: Mapping[str, BoundarySettings],
+    *,
+    frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
     """The dtype that `policy` wants for each unquantized float parameter of the modules at `found`.
 
     A parameter that several modules share takes float32 if one of them wants it. `by_ranges` are the boundaries that
-    value ranges need, by the place's name.
+    value ranges need, by the place's name; `frozen` says that what is not an adapter is going to be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in found:
-        for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name)).items():
+        for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():
             if wanted.get(parameter) != torch.float32:
                 wanted[parameter] = dtype
     return wanted
 
 
 def _own_dtypes(
-    place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None
+    place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None, frozen: bool
 ) -> dict[nn.Parameter, torch.dtype]:
     wanted = {}
     pinned = False
     for name, parameter in own_float_parameters(place.module).items():
-        if parameter.requires_grad or place.adapter:  # an adapter that is inactive now may be trained next
+        trained = parameter.requires_grad and not frozen
+        if trained or place.adapter:  # an adapter that is inactive now may be trained next
             wanted[parameter] = policy.master
         elif policy.keep_frozen:
             wanted[parameter] = parameter.dtype

@@ -1,0 +1,242 @@
+"""What loading a checkpoint under a policy will do to each tensor, decided from headers before a weight is read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.facts import quantization_of
+from isotype.checkpoint.formats.headers import CheckpointHeaders
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.match import Match, WrongShape, match, unknown_quantization
+from isotype.checkpoint.stored import StoredTensor
+from isotype.checkpoint.weight_map import Source, steps
+from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.errors import CheckpointError, Problem
+from isotype.model.enforce import wanted_dtypes
+from isotype.model.range_boundaries import range_boundaries
+from isotype.model.walk import is_pinned, places
+from isotype.precision.policy import PrecisionPolicy
+
+# The operations of transformers' conversions, in a word.
+_WORDS = {
+    "MergeModulelist": "stacked",
+    "SplitModulelist": "unstacked",
+    "Concatenate": "joined",
+    "Chunk": "split",
+    "Split": "split",
+    "Transpose": "transposed",
+    "PermuteForRope": "permuted",
+    "Interleave": "interleaved",
+}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the model: what it is made of and how it will be stored.
+
+    Attributes:
+        name: fully qualified name in the model.
+        shape: sizes in the model.
+        sources: the tensors of the files that it is made of (name, dtype, file, first byte, bytes), quantization
+            constants included.
+        stored: how the files hold it: a dtype's name or a quantization format.
+        storage: how the loaded model holds it: a dtype's name or a quantization format.
+        conversion: what is done to it on the way, in order; nothing where it is taken as stored.
+        pinned: whether the model's author keeps it in float32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[TensorHeader, ...]
+    stored: str
+    storage: str
+    conversion: tuple[str, ...] = ()
+    pinned: bool = False
+
+    @property
+    def how(self) -> str:
+        """The conversion in words."""
+        return ", ".join(self.conversion) or "as stored"
+
+    @property
+    def bytes(self) -> int:
+        """What is read from the files for it."""
+        return sum(source.bytes for source in self.sources)
+
+    @property
+    def values(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What loading will do to every tensor of a model, and what is missing or left over.
+
+    Attributes:
+        tensors: in the model's order.
+        match: the comparison of the model with the checkpoint; its `weights` say how each tensor is made.
+    """
+
+    tensors: tuple[PlannedTensor, ...]
+    match: Match = field(repr=False)
+
+    @property
+    def missing(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of what the model needs and no file has."""
+        return self.match.missing
+
+    @property
+    def initialised(self) -> Mapping[str, str]:
+        """What no file has and the model starts from fresh values, with the reason why it may."""
+        return self.match.initialised
+
+    @property
+    def surplus(self) -> tuple[StoredTensor, ...]:
+        """What the model has no name for."""
+        return self.match.surplus
+
+    @property
+    def wrong(self) -> tuple[WrongShape, ...]:
+        """What has another shape than the model's."""
+        return self.match.wrong
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names that share the values of another name."""
+        return self.match.tied
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Buffers that are in no file: the model computes them."""
+        return self.match.buffers
+
+    @property
+    def doubled(self) -> tuple[tuple[str, StoredTensor], ...]:
+        """Names in the model for which there are several tensors, with the one left over."""
+        return self.match.doubled
+
+    def require_complete(self) -> None:
+        """Raise one error for everything that keeps the checkpoint from being loaded.
+
+        Raises:
+            CheckpointError: a tensor is missing, of another shape than the model's, or there twice.
+        """
+        self.match.require_complete()
+
+
+def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
+    """Plan how the tensors of a checkpoint become those of a model.
+
+    Args:
+        model: the dense model, of transformers or not; on the meta device it costs nothing. It is not changed.
+        headers: of the checkpoint.
+        policy: from `isotype.resolve_precision`.
+
+    Raises:
+        CheckpointError: the checkpoint is quantized in a format whose tensors isotype does not know.
+    """
+    quantization = quantization_of(getattr(model, "config", None))
+    if quantization is not None and unknown_quantization(quantization.method):
+        raise CheckpointError(
+            "no plan for this quantization",
+            [
+                Problem(
+                    f"{headers.path}, quantized by {quantization.method}",
+                    "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors, gptq or awq",
+                    "load it with transformers, or take the checkpoint before it was quantized",
+                )
+            ],
+        )
+    packed = quantization.format if quantization is not None else "packed"
+    found = match(model, headers)
+    storage = _storage(model, policy)
+    tensors = []
+    for name, value in model.state_dict(keep_vars=True).items():
+        source = found.weights.sources.get(name)
+        if source is None or source.failure:
+            continue
+        stored = packed if (form := _form(source)) == "packed" else form
+        kept = stored if stored in QUANTIZATIONS else storage.get(name, dtype_name(value.dtype))
+        if not value.is_floating_point():
+            kept = stored
+        tensors.append(
+            PlannedTensor(
+                name,
+                tuple(value.shape),
+                tuple(part for tensor, _ in source.tensors for part in tensor.parts),
+                stored,
+                kept,
+                _conversion(name, source, stored, kept),
+                is_pinned(name, policy.pinned),
+            )
+        )
+    return LoadPlan(tuple(tensors), found)
+
+
+def _form(source: Source) -> str:
+    """How most of a tensor's values are stored."""
+    counts: Counter[str] = Counter()
+    for tensor, _ in source.tensors:
+        counts[tensor.form] += tensor.values
+    return counts.most_common(1)[0][0]
+
+
+def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
+    """How the policy stores each tensor of a dense model: the float parameters, and the buffers that are pinned."""
+    found = tuple(places(model))
+    dtypes = wanted_dtypes(
+        found, policy, range_boundaries(model, found, policy), frozen=policy.trainable == "lora"
+    )
+    quantized = quantized_weights(model) if policy.quantized else frozenset()
+    storage = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in quantized and not is_pinned(name, policy.pinned):
+            storage[name] = policy.storage
+        elif value in dtypes if isinstance(value, nn.Parameter) else False:
+            storage[name] = dtype_name(dtypes[value])
+        elif value.is_floating_point() and is_pinned(name, policy.pinned):
+            storage[name] = dtype_name(torch.float32)
+    return storage
+
+
+def quantized_weights(model: Any) -> frozenset[str]:
+    """The weights that transformers hands to bitsandbytes when a dense model is quantized while it is loaded.
+
+    Of any other module, the weights of all linear layers.
+    """
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skipped: Sequence[str] = ()
+    if hasattr(model, "all_tied_weights_keys"):
+        skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    return frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, Conv1D))
+        and should_convert_module(name, list(skipped))
+    )
+
+
+def _conversion(name: str, source: Source, stored: str, storage: str) -> tuple[str, ...]:
+    words = []
+    if source.conversion is None and source.tensors[0][0].name != name:
+        words.append("renamed")
+    dense = not any(tensor.quantized for tensor, _ in source.tensors)
+    if stored != storage and not dense:
+        words.append("dequantized")
+    words += [_WORDS.get(step, f"converted by {step}") for step in steps(source)]
+    if stored != storage and storage in QUANTIZATIONS:
+        words.append("quantized")
+    elif stored != storage and dense:
+        words.append("cast")
+    return tuple(dict.fromkeys(words))

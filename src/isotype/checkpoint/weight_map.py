@@ -1,0 +1,160 @@
+"""Which tensors of a checkpoint each tensor of a model is made of, from names and shapes alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.stored import StoredTensor, dense_shape, stored_tensors
+
+# How transformers' conversions fail on tensors of other shapes or numbers than they expect.
+CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors of a checkpoint and what becomes of them in a model.
+
+    Attributes:
+        target: the name in the model that they are gathered under: one of `shapes`.
+        tensors: each with the pattern by which the conversion asks for it.
+        conversion: transformers' `WeightConverter`; None where one tensor only takes another name, if any.
+        shapes: names in the model and their shapes after the conversion; None where no file says the shape.
+        failure: how the conversion fails, or "".
+    """
+
+    target: str
+    tensors: tuple[tuple[StoredTensor, str], ...]
+    conversion: Any = None
+    shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """The tensors of a checkpoint by what they become.
+
+    Attributes:
+        sources: for each name in the model what it is made of; several names may share one.
+        surplus: what the model has no name for.
+        doubled: what a tensor before it in `sources` is already taken for, by the name in the model.
+    """
+
+    sources: Mapping[str, Source]
+    surplus: tuple[StoredTensor, ...]
+    doubled: tuple[tuple[str, StoredTensor], ...]
+
+
+def weight_map(model: nn.Module, headers: Iterable[TensorHeader]) -> WeightMap:
+    """How a model's tensors are made of those of a checkpoint.
+
+    Models of transformers take renamed, split, stacked and turned tensors by its own conversions (`conversion_mapping`);
+    any other module takes tensors of its own names.
+
+    Args:
+        model: dense, with the names and shapes wanted; it may lie on the meta device.
+        headers: every tensor of the checkpoint.
+    """
+    stored = stored_tensors(headers)
+    gathered: dict[str, Source] = {}
+    surplus: list[StoredTensor] = []
+    doubled: list[tuple[str, StoredTensor]] = []
+    rename, in_order = _renaming(model)
+    for tensor in sorted(stored, key=lambda each: in_order(each.name)):
+        target, pattern, conversion = rename(tensor.name)
+        known = gathered.get(target)
+        if not target:
+            surplus.append(tensor)
+        elif known is None:
+            gathered[target] = Source(target, ((tensor, pattern),), conversion)
+        elif known.conversion is None or conversion is None:
+            doubled.append((target, tensor))
+        else:
+            gathered[target] = replace(known, tensors=(*known.tensors, (tensor, pattern)))
+    sources: dict[str, Source] = {}
+    for source in gathered.values():
+        shaped = _shaped(model, source)
+        sources.update(dict.fromkeys(shaped.shapes or (shaped.target,), shaped))
+    return WeightMap(sources, tuple(surplus), tuple(doubled))
+
+
+Renaming = Callable[[str], tuple[str, str, Any]]
+
+
+def _renaming(model: Any) -> tuple[Renaming, Callable[[str], Any]]:
+    """From a name in the checkpoint to (name in the model or "", pattern, conversion); and the order to ask in."""
+    wanted = model.state_dict()
+    if not hasattr(model, "base_model_prefix"):
+        return lambda name: (name if name in wanted else "", name, None), str
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix
+
+    def rename(name: str) -> tuple[str, str, Any]:
+        # The steps of transformers' `convert_and_load_state_dict_in_model`.
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = loading.rename_source_key(
+                name, [], [], base_model_prefix=prefix, meta_state_dict=wanted
+            )
+        if target not in wanted:
+            return "", name, None
+        return target, pattern or name, by_pattern[pattern] if pattern else None
+
+    return rename, loading.dot_natural_key
+
+
+def _shaped(model: nn.Module, source: Source) -> Source:
+    """The source with the shapes that come of it, learned on the meta device."""
+    shapes = [dense_shape(tensor) for tensor, _ in source.tensors]
+    if None in shapes or source.conversion is None:
+        return replace(source, shapes={source.target: shapes[0]})
+    blank = {
+        tensor.name: torch.empty(shape, dtype=_dense_dtype(tensor), device="meta")
+        for (tensor, _), shape in zip(source.tensors, shapes, strict=True)
+        if shape is not None
+    }
+    try:
+        made = converted(model, source, blank)
+    except CONVERSION_ERRORS as error:
+        return replace(source, failure=str(error).strip() or type(error).__name__)
+    return replace(source, shapes={name: tuple(value.shape) for name, value in made.items()})
+
+
+def _dense_dtype(tensor: StoredTensor) -> torch.dtype:
+    dtype = tensor.weight.dtype
+    return torch.bfloat16 if tensor.quantized or dtype is None else dtype
+
+
+def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the model that come of a source.
+
+    Args:
+        model: whose conversion it is.
+        source: of the model's `weight_map`.
+        values: dense tensors by the names of `source.tensors`.
+    """
+    if source.conversion is None:  # at most another name
+        (value,) = values.values()
+        return {source.target: value}
+    conversion = copy.deepcopy(source.conversion)  # it collects what it is given
+    for tensor, pattern in source.tensors:
+        conversion.add_tensor(source.target, tensor.name, pattern, lambda held=values[tensor.name]: held)
+    made = conversion.convert(source.target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def steps(source: Source) -> Sequence[str]:
+    """The names of the operations of a source's conversion (`MergeModulelist`, `Chunk`, …)."""
+    return [type(step).__name__ for step in getattr(source.conversion, "operations", ())]
