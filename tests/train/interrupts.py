@@ -91,7 +91,7 @@ def main() -> None:
     command = shlex.split(re.search(r"^  isotype (sft .*)$", run.printed(), re.M)[1])
     # What was printed goes on; only the end is brought nearer, for the time's sake.
     stopped = int(command[-1].rpartition("-")[2])
-    near = ["--max_steps", str(stopped + 5), "--lr_scheduler_type", "constant", "--save_strategy", "steps"]
+    near = ["--max_steps", str(stopped + 5), "--save_strategy", "steps"]
     found["command"] = Run(root, "once", [*command, *near]).end()
 
     run = Run(root, "terminated", arguments(root, "terminated", 400, "--save_steps", "1000"))

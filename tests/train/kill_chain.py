@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from isotype.core.lock import LOCK_FILE
 from isotype.core.staging import STAGING
 from tests.train.forked import start, wait_for
 from tests.train.tiny import rows, save_rows
@@ -60,7 +61,11 @@ def kill_in_a_save(pid: int, out: Path, saves: int, files: int | None, delay: fl
     time.sleep(delay)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    left = sorted(path.name for path in out.iterdir() if path.name.startswith((".", "checkpoint")))
+    left = sorted(
+        path.name
+        for path in out.iterdir()
+        if path.name.startswith((".", "checkpoint")) and path.name != LOCK_FILE
+    )
     return {"status": os.waitstatus_to_exitcode(status), "left": left, "files": files}
 
 
@@ -73,6 +78,7 @@ def outcome(out: Path) -> dict[str, object]:
     return {
         "history": [{key: entry[key] for key in wanted} for entry in history if "loss" in entry],
         "digests": {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in saved},
+        "reported": [each["step"] for each in json.loads((out / "run_report.json").read_text())["steps"]],
         "entries": sorted(path.name for path in out.iterdir() if path.name.startswith((".", "checkpoint"))),
     }
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("kills", "in_the_middle", "flags"),
     [
-        pytest.param(10, 6, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
+        pytest.param(20, 12, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
         # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.
         (4, 2, ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"]),
     ],
@@ -30,7 +30,7 @@ def test_killed_in_saves_and_resumed_equals_uninterrupted(
 ):
     save_chat_model(tmp_path / "model")
     command = [sys.executable, "-m", "tests.train.kill_chain", str(tmp_path), str(kills), "0", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
 
@@ -43,6 +43,7 @@ def test_killed_in_saves_and_resumed_equals_uninterrupted(
     assert len(result["uninterrupted"]["history"]) == 14
     assert result["killed"]["history"] == result["uninterrupted"]["history"]  # every float, bit for bit
     assert result["killed"]["digests"] == result["uninterrupted"]["digests"]
+    assert result["killed"]["reported"] == list(range(1, 15))  # the report goes on over every kill
     assert ("checkpoint-14/scaler.pt" in result["killed"]["digests"]) == ("float16" in flags)
     assert result["killed"]["entries"] == ["checkpoint-13", "checkpoint-14"]
     out = tmp_path / "killed"

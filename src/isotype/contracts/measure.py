@@ -52,6 +52,7 @@ from isotype.contracts.pattern import (
     letters_in,
     patterns_of,
 )
+from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
 
 EXAMPLES = TABLES / "examples.json"
@@ -293,9 +294,7 @@ def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]
 
 def write_json(path: Path, content: Any) -> None:
     """Write two levels of keys one to a line and the rest compactly, so that a changed entry is a changed line."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(compact(content) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, compact(content) + "\n")
 
 
 def compact(content: Mapping[str, Any]) -> str:

@@ -18,6 +18,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from isotype.core.files import bring_to_disk
+
 STAGING = ".isotype-saving"
 """Folder inside the output directory in which files are built before they are renamed into place."""
 
@@ -33,8 +35,8 @@ def fsync_tree(directory: Path) -> None:
     """Bring every file below `directory`, and the names themselves, to the disk."""
     for root, _, files in os.walk(directory):
         for name in files:
-            _fsync(Path(root) / name)
-        _fsync(Path(root))
+            bring_to_disk(Path(root) / name)
+        bring_to_disk(Path(root))
 
 
 def publish_directory(built: Path, final: Path) -> None:
@@ -50,7 +52,7 @@ def publish_directory(built: Path, final: Path) -> None:
         if old.exists() and not final.exists():
             old.rename(final)
         raise
-    _fsync(final.parent)
+    bring_to_disk(final.parent)
     if old.exists():
         discard(old)
 
@@ -64,7 +66,7 @@ def publish_files(built: Path, final: Path) -> None:
     if ready.exists():
         _move_files(ready, final)
     built.rename(ready)
-    _fsync(final)
+    bring_to_disk(final)
     _move_files(ready, final)
 
 
@@ -128,18 +130,8 @@ def _move_files(ready: Path, final: Path) -> None:
             target.mkdir(parents=True, exist_ok=True)
         else:
             source.replace(target)
-    _fsync(final)
+    bring_to_disk(final)
     shutil.rmtree(ready)
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows has no handle on a directory to bring to the disk
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

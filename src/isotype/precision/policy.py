@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ import torch
 
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, Problem
+from isotype.core.files import write_whole
 from isotype.core.names import plural, starred
 
 POLICY_FILE = "precision_policy.json"
@@ -184,12 +184,8 @@ class PrecisionPolicy:
         return cls(**rest)
 
     def save(self, directory: str | Path) -> Path:
-        """Write the policy as readable JSON into `directory` (temporary name, then rename)."""
-        path = Path(directory) / POLICY_FILE
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-        return path
+        """Write the policy as readable JSON into `directory` (temporary name, then renamed)."""
+        return write_whole(Path(directory) / POLICY_FILE, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def read(cls, directory: str | Path) -> PrecisionPolicy | None:

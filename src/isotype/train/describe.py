@@ -22,7 +22,7 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.narrow import NARROW, fitting, wrapped
-from isotype.report.run.record import PolicyRow, RunRecord, Sample
+from isotype.report.run.record import PolicyRow, RunRecord, Sample, summarize
 from isotype.report.text import format_share
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
@@ -229,6 +229,7 @@ class RunFacts:
         started: when the command began.
         notes: what its user should know besides.
         lengths: of the training rows, where they are known.
+        earlier: the report of the run up to the checkpoint that it goes on from.
     """
 
     settings: Settings
@@ -239,6 +240,7 @@ class RunFacts:
     started: datetime
     notes: Sequence[str] = ()
     lengths: Lengths | None = None
+    earlier: RunRecord | None = None
 
 
 def record(
@@ -276,6 +278,7 @@ def record(
         resumed_from=recorder.resumed_from,
         data=data_summary(trainer, run.lengths),
         headroom=recorder.headroom(),
+        earlier_seconds=0.0 if run.earlier is None else summarize(run.earlier).seconds,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.finite import all_finite
+from isotype.checkpoint.written import require_readable
 from isotype.core.errors import PrecisionError, Problem, SaveError
 from isotype.core.files import write_whole
 from isotype.core.staging import (
@@ -39,7 +40,12 @@ from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, wr
 
 
 class _Governed:
-    """Mixin over `transformers.Trainer`; see `governed`."""
+    """Mixin over `transformers.Trainer`; see `governed`.
+
+    Attributes:
+        card: makes the model card of the run; None for the trainer's own.
+        in_checkpoint: writes what else belongs into the folder of a checkpoint.
+    """
 
     _staging: Path | None = None
     _began: float = 0.0
@@ -49,6 +55,7 @@ class _Governed:
     _step_loss: torch.Tensor | None = None
     _step_norm: torch.Tensor | float | None = None
     card: Callable[[], str] | None = None
+    in_checkpoint: Callable[[Path], object] | None = None
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -166,8 +173,11 @@ class _Governed:
             self.accelerator.wait_for_everyone()  # every rank has put its random state into it
             if self.args.should_save:
                 self._save_policy(built)
-                write_manifest(built)
+                if self.in_checkpoint is not None:
+                    self.in_checkpoint(built)
+                require_readable(built)
                 fsync_tree(built)
+                write_manifest(built)
                 publish_directory(built, final)
             self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -213,6 +223,7 @@ class _Governed:
                 # TRL's copy of what a preference run started from, in a folder of its own: no result.
                 shutil.rmtree(staging / "model" / "ref", ignore_errors=True)
                 self._save_policy(staging / "model")
+                require_readable(staging / "model")
                 fsync_tree(staging / "model")
                 publish_files(staging / "model", directory)
         self.create_model_card()

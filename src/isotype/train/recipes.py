@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
-from isotype.core.errors import IsotypeError, Problem, SaveError, TrainingError, UsageError
+from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
 from isotype.core.interrupt import interrupts_kept, signal_of
+from isotype.core.lock import only_writer
 from isotype.core.staging import recover
 from isotype.lora.fuse import fuse
 from isotype.precision.by_ranges import with_ranges_of
@@ -24,7 +25,6 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
-from isotype.report.run.files import write_run_report
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
@@ -39,6 +39,8 @@ from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
+from isotype.train.run_files import earlier_report, files_of_checkpoint, report_failure, write_report
+from isotype.train.same_run import identity_of
 from isotype.train.saved import (
     remove_other_kind,
     trained_kind,
@@ -83,15 +85,28 @@ def run(settings: Settings, console: Console) -> Outcome:
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
     """
-    from isotype.data.load import load_training_data
-
     with interrupts_kept():
         settings, start = start_of(settings)
         profile = _training_device(settings)
         rewards = _rewards(settings)
         _place_outputs(settings)
         check_settings(settings)
+    with _only_writer(settings, console):
+        return _run(settings, start, profile, rewards, console)
+
+
+def _run(
+    settings: Settings,
+    start: Adapter | None,
+    profile: DeviceProfile,
+    rewards: dict[str, Any],
+    console: Console,
+) -> Outcome:
+    from isotype.data.load import load_training_data
+
+    with interrupts_kept():
         resume = resume_point(settings)
+        earlier = earlier_report(resume)
         data = load_training_data(
             settings.script,
             settings.dataset,
@@ -108,13 +123,28 @@ def run(settings: Settings, console: Console) -> Outcome:
         policy = with_ranges_of(policy, saved)
         check_policy(settings, policy)
         check_weights(settings.model.model_name_or_path)
-        check_resume(settings, policy, resume)
+        identity = identity_of(settings, policy, data[settings.script.dataset_train_split], start)
+        check_resume(identity, resume)
         apply_to_arguments(policy, settings.training)
         describe.show_policy(console, policy, settings.training.optim, settings.extra)
         if resume is None:
             say_what_is_overwritten(settings, console)
+        say_where(settings, identity, resume, console)
         built = _build(settings, policy, data, rewards, resume, start, console)
-    return _train(settings, policy, profile, built, resume, console)
+    return _train(settings, policy, profile, replace(built, identity=identity), resume, earlier, console)
+
+
+@contextmanager
+def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
+    """Refuse a second run into the same folder; of several processes of one run, the one that writes holds the lock."""
+    if not settings.training.should_save:
+        yield
+        return
+    command = describe.command_line([settings.method.name, *settings.argv])
+    with only_writer(Path(settings.training.output_dir), command) as unlocked:
+        if unlocked is not None:
+            console.print(wrapped(f"note: {unlocked}", console), highlight=False, markup=False)
+        yield
 
 
 def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
@@ -186,6 +216,7 @@ class _Built:
     asked: tuple[Sample, Prompt] | None
     notes: tuple[str, ...] = ()
     lengths: Lengths | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _build(
@@ -296,6 +327,7 @@ def _train(
     profile: DeviceProfile,
     built: _Built,
     resume: Path | None,
+    earlier: RunRecord | None,
     console: Console,
 ) -> Outcome:
     from transformers import PrinterCallback, ProgressCallback
@@ -305,41 +337,47 @@ def _train(
     from isotype.train.record import Kept, RunRecorder
 
     root = Path(settings.training.output_dir)
-    trainer, sample = built.trainer, built.asked[0] if built.asked else None
+    trainer, sample = built.trainer, _as_asked_before(built.asked, earlier)
     started = datetime.now(UTC)
-    say_where(settings, resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
-        recorder = RunRecorder(trainer, view.update, view.evaluated)
+        recorder = RunRecorder(trainer, view.update, view.evaluated, earlier=earlier)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(PrecisionCallback(policy, watch=False))  # the recorder does
         trainer.add_callback(recorder)
         facts = describe.RunFacts(
-            settings, policy, profile, trainer, recorder, started, built.notes, built.lengths
+            settings, policy, profile, trainer, recorder, started, built.notes, built.lengths, earlier
         )
         record_of = partial(describe.record, facts)
+        trainer.in_checkpoint = partial(
+            files_of_checkpoint, built.identity, partial(record_of, sample, "running")
+        )
         trainer.card = lambda: model_card(record_of(sample, "finished"))
-        recorder.keep = Kept(lambda: _write_report(record_of(sample, "running"), root))
+        recorder.keep = Kept(lambda: write_report(record_of(sample, "running"), root, made_steps=True))
         try:
             stopped_by = _train_and_save(trainer, root, resume, console)
         except TrainingError as failure:
             record = record_of(sample, "failed", str(failure))
-            return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint())
+            report = write_report(record, root, made_steps=recorder.made_steps)
+            return Outcome(record, None, report, trainer.last_checkpoint())
         except Exception as failure:
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
             )
-            _report_failure(record_of(sample, "failed", error), root, console)
+            failed = record_of(sample, "failed", error)
+            report_failure(failed, root, console, made_steps=recorder.made_steps)
             raise
     if stopped_by is not None:
         record = record_of(sample, "interrupted")
-        return Outcome(record, None, _write_report(record, root), trainer.last_checkpoint(), stopped_by)
+        report = write_report(record, root, made_steps=recorder.made_steps)
+        return Outcome(record, None, report, trainer.last_checkpoint(), stopped_by)
     try:
-        sample = _second_answer(trainer, built.asked, console)
+        sample = _second_answer(trainer, sample, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
     record = record_of(sample, "finished")
-    return Outcome(record, root, _write_report(record, root), trainer.last_checkpoint())
+    report = write_report(record, root, made_steps=recorder.made_steps)
+    return Outcome(record, root, report, trainer.last_checkpoint())
 
 
 def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> int | None:
@@ -361,23 +399,20 @@ def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Cons
     return None
 
 
-def _second_answer(trainer: Any, asked: tuple[Sample, Prompt] | None, console: Console) -> Sample | None:
+def _as_asked_before(asked: tuple[Sample, Prompt] | None, earlier: RunRecord | None) -> Sample | None:
+    """The sample question, with the answer that it got before the run began."""
     if asked is None:
         return None
-    sample, prompt = asked
+    told = {each.question: each.before for each in (() if earlier is None else earlier.samples)}
+    return replace(asked[0], before=asked[0].before or told.get(asked[0].question))
+
+
+def _second_answer(
+    trainer: Any, sample: Sample | None, asked: tuple[Sample, Prompt] | None, console: Console
+) -> Sample | None:
+    if sample is None or asked is None:
+        return None
+    _, prompt = asked
     with console.status("asking the model after training …"):
         text = answer(trainer.model, trainer.processing_class, prompt)
     return replace(sample, after=text)
-
-
-def _report_failure(record: RunRecord, root: Path, console: Console) -> None:
-    """Write the report of a failed run, unless the failure, a full disk for one, keeps it from being written too."""
-    try:
-        _write_report(record, root)
-    except SaveError as error:
-        console.print(f"no run report: {error.headline}", highlight=False, markup=False)
-
-
-def _write_report(record: RunRecord, root: Path) -> Path:
-    html, _ = write_run_report(record, root)
-    return html

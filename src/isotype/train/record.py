@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from isotype.core.errors import SaveError
 from isotype.report.run.headroom import Headroom
-from isotype.report.run.record import EvalRecord, StepRecord
+from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.diverged import measured, not_finite
 from isotype.train.headroom import HeadroomMeter
 from isotype.train.watch import StepWatch
@@ -50,10 +50,11 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             first step, then after every step.
         on_evaluated: called with every held-back loss.
         keep: called after every step and evaluation; writes the report of the run so far.
+        earlier: the report of the run up to the checkpoint that it goes on from.
 
     Attributes:
-        steps: the records so far; a resumed run starts with none.
-        evals: held-back losses so far.
+        steps: the records so far; those of `earlier` come first.
+        evals: held-back losses so far, likewise.
         resumed_from: the step that the run went on from, None for a start from the beginning.
     """
 
@@ -63,13 +64,16 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         on_progress: Callable[[int, int, StepRecord | None], None] | None = None,
         on_evaluated: Callable[[EvalRecord], None] | None = None,
         keep: Callable[[], None] | None = None,
+        earlier: RunRecord | None = None,
     ) -> None:
         self.trainer = trainer
         self.on_progress = on_progress
         self.on_evaluated = on_evaluated
         self.keep = keep
-        self.steps: list[StepRecord] = []
-        self.evals: list[EvalRecord] = []
+        self.steps: list[StepRecord] = [] if earlier is None else list(earlier.steps)
+        self.evals: list[EvalRecord] = [] if earlier is None else list(earlier.evals)
+        self._earlier = earlier
+        self._steps_before = len(self.steps)
         self.resumed_from: int | None = None
         self._began = 0.0
         self._learning_rate = 0.0
@@ -86,7 +90,16 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def headroom(self) -> Headroom | None:
         """How much of float16's range the blocks used so far; None of a run in another dtype."""
-        return None if self._headroom is None else self._headroom.record()
+        own = None if self._headroom is None else self._headroom.record()
+        before = None if self._earlier is None else self._earlier.headroom
+        if own is None or before is None or own.blocks != before.blocks:
+            return own or before
+        return replace(own, samples=(*before.samples, *own.samples))
+
+    @property
+    def made_steps(self) -> bool:
+        """Whether this command has made a step, beyond those of `earlier`."""
+        return len(self.steps) > self._steps_before
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the trainer as it was."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.staging import recover
-from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import JSON_NAME
+from isotype.train.same_run import changed_length, differences
 from isotype.train.saved import (
     RESULT_FILES,
     all_checkpoints,
     damage,
-    differences,
     whole_checkpoints,
 )
 from isotype.train.settings import Settings
@@ -35,9 +36,9 @@ def resume_point(settings: Settings) -> Path | None:
             recover(root)
     whole = whole_checkpoints(root)
     if str(asked).lower() in ("true", "last", "latest"):
-        return whole[-1] if whole else None
+        return next((path for path in reversed(whole) if damage(path, contents=True) is None), None)
     path = Path(str(asked))
-    reason = damage(path)
+    reason = damage(path, contents=True)
     if reason is None:
         return path
     others = ", ".join(p.name for p in reversed(whole))
@@ -53,22 +54,15 @@ def resume_point(settings: Settings) -> Path | None:
     )
 
 
-def check_resume(settings: Settings, policy: PrecisionPolicy, resume: Path | None) -> None:
-    """Whether the checkpoint to go on from was made with this run's dtypes, base model and adapter."""
+def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
+    """Whether the checkpoint to go on from was made by the run that `identity` describes.
+
+    Raises:
+        CheckpointError: it was not; every difference is named.
+    """
     if resume is None:
         return
-    model = settings.model
-    adapter = {
-        "r": model.lora_r,
-        "lora_alpha": model.lora_alpha,
-        "use_dora": model.use_dora,
-        "use_rslora": model.use_rslora,
-        "bias": settings.extra.lora_bias,
-        "target_modules": model.lora_target_modules,
-    }
-    found = differences(
-        resume, policy, str(model.model_name_or_path), adapter if policy.trainable == "lora" else None
-    )
+    found = differences(resume, identity)
     if found:
         raise CheckpointError(
             f"{resume} is of another run",
@@ -93,17 +87,22 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
         )
 
 
-def say_where(settings: Settings, resume: Path | None, console: Console) -> None:
+def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:
     """Where the run starts, if it was asked to go on from a checkpoint, and which ones it could not take."""
     asked, root = settings.training.resume_from_checkpoint, settings.training.output_dir
     if asked in _NO_RESUME:
         return
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    newer = False
     for path in all_checkpoints(root):
-        reason = damage(path)
+        reason = damage(path, contents=newer or resume is None)
+        newer = newer or path == resume
         if reason is not None:
             say(f"note: {path} is not whole: {reason}")
     if resume is None:
         say(f"no whole checkpoint in {root}: starting at step 0")
     else:
         say(f"going on from {resume}")
+        changed = changed_length(resume, identity)
+        if changed is not None:
+            say(wrapped(f"note: {changed}", console))

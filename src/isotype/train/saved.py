@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+import zlib
 from pathlib import Path
 from typing import Any
 
-from isotype.core.dtypes import dtype_name
-from isotype.core.errors import Problem
-from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
+from isotype.core.files import write_whole
+from isotype.precision.policy import POLICY_FILE
 
 MANIFEST = "isotype_checkpoint.json"
 """File in a checkpoint that says when it was saved and how large each of its files is."""
@@ -38,23 +37,31 @@ def write_manifest(directory: Path) -> None:
     Copies keep what it says, where the times of files are often lost on the way.
     """
     files = {
-        path.relative_to(directory).as_posix(): path.stat().st_size
+        path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != MANIFEST and path.suffix != ".md"  # people may edit texts
     }
-    content = {"saved_at": time.time(), "files": files}
-    (directory / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    content = {
+        "saved_at": time.time(),
+        "files": {name: path.stat().st_size for name, path in files.items()},
+        "crc32": {name: _crc32(path) for name, path in files.items()},
+    }
+    write_whole(directory / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
-def damage(checkpoint: Path) -> str | None:
+def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     """What is missing from a checkpoint or was cut off, or None for a whole one.
 
     Of a checkpoint without manifest, which another program saved, only that its trainer state, which is written
     last, can be read and that there are weights.
+
+    Args:
+        checkpoint: a folder.
+        contents: whether every byte is read and compared with the checksums of the manifest.
     """
     if not checkpoint.is_dir():
         return "it is not a folder" if checkpoint.exists() else "it is not there"
-    manifest = _read_json(checkpoint / MANIFEST)
+    manifest = read_json(checkpoint / MANIFEST)
     if manifest is None and (checkpoint / MANIFEST).exists():
         return f"{MANIFEST} is not JSON"
     for name, size in (manifest or {}).get("files", {}).items():
@@ -63,9 +70,12 @@ def damage(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} of {size} bytes"
+    for name, sum_ in (manifest or {}).get("crc32", {}).items() if contents else ():
+        if _crc32(checkpoint / name) != sum_:
+            return f"{name} holds other bytes than were saved"
     if not (checkpoint / _STATE).is_file():
         return f"{_STATE} is missing"
-    if _read_json(checkpoint / _STATE) is None:
+    if read_json(checkpoint / _STATE) is None:
         return f"{_STATE} is not JSON"
     if not any(any(checkpoint.glob(pattern)) for pattern in _WEIGHTS):
         return "there are no weights in it"
@@ -90,57 +100,16 @@ def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 def saved_at(checkpoint: Path) -> float:
     """When a checkpoint was saved, in seconds since the epoch: by its manifest, else by its files."""
-    manifest = _read_json(checkpoint / MANIFEST) or {}
+    manifest = read_json(checkpoint / MANIFEST) or {}
     if "saved_at" in manifest:
         return float(manifest["saved_at"])
     state = checkpoint / _STATE
     return (state if state.is_file() else checkpoint).stat().st_mtime
 
 
-def differences(
-    checkpoint: Path, policy: PrecisionPolicy, model: str, adapter: Mapping[str, Any] | None
-) -> list[Problem]:
-    """Where a checkpoint was made by another run than the one that is to go on from it.
-
-    Args:
-        checkpoint: a whole checkpoint.
-        policy: of this run.
-        model: name or path of this run's base model.
-        adapter: this run's adapter in the words of `adapter_config.json`; None for training every weight.
-
-    What a checkpoint does not say is not compared, nor are targets that PEFT works out (`all-linear`, a regex).
-    """
-    was: dict[str, Any] = {}
-    now: dict[str, Any] = {}
-    saved = _read_json(checkpoint / POLICY_FILE)
-    if saved is not None:
-        was |= {key: saved.get(key) for key in ("storage", "compute", "master")}
-        now |= {
-            "storage": policy.storage,
-            "compute": dtype_name(policy.compute),
-            "master": dtype_name(policy.master),
-        }
-    config = _read_json(checkpoint / "adapter_config.json")
-    was["trains"], now["trains"] = _kind(config), _kind(adapter)
-    if config is not None and adapter is not None:
-        base = config.get("base_model_name_or_path")
-        if base and not _same_model(str(base), model):
-            was["base model"], now["base model"] = base, model
-        for key, value in adapter.items():
-            if key in config and not (key == "target_modules" and _open_ended(value, config[key])):
-                was[key], now[key] = _plain(config[key]), _plain(value)
-    return [
-        Problem(
-            f"{key} {now[key]}", f"{was[key]}, as in {checkpoint.name}", "go on with the settings of that run"
-        )
-        for key in was
-        if was[key] != now[key]
-    ]
-
-
 def trained_kind(root: Path) -> str | None:
     """The kind of the run whose result lies in `root`, None where there is none."""
-    policy = _read_json(root / POLICY_FILE) or {}
+    policy = read_json(root / POLICY_FILE) or {}
     kind = policy.get("trainable")
     return kind if kind in RESULT_FILES else None
 
@@ -157,25 +126,15 @@ def remove_other_kind(root: Path, former: str | None) -> None:
             path.unlink()
 
 
-def _kind(adapter: Mapping[str, Any] | None) -> str:
-    return "every weight" if adapter is None else "an adapter"
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            found = zlib.crc32(chunk, found)
+    return found
 
 
-def _same_model(saved: str, asked: str) -> bool:
-    if Path(saved).is_dir() and Path(asked).is_dir():
-        return Path(saved).resolve() == Path(asked).resolve()
-    return saved == asked or Path(saved).name == Path(asked).name  # moved, or on another machine
-
-
-def _open_ended(*values: Any) -> bool:
-    return any(isinstance(value, str) for value in values)
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (list, tuple, set)) else value
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is no file or no object in it."""
     try:
         content = json.loads(path.read_bytes())

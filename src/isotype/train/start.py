@@ -10,8 +10,7 @@ from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_ad
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.train.settings import Settings
 
-# Arguments that a new adapter is made by, and the field of PEFT's config that each one sets.
-_MADE_BY = {
+MADE_BY = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
@@ -21,6 +20,7 @@ _MADE_BY = {
     "use_dora": "use_dora",
     "use_rslora": "use_rslora",
 }
+"""Arguments that a new adapter is made by, and the field of PEFT's config that each one sets."""
 
 
 def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
@@ -81,7 +81,7 @@ def _other_adapter(settings: Settings, adapter: Adapter) -> list[Problem]:
         problems.append(
             Problem("--use_peft False", "an adapter to be trained further", "leave it out, or merge the adapter first")
         )  # fmt: skip
-    for name, key in _MADE_BY.items():
+    for name, key in MADE_BY.items():
         if name not in settings.explicit:
             continue
         asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))

@@ -124,6 +124,7 @@ class RunRecord:
         resumed_from: the step of the checkpoint the run went on from, None for a run from the start.
         data: what it was trained on, None where that is not known.
         headroom: how much of float16's range the model's blocks used; None of a run in another dtype.
+        earlier_seconds: time of the commands before, which it went on from; `started` is of the last one.
 
     Raises:
         IsotypeError: a time is not ISO-8601, or only one of the two carries a UTC offset.
@@ -153,6 +154,7 @@ class RunRecord:
     resumed_from: int | None
     data: DataSummary | None = None
     headroom: Headroom | None = None
+    earlier_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
@@ -199,7 +201,8 @@ class RunSummary:
         steps: optimizer steps recorded.
         skipped: those the GradScaler skipped.
         tokens: without padding, in all of them.
-        seconds: wall-clock time from start to end; the sum of the steps where the end is not known.
+        seconds: wall-clock time from start to end; the sum of the steps where the end is not known. Of a run that went
+            on from a checkpoint, that of the commands before is in it.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if one of them is.
         window: steps in each of these means: a tenth of the run, at least 1 and at most 10.
@@ -224,9 +227,11 @@ def summarize(record: RunRecord) -> RunSummary:
     window = min(10, max(1, len(steps) // 10))
     rates = [rate for step in steps if (rate := tokens_per_second(step)) is not None]
     if record.finished is None:
-        seconds = sum(step.seconds for step in steps)
+        own = [step for step in steps if step.step > (record.resumed_from or 0)]
+        seconds = record.earlier_seconds + sum(step.seconds for step in own)
     else:
-        seconds = (parse_time(record.finished) - parse_time(record.started)).total_seconds()
+        took = parse_time(record.finished) - parse_time(record.started)
+        seconds = record.earlier_seconds + took.total_seconds()
     return RunSummary(
         steps=len(steps),
         skipped=sum(step.skipped for step in steps),

@@ -1,0 +1,121 @@
+"""One folder has one writer: a lock that ends with the process that holds it, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from isotype.core.errors import Problem, SaveError, UsageError
+
+LOCK_FILE = ".isotype-lock"
+"""File in a folder that is being written; it is gone when nobody writes there."""
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+@contextmanager
+def only_writer(directory: Path, command: str) -> Iterator[str | None]:
+    """Be the only process that writes below `directory`; others that ask are refused.
+
+    The lock is `flock`'s: the kernel gives it back when the process ends, by SIGKILL too. On NFS it holds between hosts.
+
+    Args:
+        directory: exists.
+        command: what others are told that this process is.
+
+    Yields:
+        None, or a sentence that says why there is no lock: a file system or a system without them.
+
+    Raises:
+        UsageError: another process writes there; it is named.
+        SaveError: nothing can be written there.
+    """
+    path = directory / LOCK_FILE
+    held = _lock(path)
+    if isinstance(held, str):
+        yield f"{directory} cannot be locked ({held}): see to it that no other run writes there"
+        return
+    try:
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now(), "command": command}
+        with _refusals(path):
+            os.ftruncate(held, 0)
+            os.pwrite(held, json.dumps(who).encode(), 0)
+        yield None
+    finally:
+        path.unlink(missing_ok=True)  # before the lock is given back: whoever waits for it then asks again
+        os.close(held)
+
+
+def _lock(path: Path) -> int | str:
+    """The locked file's descriptor, or why there are no locks."""
+    if sys.platform == "win32":
+        return "Windows has no flock"
+    import fcntl
+
+    while True:
+        with _refusals(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # its holder ended, and took the file away, between the two calls
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 1 << 16)
+            os.close(descriptor)
+            raise _taken(path, holder) from error
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in _NO_LOCKS:
+                raise
+            path.unlink(missing_ok=True)
+            return os.strerror(error.errno)
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = Problem(
+            f"{path}: {error.strerror}",
+            "a folder that can be written, with room for what comes out",
+            "free some room, make it writable, or give another one",
+        )
+        raise SaveError("nothing can be written to the output directory", [problem]) from error
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _taken(path: Path, holder: bytes) -> UsageError:
+    who, stop = "another process", "wait until it has ended"
+    try:
+        said = json.loads(holder)
+        who = f"process {said['pid']} on {said['host']} since {said['since']}: {said['command']}"
+        stop = f"wait for it, or stop it (kill {said['pid']} on {said['host']}; it saves a checkpoint)"
+    except (ValueError, KeyError, TypeError):
+        pass  # it has the lock but has not written yet who it is
+    return UsageError(
+        "another run writes into the output directory",
+        [
+            Problem(
+                f"{path.parent} is written by {who}", "one run in a folder", f"{stop}, or give another one"
+            )
+        ],
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,78 @@
+"""The report of a run, in its folder and in every checkpoint: it goes on where the run does, and is never emptied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from isotype.core.errors import CheckpointError, Problem, SaveError
+from isotype.core.files import write_whole
+from isotype.report.run.files import write_run_report
+from isotype.report.run.json import from_json, to_json
+from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord
+from isotype.train.same_run import save_identity
+
+
+def earlier_report(resume: Path | None) -> RunRecord | None:
+    """The report of the run up to the checkpoint that it goes on from, where that holds one.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = None if resume is None else resume / JSON_NAME
+    if path is None or not path.is_file():
+        return None
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        fix = f"delete {path}: the report then begins at the checkpoint"
+        problem = Problem(f"{path}: {error}", "the report as isotype wrote it", fix)
+        raise CheckpointError("the report in the checkpoint cannot be read", [problem]) from error
+
+
+def files_of_checkpoint(
+    identity: Mapping[str, Any], record: Callable[[], RunRecord], checkpoint: Path
+) -> None:
+    """Write into a checkpoint what its run is, and the report so far."""
+    save_identity(identity, checkpoint)
+    write_whole(checkpoint / JSON_NAME, to_json(record()))
+
+
+def write_report(record: RunRecord, root: Path, *, made_steps: bool) -> Path:
+    """Write the report into the run's folder; returns the path of the HTML.
+
+    A report with steps stays where this command has made none of its own: it may be that of a finished run.
+
+    Args:
+        record: the run so far.
+        root: output directory.
+        made_steps: whether this command has made a step.
+
+    Raises:
+        SaveError: it cannot be written; a former one is untouched.
+    """
+    tells_more = record.status == "finished" and bool(record.steps)
+    if not made_steps and not tells_more and _has_steps(root / JSON_NAME):
+        return root / HTML_NAME
+    html, _ = write_run_report(record, root)
+    return html
+
+
+def report_failure(record: RunRecord, root: Path, console: Console, *, made_steps: bool) -> None:
+    """`write_report` of a failed run, unless the failure, a full disk for one, keeps it from being written too."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    try:
+        write_report(record, root, made_steps=made_steps)
+    except SaveError as error:
+        say(f"no run report: {error.headline}")
+
+
+def _has_steps(path: Path) -> bool:
+    try:
+        return bool(from_json(path.read_text(encoding="utf-8")).steps)
+    except (FileNotFoundError, ValueError):
+        return False

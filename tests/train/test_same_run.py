@@ -1,0 +1,210 @@
+"""A resumed run is the run that was begun: what is compared, what may change, and the report that goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from isotype.core.errors import CheckpointError
+from isotype.data.methods import METHODS
+from isotype.report.run.json import from_json, to_json
+from isotype.train import recipes
+from isotype.train.same_run import RUN_FILE
+from isotype.train.settings import parse_settings
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def train(root: Path, *argv: object) -> tuple[recipes.Outcome, str]:
+    arguments = [
+        "--model_name_or_path", root / "model", "--dataset_name", root / "train.jsonl", "--output_dir", root / "out",
+        "--max_steps", 2, "--save_steps", 1, "--logging_steps", 1, "--per_device_train_batch_size", 2,
+        "--report_to", "none", "--dtype", "float32", *argv,
+    ]  # fmt: skip
+    text = io.StringIO()
+    settings = parse_settings(METHODS["sft"], [str(each) for each in arguments])
+    return recipes.run(settings, Console(file=text, width=200)), text.getvalue()
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("begun")
+    save_chat_model(root / "model")
+    save_rows(root / "train.jsonl", rows("sft"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+        train(root)
+    return root
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun, tmp_path / "run"))
+
+
+def refused(root: Path, *argv: object) -> list[tuple[str, str, str]]:
+    with pytest.raises(CheckpointError, match="is of another run") as caught:
+        train(root, "--resume_from_checkpoint", "true", *argv)
+    return [(p.given, p.expected, p.fix) for p in caught.value.problems]
+
+
+def test_every_difference_is_named_at_once(run: Path):
+    found = refused(
+        run, "--learning_rate", 1e-3, "--lr_scheduler_type", "cosine", "--seed", 7, "--lora_alpha", 8, "--max_length", 64,
+        "--per_device_train_batch_size", 4, "--optim", "sgd", "--weight_decay", 0.5,
+    )  # fmt: skip
+    at = "as in checkpoint-2"
+    assert {given: (expected, fix) for given, expected, fix in found} == {
+        "4 rows in an optimizer step": (
+            f"2, {at}",
+            "per_device_train_batch_size x gradient_accumulation_steps x processes has to stay what it was",
+        ),
+        "--learning_rate 0.001": (f"2e-05, {at}", "--learning_rate 2e-05"),
+        "--lr_scheduler_type cosine": (f"linear, {at}", "--lr_scheduler_type linear"),
+        "--seed 7": (f"42, {at}", "--seed 42"),
+        "--lora_alpha 8": (f"32, {at}", "--lora_alpha 32"),
+        "--max_length 64": (f"1024, {at}", "--max_length 1024"),
+        "--optim sgd": (f"adamw_torch_fused, {at}", "--optim adamw_torch_fused"),
+        "--weight_decay 0.5": (f"0.0, {at}", "--weight_decay 0.0"),
+    }
+
+
+def test_other_micro_batches_and_ranks(run: Path):
+    ((given, expected, _fix),) = refused(
+        run, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2
+    )
+    assert (given, expected) == ("--gradient_accumulation_steps 2", "1, as in checkpoint-2")
+    # As two processes with one row each would have saved it: one process with two rows is the same run.
+    path = run / "out" / "checkpoint-2" / RUN_FILE
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "processes": 2, "gradient_accumulation_steps": 4}))
+    (run / "out" / "checkpoint-2" / "isotype_checkpoint.json").unlink()
+    outcome, _ = train(run, "--resume_from_checkpoint", run / "out" / "checkpoint-2")
+    assert outcome.record.status == "finished"
+
+
+def test_other_rows_and_other_weights_are_another_run(run: Path):
+    lines = (run / "train.jsonl").read_text().splitlines(keepends=True)
+    (run / "train.jsonl").write_text("".join(reversed(lines)))
+    ((given, expected, fix),) = refused(run)
+    assert given.startswith("the training rows: 20 rows, ")
+    assert expected.startswith("20 rows, ")
+    assert given.rsplit(", ")[-1] != expected.split(", ")[1]
+    assert fix == "give the rows as they were, in their order, or start again in another --output_dir"
+    (run / "train.jsonl").write_text("".join(lines))
+    weights = load_file(run / "model" / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, run / "model" / "model.safetensors")
+    ((given, expected, _),) = refused(run)
+    assert given.startswith("the weights of --model_name_or_path have the fingerprint ")
+
+
+def test_what_may_change_does_not_matter(run: Path):
+    (run / "model").rename(run / "moved")
+    (run / "train.jsonl").rename(run / "rows.jsonl")
+    (run / "out").rename(run / "results")
+    arguments = (
+        "--model_name_or_path", run / "moved", "--dataset_name", run / "rows.jsonl", "--output_dir", run / "elsewhere",
+        "--logging_steps", 5, "--save_steps", 3, "--max_steps", 3, "--no_fuse",
+        "--resume_from_checkpoint", run / "results" / "checkpoint-2",
+    )  # fmt: skip
+    outcome, text = train(run, *arguments)
+    assert outcome.record.status == "finished"
+    assert [step.step for step in outcome.record.steps] == [1, 2, 3]
+    assert "note: --max_steps 3 instead of 2: the linear schedule goes on as one of that length" in text
+
+
+def test_a_checkpoint_of_another_program_is_compared_as_far_as_it_says(begun: Path, run: Path):
+    for name in (RUN_FILE, "isotype_checkpoint.json", "run_report.json"):
+        (run / "out" / "checkpoint-2" / name).unlink()
+    found = refused(run, "--model_name_or_path", begun / "model", "--lora_r", 4, "--learning_rate", 1e-3)
+    assert [given for given, _, _ in found] == ["--lora_r 4"]
+
+
+# The report
+
+
+def report(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / "out" / "run_report.json").read_text())
+    return found
+
+
+def test_a_report_goes_on_and_keeps_time_and_answers(run: Path):
+    before = report(run)
+    train(run, "--max_steps", 4, "--resume_from_checkpoint", "true")
+    after = report(run)
+    assert [each["step"] for each in after["steps"]] == [1, 2, 3, 4]
+    assert after["steps"][:2] == before["steps"]
+    assert after["resumed_from"] == 2
+    assert after["earlier_seconds"] == pytest.approx(sum(each["seconds"] for each in before["steps"]))
+    assert from_json((run / "out" / "run_report.json").read_text()) is not None
+    text = (run / "out" / "run_report.json").read_text()
+    assert to_json(from_json(text)) == text
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_report(run: Path):
+    before = report(run)
+    outcome, _ = train(run, "--resume_from_checkpoint", "true")
+    assert outcome.record.status == "finished"
+    assert report(run)["steps"] == before["steps"]
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume_from_checkpoint", "checkpoint-1")], ids=["new", "resumed"])
+def test_a_run_that_fails_before_its_first_step_leaves_the_report(
+    resume: tuple[str, ...], run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = (run / "out" / "run_report.json").read_bytes()
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no step today")
+
+    monkeypatch.setattr("isotype.train.governed._Governed.training_step", broken)
+    where = (resume[0], run / "out" / resume[1]) if resume else ()
+    with pytest.raises(RuntimeError, match="no step today"):
+        train(run, *where)
+    assert (run / "out" / "run_report.json").read_bytes() == before
+
+
+# What a checkpoint holds
+
+
+def test_bytes_that_have_changed_are_found_and_an_older_checkpoint_is_taken(run: Path):
+    path = run / "out" / "checkpoint-2" / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    outcome, text = train(run, "--resume_from_checkpoint", "true")
+    assert (
+        f"note: {path.parent} is not whole: adapter_model.safetensors holds other bytes than were saved"
+        in text
+    )
+    assert f"going on from {run / 'out' / 'checkpoint-1'}" in text
+    assert [step.step for step in outcome.record.steps] == [1, 2]
+
+
+# One folder, one writer
+
+
+def test_a_second_run_into_a_folder_is_refused(run: Path):
+    from isotype.core.errors import UsageError
+    from isotype.core.lock import LOCK_FILE, only_writer
+
+    with only_writer(run / "out", "isotype sft --seed 1") as unlocked:
+        assert unlocked is None
+        with pytest.raises(UsageError, match="another run writes into the output directory") as caught:
+            train(run)
+        given = caught.value.problems[0].given
+        assert given.startswith(f"{run / 'out'} is written by process {os.getpid()} on ")
+        assert given.endswith(": isotype sft --seed 1")
+        assert f"kill {os.getpid()} on" in caught.value.problems[0].fix
+    assert not (run / "out" / LOCK_FILE).exists()
+    train(run)
+    assert not (run / "out" / LOCK_FILE).exists()
