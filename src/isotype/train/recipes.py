@@ -129,7 +129,6 @@ def _run(
         describe.show_policy(console, policy, settings.training.optim, settings.extra)
         if resume is None:
             say_what_is_overwritten(settings, console)
-        say_where(settings, identity, resume, console)
         built = _build(settings, policy, data, rewards, resume, start, console)
     return _train(settings, policy, profile, replace(built, identity=identity), resume, earlier, console)
 
@@ -339,6 +338,7 @@ def _train(
     root = Path(settings.training.output_dir)
     trainer, sample = built.trainer, _as_asked_before(built.asked, earlier)
     started = datetime.now(UTC)
+    say_where(settings, built.identity, resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view.update, view.evaluated, earlier=earlier)
         for callback in (PrinterCallback, ProgressCallback):
