@@ -15,8 +15,8 @@ TEMPLATE = (
 )
 
 
-def save_chat_model(directory: Path, dtype: str = "float32") -> Path:
-    """A random Llama of two layers with a tokenizer of 64 words and a chat template."""
+def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2) -> Path:
+    """A random Llama of `layers` layers with a tokenizer of 64 words and a chat template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -39,7 +39,7 @@ def save_chat_model(directory: Path, dtype: str = "float32") -> Path:
         vocab_size=len(words),
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

@@ -50,6 +50,7 @@ class Adapter:
         directory: where it lies.
         config: its `PeftConfig`.
         base: the model it was trained on, as its config names it, or None.
+        revision: of a base on the hub, the commit that it was trained on, where its config says one.
         policy: the policy it was trained under, or None where isotype did not write it.
         headers: its tensors.
     """
@@ -59,6 +60,7 @@ class Adapter:
     base: str | None
     policy: PrecisionPolicy | None
     headers: CheckpointHeaders
+    revision: str | None = None
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -107,7 +109,12 @@ def read_adapter(directory: str | Path) -> Adapter:
         )
     config = _config(path)
     return Adapter(
-        path, config, config.base_model_name_or_path, PrecisionPolicy.read(path), read_headers(found[0])
+        path,
+        config,
+        config.base_model_name_or_path,
+        PrecisionPolicy.read(path),
+        read_headers(found[0]),
+        config.revision,
     )
 
 
@@ -143,6 +150,7 @@ def inference_policy(
     dtype: str | torch.dtype = "auto",
     quantization: str | None = None,
     device: str = "auto",
+    revision: str | None = None,
 ) -> PrecisionPolicy:
     """The policy to run a model under: what was asked for, else what it was trained under, else the best here.
 
@@ -151,13 +159,14 @@ def inference_policy(
         saved: the policy it was trained under, or None.
         dtype: compute dtype, or `"auto"`.
         quantization: a quantization format, `"none"`, or None for that of `saved`.
-        device: as for `isotype.resolve_precision`.
+        device, revision: as for `isotype.resolve_precision`.
 
     Raises:
         CheckpointError, PrecisionError: as `isotype.resolve_precision`.
     """
     if saved is None:
-        return resolve_precision(source, dtype, None if quantization == "none" else quantization, device)
+        wanted = None if quantization == "none" else quantization
+        return resolve_precision(source, dtype, wanted, device, revision=revision)
     wanted = quantization or (saved.storage if saved.quantized else "none")
     as_trained = wanted == saved.storage
     policy = resolve_precision(
@@ -165,14 +174,17 @@ def inference_policy(
         saved.compute if dtype == "auto" else dtype,
         None if wanted == "none" else wanted,
         device,
+        revision=revision,
         double_quant=saved.double_quant if as_trained else None,
         quant_storage=saved.quant_storage if as_trained and saved.storage in ("nf4", "fp4") else None,
     )
     return replace(with_ranges_of(policy, saved), master=saved.master)
 
 
-def base_policy(adapter: Adapter, dtype: str, quantization: str | None, device: str) -> PrecisionPolicy:
-    """`inference_policy` for the base model that an adapter names.
+def base_policy(
+    adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
+) -> PrecisionPolicy:
+    """`inference_policy` for the base model that an adapter names, at the revision that it names unless one is given.
 
     Raises:
         CheckpointError: the adapter names no base model, or it is not there.
@@ -183,7 +195,8 @@ def base_policy(adapter: Adapter, dtype: str, quantization: str | None, device: 
     if adapter.base is None:
         raise CheckpointError("the adapter names no base model", [Problem(str(path), expected, fix)])
     try:
-        return inference_policy(adapter.base, adapter.policy, dtype, quantization, device)
+        of = revision or adapter.revision
+        return inference_policy(adapter.base, adapter.policy, dtype, quantization, device, of)
     except CheckpointError as error:
         reason = f"{error.headline}: {error.problems[0].given}" if error.problems else error.headline
         raise CheckpointError(
@@ -193,7 +206,11 @@ def base_policy(adapter: Adapter, dtype: str, quantization: str | None, device: 
 
 
 def load_for_inference(
-    path: str | Path, dtype: str = "auto", quantization: str | None = None, device: str = "auto"
+    path: str | Path,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    device: str = "auto",
+    revision: str | None = None,
 ) -> tuple[Any, Any, PrecisionPolicy]:
     """A model or an adapter on its base, ready to be called without autocast, in evaluation mode.
 
@@ -202,6 +219,8 @@ def load_for_inference(
         dtype: compute dtype; `"auto"`: the one it was trained in.
         quantization: storage of the base weights; None: as it was trained, `"none"`: not quantized.
         device: a device of this machine.
+        revision: branch, tag or commit of a hub id: of `path`, or of the base that the adapter names, instead of the
+            one it was trained on.
 
     Returns:
         (model, tokenizer, policy); tokenizer is None where neither adapter nor base has one.
@@ -221,25 +240,39 @@ def load_for_inference(
     if not is_adapter(path):
         saved = PrecisionPolicy.read(path) if Path(path).is_dir() else None
         policy = replace(
-            inference_policy(path, saved, dtype, quantization, profile.name), master=torch.float32
+            inference_policy(path, saved, dtype, quantization, profile.name, revision), master=torch.float32
         )
         source = dense_source(path, policy.plain)
-        return load(source, policy, device_map=device_map).eval(), tokenizer_of(source), policy
+        model = load(source, policy, device_map=device_map, **at_revision(revision)).eval()
+        return model, tokenizer_of(source, revision), policy
     adapter = read_adapter(path)
-    policy = base_policy(adapter, dtype, quantization, profile.name)
+    revision = revision or adapter.revision
+    policy = base_policy(adapter, dtype, quantization, profile.name, revision)
     source = dense_source(str(adapter.base), policy.plain)
-    model = attach(load_base(adapter, source, policy, device_map), adapter, policy)
-    return model.eval(), tokenizer_of(adapter.directory) or tokenizer_of(source), policy
+    model = attach(load_base(adapter, source, policy, device_map, revision), adapter, policy)
+    return model.eval(), tokenizer_of(adapter.directory) or tokenizer_of(source, revision), policy
 
 
-def load_base(adapter: Adapter, base: str | Path, policy: PrecisionPolicy, device_map: Any = None) -> Any:
+def at_revision(revision: str | None) -> dict[str, Any]:
+    """The argument of `from_pretrained` that asks for a revision; nothing where none is asked for."""
+    return {} if revision is None else {"revision": revision}
+
+
+def load_base(
+    adapter: Adapter,
+    base: str | Path,
+    policy: PrecisionPolicy,
+    device_map: Any = None,
+    revision: str | None = None,
+) -> Any:
     """The base model with the head and the vocabulary that the adapter was trained with."""
     import transformers
 
     task = getattr(adapter.config.task_type, "value", adapter.config.task_type)
     head = getattr(transformers, _HEADS[task]) if task in _HEADS else None
     labels = [t.shape[0] for t in adapter.headers.tensors if _CLASSIFIER.search(t.name)]
-    kwargs = {"num_labels": labels[0]} if labels and task in ("SEQ_CLS", "TOKEN_CLS") else {}
+    kwargs: dict[str, Any] = dict(at_revision(revision))
+    kwargs |= {"num_labels": labels[0]} if labels and task in ("SEQ_CLS", "TOKEN_CLS") else {}
     model = load(base, policy, model_class=head, device_map=device_map, **kwargs)
     rows = _vocabulary(adapter, model)
     if rows > model.get_input_embeddings().weight.shape[0]:
@@ -336,7 +369,7 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
     )
 
 
-def tokenizer_of(source: str | Path) -> Any | None:
+def tokenizer_of(source: str | Path, revision: str | None = None) -> Any | None:
     """The tokenizer (or the processor, where the model takes images) of a directory or hub id, or None."""
     from transformers import AutoProcessor
 
@@ -345,7 +378,7 @@ def tokenizer_of(source: str | Path) -> Any | None:
     ):
         return None
     try:
-        return AutoProcessor.from_pretrained(source)
+        return AutoProcessor.from_pretrained(source, **at_revision(revision))
     except (OSError, ValueError) as error:
         if isinstance(source, str):  # a hub repository without one
             return None

@@ -14,6 +14,7 @@ from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import require_finite
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.gguf import dense_copy
+from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
@@ -74,6 +75,8 @@ def load(
     if str(source) != str(path) and not Path(path).is_dir():
         # An adapter names its base by this; a folder in a cache would not outlive the cache.
         model.name_or_path = model.config._name_or_path = str(path)
+    if isinstance(source, str):
+        model.loaded_commit = commit_of(source, kwargs.get("revision"))  # an adapter remembers it
     enforce_model(model, policy)
     return model
 

@@ -51,6 +51,7 @@ def merge_adapter(
     *,
     base: str | Path | None = None,
     dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
 ) -> MergeReport:
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
@@ -69,6 +70,7 @@ def merge_adapter(
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
         dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's. Parameters
             that the model's author pins stay float32.
+        revision: branch, tag or commit of a base on the hub, instead of the one that the adapter names.
 
     Raises:
         CheckpointError: no adapter, no base, or they do not fit.
@@ -80,16 +82,19 @@ def merge_adapter(
     _check_output(directory)
     saved = read_adapter(adapter)
     _check_mergeable(saved)
-    source, facts, policy = _base(saved, None if base is None else str(base), dtype)
+    revision = revision or (saved.revision if base is None else None)
+    source, facts, policy = _base(saved, None if base is None else str(base), dtype, revision)
     target, reason = _target(dtype, saved, facts)
     logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
-    model, weights, changes = merged(saved, source, policy, target)
+    model, weights, changes = merged(saved, source, policy, target, revision)
     if base is not None and logits is not None:  # the base that it was trained on can be read
-        check_same_base(saved, source)
+        check_same_base(saved, source, revision)
     model_class = type(model)
     with _staging(directory) as built:
         with _disk_errors(directory):
-            size = _write(model, tokenizer or tokenizer_of(dense_source(source, policy.plain)), built, target)
+            size = _write(
+                model, tokenizer or tokenizer_of(dense_source(source, policy.plain), revision), built, target
+            )
         del model
         difference = None if logits is None else _read_back(model_class, built, tokenizer, logits)
     return MergeReport(
@@ -151,16 +156,16 @@ def _check_mergeable(adapter: Adapter) -> None:
 
 
 def _base(
-    adapter: Adapter, base: str | None, dtype: str | torch.dtype
+    adapter: Adapter, base: str | None, dtype: str | torch.dtype, revision: str | None
 ) -> tuple[str, ModelFacts, PrecisionPolicy]:
     """The base to merge into, facts about it, and the policy that it is loaded under."""
     if base is None:
-        policy = base_policy(adapter, "auto", None, "auto")
-        return str(adapter.base), facts_of(adapter.base), policy
-    facts = facts_of(base)
-    policy = resolve_precision(base, "float32", device="cpu")
+        policy = base_policy(adapter, "auto", None, "auto", revision)
+        return str(adapter.base), facts_of(adapter.base, revision=revision), policy
+    facts = facts_of(base, revision=revision)
+    policy = resolve_precision(base, "float32", device="cpu", revision=revision)
     if policy.quantized:
-        return base, facts, inference_policy(base, None)
+        return base, facts, inference_policy(base, None, revision=revision)
     # As it is stored, unless that has to be widened anyway.
     wanted = _target(dtype, adapter, facts)[0]
     stored = facts.trained_dtype

@@ -29,12 +29,13 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def merged(
-    adapter: Adapter, base: str, policy: PrecisionPolicy, target: torch.dtype
+    adapter: Adapter, base: str, policy: PrecisionPolicy, target: torch.dtype, revision: str | None = None
 ) -> tuple[Any, tuple[WeightLoss, ...], list[str]]:
     """The base model with the adapter merged in, its weights in `target`."""
     dense = _dense_policy(policy)
     # An unquantized base is only added to, and the CPU is where that has room.
-    model = load_base(adapter, base, policy if policy.quantized else replace(policy, device="cpu"))
+    here = policy if policy.quantized else replace(policy, device="cpu")
+    model = load_base(adapter, base, here, revision=revision)
     dequantize(model, dense.plain)
     tied = _untie(model)
     peft_model = inject(model, adapter, dense)

@@ -14,13 +14,14 @@ _SAME = (
 )  # fmt: skip
 
 
-def check_same_base(adapter: Adapter, base: str) -> None:
+def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
     """Whether the config of `base` describes the model that `adapter` was trained on, whatever its precision.
 
     Raises:
         CheckpointError: it is another model, though the adapter's weights may fit into it; every difference is named.
     """
-    given, trained = (model_config(source).get_text_config() for source in (base, adapter.base))
+    sources = ((base, revision), (adapter.base, adapter.revision))
+    given, trained = (model_config(source, revision=of).get_text_config() for source, of in sources)
     problems = [
         Problem(
             f"--base {base}: {name} {_value(given, name)}",

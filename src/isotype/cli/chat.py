@@ -22,6 +22,9 @@ def chat_parser() -> Parser:
     parser.add_argument("--dtype", default="auto", help="compute dtype")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default=None)
     parser.add_argument("--device", default="auto", help="device to run on")
+    parser.add_argument(
+        "--model_revision", default=None, help="branch, tag or commit of a hub id; of an adapter, of its base"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     return parser

@@ -14,6 +14,7 @@ from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
 from isotype.core.compiler import defer_compiler, import_uncompiled
 from isotype.core.errors import Problem, UsageError
+from isotype.core.interrupt import interrupts_kept
 from isotype.preflight.from_function import function_arguments
 from isotype.train.command import Repaired, repaired_command
 from isotype.train.plan import Options, Plan, parse_options, plan_of
@@ -31,6 +32,11 @@ def run(argv: Sequence[str], console: Console) -> int:
         CheckpointError: no model, or a damaged one.
     """
     quiet_libraries()
+    with interrupts_kept():
+        return _run(argv, console)
+
+
+def _run(argv: Sequence[str], console: Console) -> int:
     options, rest = parse_options(argv)
     if options.model is not None and _names_function(options.model):
         report, repaired = _check_function(options, rest)

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
+from isotype.core.interrupt import interrupts_kept
 
 
 def merge_parser() -> Parser:
@@ -23,6 +24,11 @@ def merge_parser() -> Parser:
     parser.add_argument(
         "--dtype", default="auto", help="dtype of the merged weights; auto: the one it was trained in"
     )
+    parser.add_argument(
+        "--model_revision",
+        default=None,
+        help="branch, tag or commit of a base on the hub; by default the adapter's",
+    )
     return parser
 
 
@@ -33,7 +39,13 @@ def run(argv: Sequence[str], console: Console) -> int:
     from isotype.checkpoint.merge import merge_adapter
     from isotype.report.merge import show_merge
 
-    with console.status(f"merging {escape(str(options.adapter))} …"):
-        report = merge_adapter(options.adapter, options.output, base=options.base, dtype=options.dtype)
+    with interrupts_kept(), console.status(f"merging {escape(str(options.adapter))} …"):
+        report = merge_adapter(
+            options.adapter,
+            options.output,
+            base=options.base,
+            dtype=options.dtype,
+            revision=options.model_revision,
+        )
     show_merge(console, report)
     return 0

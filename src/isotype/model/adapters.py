@@ -55,6 +55,7 @@ def add_lora(
             [Problem("trainable='full'", "trainable='lora'", "resolve the policy with trainable='lora'")],
         )
     config = _config(model, config, lora_kwargs)
+    remember_base(model, config)
     notes = (*getattr(model, "adapter_notes", ()), *_leave_out_experts(model, config))
     if isinstance(model, peft.PeftModel):
         model.add_adapter(adapter_name, config)
@@ -67,6 +68,21 @@ def add_lora(
     _magnitudes_again(model, adapter_name)
     enforce_model(model, policy)
     return model
+
+
+def remember_base(model: Any, config: Any) -> None:
+    """Let an adapter's config name its base as it is found from everywhere: a path whole, a hub id with its commit.
+
+    PEFT takes the name from the model. A relative path would be another folder, or a hub id, in another directory.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
+    if not name or settings is None:
+        return
+    if Path(name).exists():
+        base.name_or_path = settings._name_or_path = str(Path(name).resolve())
+    elif config.revision is None:
+        config.revision = getattr(base, "loaded_commit", None)
 
 
 @torch.no_grad()

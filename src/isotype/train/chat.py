@@ -13,7 +13,7 @@ from rich.console import Console
 from isotype.checkpoint.adapter import load_for_inference
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.core.interrupt import Terminated
+from isotype.core.interrupt import Terminated, interrupts_kept
 from isotype.core.terminal import as_typed
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
@@ -35,7 +35,7 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     until `/reset`, after the message of `--system` if there is one; `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops the current answer only.
 
     Args:
-        options: `model`, `ask`, `system`, `dtype`, `quantization`, `device`, `max_new_tokens`, `temperature`.
+        options: `model`, `ask`, `system`, `dtype`, `quantization`, `device`, `model_revision`, `max_new_tokens`, `temperature`.
         console: where to write.
 
     Raises:
@@ -43,9 +43,9 @@ def chat(options: argparse.Namespace, console: Console) -> int:
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
-    with console.status(f"loading {options.model} …"):
+    with interrupts_kept(), console.status(f"loading {options.model} …"):
         model, tokenizer, policy = load_for_inference(
-            options.model, options.dtype, options.quantization, options.device
+            options.model, options.dtype, options.quantization, options.device, options.model_revision
         )
     tokenizer = _text_tokenizer(options.model, model, tokenizer)
     interactive = options.ask is None and sys.stdin.isatty()

@@ -11,7 +11,7 @@ from typing import Any
 from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.load import load
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.model.adapters import add_lora
+from isotype.model.adapters import add_lora, remember_base
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
 
@@ -73,6 +73,7 @@ def adapted_model(
     check_module_names(model, peft_config)
     template = getattr(training, "chat_template_path", None)  # sft and reward have it
     if template is not None and not Path(template).is_file():
+        remember_base(model, peft_config)
         return model, peft_config
     try:
         return add_lora(model, policy, peft_config), None

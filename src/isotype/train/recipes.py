@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
+from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
 from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.lock import only_writer
@@ -119,7 +120,8 @@ def _run(
         extra, source = settings.extra, settings.model.model_name_or_path
         saved = None if resume is None else PrecisionPolicy.read(resume)
         when = extra.ranges if saved is None else "known"
-        policy, _ = policy_by_ranges(source, settings.precision, extra.device, when=when)
+        revision = settings.model.model_revision
+        policy, _ = policy_by_ranges(source, settings.precision, extra.device, revision, when=when)
         policy = with_ranges_of(policy, saved)
         check_policy(settings, policy)
         check_weights(settings.model.model_name_or_path)
@@ -244,7 +246,7 @@ def _build(
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     asked = _first_answer(settings, data, model, tokenizer, resume, console)
     masters = masters_of(model)
-    with _arguments_of(method.trainer):
+    with _arguments_of(method.trainer), _found_again(model, source, settings.model.model_revision):
         trainer = governed(method.trainer_class())(
             model=model,
             args=training,
@@ -294,6 +296,24 @@ def _arguments_of(trainer: str) -> Iterator[None]:
                 )
             ],
         ) from error
+
+
+@contextmanager
+def _found_again(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
+    """Let the trainer find the weights themselves by the model's name, for the time that it is built.
+
+    Where every weight is trained against a reference model, TRL loads that by the name: from the main branch of a hub id,
+    whatever the revision, and not at all from a GGUF file.
+    """
+    config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
+    named = config._name_or_path
+    config._name_or_path = (
+        str(local_snapshot(source, revision) or source) if isinstance(source, str) else str(source)
+    )
+    try:
+        yield
+    finally:
+        config._name_or_path = named
 
 
 def _rewards(settings: Settings) -> dict[str, Any]:

@@ -103,6 +103,8 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         ) from error
     script, training, model, dataset, extra = parsed
     model.load_in_8bit = eight_bit
+    if "model_revision" not in explicit:
+        model.model_revision = (training.model_init_kwargs or {}).get("revision", model.model_revision)
     model.lora_target_modules = target_modules(model.lora_target_modules)
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"

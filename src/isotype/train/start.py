@@ -45,6 +45,8 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         raise UsageError(f"the run cannot start from the adapter {given}", problems)
     model = copy.copy(settings.model)
     model.model_name_or_path = adapter.base
+    if "model_revision" not in settings.explicit:
+        model.model_revision = adapter.revision or model.model_revision
     saved, request = adapter.policy, settings.precision
     if saved is not None:
         if request.quantization is None and saved.quantized:

@@ -289,7 +289,8 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
             )
     if problems:
         raise UsageError("the tokenizer does not fit", problems)
-    size = getattr(AutoConfig.from_pretrained(source).get_text_config(), "vocab_size", None)
+    config = AutoConfig.from_pretrained(source, revision=settings.model.model_revision)
+    size = getattr(config.get_text_config(), "vocab_size", None)
     # Added tokens may lie beyond the embedding unused (Gemma 3 1B has one for images); these are used.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
     largest = max([words.vocab_size - 1, *special])

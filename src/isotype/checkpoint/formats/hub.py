@@ -62,6 +62,14 @@ def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
     return found[0].parent
 
 
+def commit_of(model_id: str, revision: str | None = None) -> str | None:
+    """The commit that a revision of a hub id is in the local cache; None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model_id, "config.json", revision=revision)
+    return Path(config).parent.name if isinstance(config, str) else None
+
+
 def downloaded(model_id: str, revision: str | None = None) -> Path:
     """The directory of the hub's local cache that holds a model; what is not there is downloaded.
 
