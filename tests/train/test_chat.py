@@ -88,6 +88,7 @@ def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespa
         "dtype": "auto",
         "quantization": None,
         "device": "cpu",
+        "model_revision": None,
         "max_new_tokens": 8,
         "temperature": 0.0,
     }
