@@ -11,10 +11,12 @@ threads, each in a process of its own; the three trainers in the same order, the
 Processes take turns (isotype, trl, …, isotype, trl, …) `--rounds` times. *step* is the median of all steps after the first
 two; *spread* the quartiles; *ratio* the peer's median over isotype's. *memory* is the peak of resident memory over what is
 resident after all imports. *loss* is that of the last step. *floor* is the time that the step's own matmuls take at the
-rate that this script measures for them here: forward and input gradient of every linear layer and of the head.
+rate that this script measures for them here: forward and input gradient of every linear layer and of the head. With
+`--uneven` rows have an eighth of the tokens to all of them (words, so that tokens are some more and the longest are cut),
+and floor and tokens/s are those of full rows; the bare loop and the Trainer, which take rows of one length, are left out.
 
 Run: python benchmarks/train.py [--storage nf4 none int8] [--dtype bf16 fp32] [--tokens 512 2048] [--checkpointing off on]
-     [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH]
+     [--uneven] [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH]
 Prints a table and one line of JSON.
 """
 
@@ -24,6 +26,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -50,9 +53,11 @@ class Setup:
     tokens: int
     checkpointing: bool
     steps: int
+    uneven: bool = False
 
     def __str__(self) -> str:
-        return f"{self.storage} {self.dtype} {self.tokens} {'ckpt' if self.checkpointing else '-'}"
+        tokens = f"{self.tokens // 8}..{self.tokens}" if self.uneven else self.tokens
+        return f"{self.storage} {self.dtype} {tokens} {'ckpt' if self.checkpointing else '-'}"
 
 
 # ------------------------------------------------------------------------------------------ in a peer's process
@@ -65,16 +70,17 @@ def resident(field: str) -> float:
 
 
 def write_rows(path: Path, setup: Setup) -> None:
-    """Rows of text that are cut to the same number of tokens, other text in each."""
+    """Rows of text that are cut to the same number of tokens, or to uneven ones; other text in each."""
     from importlib.resources import files
 
     words = (files("isotype") / "data" / "passages" / "passages.txt").read_text(encoding="utf-8").split()
     count = ROWS * setup.steps
-    rows = []
+    rows, draw = [], random.Random(0)
     for row in range(count):
         start = row * len(words) // count
         turned = words[start:] + words[:start]
-        text = " ".join((turned * (1 + setup.tokens // len(words)))[: setup.tokens])
+        length = draw.randint(setup.tokens // 8, setup.tokens) if setup.uneven else setup.tokens
+        text = " ".join((turned * (1 + setup.tokens // len(words)))[:length])
         rows.append(json.dumps({"text": text}))
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
@@ -359,7 +365,10 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bf16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[512])
     parser.add_argument("--checkpointing", nargs="+", choices=["on", "off"], default=["off"])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument(
+        "--uneven", action="store_true", help="rows of an eighth of the tokens to all of them"
+    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -369,12 +378,16 @@ def main() -> None:
     if asked.child:
         child(asked.child[0], Setup(**json.loads(asked.child[1])))
         return
+    able = [peer for peer in PEERS if not asked.uneven or peer in ("isotype", "trl")]
+    peers = asked.peers or able
+    if not set(peers) <= set(able):
+        parser.error(f"--uneven: {' and '.join(sorted(set(peers) - set(able)))} take rows of one length")
     print(HEAD, flush=True)
     rows = []
     axes = itertools.product(asked.storage, asked.dtype, asked.tokens, asked.checkpointing)
     for storage, dtype, tokens, checkpointing in axes:
-        setup = Setup(storage, dtype, tokens, checkpointing == "on", asked.steps)
-        made = compare(setup, asked.peers, asked.rounds, asked.threads)
+        setup = Setup(storage, dtype, tokens, checkpointing == "on", asked.steps, asked.uneven)
+        made = compare(setup, peers, asked.rounds, asked.threads)
         show(made)
         rows += made
     text = json.dumps({"rows": rows, "threads": asked.threads})

@@ -115,6 +115,20 @@ def test_packed_batches() -> None:
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_batches_take_blocks_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Shape] = []
+    monkeypatch.setattr(
+        registered, "choose", lambda shape: (measured.append(shape), (Choice("sdpa", {}, 0.5), None))[1]
+    )
+    model = tiny_model("llama")
+    use_fast_attention(model)
+    one, many = (torch.arange(length).repeat(48 // length)[None] for length in (48, 12))
+    for positions, expected in ((one, 1), (many, 0)):
+        measured.clear()
+        model(input_ids=torch.ones(1, 48, dtype=torch.long), position_ids=positions)
+        assert len(set(measured)) == expected
+
+
 def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
     exact, _ = step(tiny_model("llama").eval(), tiny_batch("llama"))
     model, batch = tiny_model("llama", dtype).eval(), tiny_batch("llama")

@@ -147,11 +147,12 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
         "together: gate_proj up_proj (2 times)\n"
         "gated: 2 MLPs (silu), whose product is formed again in the backward\n"
         "norms: 5 RMSNorms in one function each\n"
-        "attention: the faster kernel for each class of shapes, measured when it is first called"
+        "attention: the faster kernel for each class of shapes, measured when it is first called\n"
+        "padding: left out of the batches of TRL's trainers where it lies left or right of the tokens"
     )
     assert report.summary == (
         "fused: 14 of 14 LoRA layers, 4 groups on the same input, 2 gated MLPs, 5 norms, "
-        "attention by the faster kernel"
+        "attention by the faster kernel, no padding"
     )
     nodes: list[str] = []
     todo = [model(**batch).loss.grad_fn]

@@ -148,7 +148,7 @@ def test_methods_as_with_trl(
         dtype = "" if "--dtype" in more else "--dtype float32"
         arguments = f"""--model_name_or_path {path} --dataset_name {data} --output_dir {tmp_path / str(own)} {dtype}
             --max_steps 2 --logging_steps 1 --learning_rate 1e-3 --per_device_train_batch_size 2 --seed 0
-            --gradient_checkpointing False --report_to none {FLAGS.get(method, "")} {more}"""
+            --gradient_checkpointing False --report_to none --lora_dropout 0 {FLAGS.get(method, "")} {more}"""
         before = len(calls)
         outcome = recipes.run(parse_settings(METHODS[method], arguments.split()), Console(quiet=True))
         losses.append([step.loss for step in outcome.record.steps])

@@ -63,6 +63,8 @@ class FusionReport:
             parts.append(plural(len(self.norms), "norm"))
         if self.attention.taken:
             parts.append("attention by the faster kernel")
+        if self.attention.sides:
+            parts.append("no padding")
         if self.copies:
             parts.append(f"{format_bytes(self.copied_bytes)} of dense copies")
         return f"fused: {', '.join(parts)}"
@@ -83,6 +85,11 @@ class FusionReport:
             size = format_bytes(self.copied_bytes)
             lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
         lines.append(str(self.attention))
+        if self.attention.sides:
+            sides = " or ".join(sorted(self.attention.sides))
+            lines.append(
+                f"padding: left out of the batches of TRL's trainers where it lies {sides} of the tokens"
+            )
         reasons = Counter((starred(name), reason) for name, reason in self.left.items())
         for (name, reason), count in reasons.items():
             lines.append(f"left to PEFT: {name} ({plural(count, 'layer')}): {reason}")
@@ -122,6 +129,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
         siblings = Siblings(weights, [fused[name] for name in names])
         for layer in siblings.layers:
             put_in(layer, FusedLora, weights, siblings)
+    _keep_copies(model, weights, fused)
     return FusionReport(
         tuple(fused),
         tuple(names for names in groups if len(names) > 1),
@@ -130,7 +138,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
         _attention(model),
         {name: reason for name, reason in reasons.items() if reason is not None},
         unseen,
-        _keep_copies(model, weights, fused),
+        weights.copies,
         weights.bytes,
     )
 
@@ -161,13 +169,13 @@ def _fuse_norms(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, Any]) -> int:
+def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, Any]) -> None:
     policy = policy_of(model)
     if policy is None:
-        return 0
-    bases = [layer.get_base_layer() for layer in fused.values()]
-    kept = [weights.keep(base, working_dtype(policy.compute, base.weight)) for base in bases]
-    return sum(bool(size) for size in kept)
+        return
+    for layer in fused.values():
+        base = layer.get_base_layer()
+        weights.keep(base, working_dtype(policy.compute, base.weight))
 
 
 def unfuse(model: nn.Module) -> None:

@@ -69,6 +69,8 @@ class DenseWeights:
         self.workspace = Workspace()
         self._copies: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]]
         self._copies = weakref.WeakKeyDictionary()
+        # Found no room, and will not until another copy is dropped: asked for every product.
+        self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @contextmanager
     def matrix(self, layer: Any, dtype: torch.dtype, *, keep: bool) -> Iterator[torch.Tensor]:
@@ -77,8 +79,6 @@ class DenseWeights:
         `keep`: whether scratch stays for the next product, see `Workspace.borrow`.
         """
         ready = self._ready(layer, dtype)
-        if ready is None and self.keep(layer, dtype):
-            ready = self._ready(layer, dtype)
         if ready is not None:
             yield ready
         elif kind_of(layer) == "linear4bit" and layer.weight.device.type not in _WRITES_INTO_SCRATCH:
@@ -88,35 +88,38 @@ class DenseWeights:
                 _write(layer, out)
                 yield out
 
-    def has(self, layer: Any, dtype: torch.dtype) -> bool:
-        """Whether `matrix` costs nothing: the weight lies in `dtype`, or a copy of it does."""
-        return self._ready(layer, dtype) is not None
+    def keep(self, layer: Any, dtype: torch.dtype) -> None:
+        """Keep a dense copy of the weight if it needs one and the budget has room."""
+        self._ready(layer, dtype)
 
     def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        """The weight where it lies in `dtype`, or a copy of it; a new one where there is room. None without."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
         identity, kept = self._copies.get(layer, (None, None))
-        if kept is None:
-            return None
-        if identity == _identity(layer, dtype):
+        if kept is not None and identity == _identity(layer, dtype):
             return kept
-        self.forget(layer)
-        self.keep(layer, dtype)
-        return self._copies[layer][1] if layer in self._copies else None
-
-    def keep(self, layer: Any, dtype: torch.dtype) -> int:
-        """Keep a dense copy of the weight if it needs one and the budget has room; returns its bytes, or 0."""
+        if layer in self._refused:
+            return None
+        self._copies.pop(layer, None)
         rows, columns = shape_of(layer)
-        size = rows * columns * dtype.itemsize
-        if self.has(layer, dtype) or self.bytes + size > self.budget:
-            return 0
+        if self.bytes + rows * columns * dtype.itemsize > self.budget:
+            self._refused.add(layer)
+            return None
         with torch.no_grad():
-            self._copies[layer] = (_identity(layer, dtype), dense(layer, dtype))
-        return size
+            made = dense(layer, dtype)
+        self._copies[layer] = _identity(layer, dtype), made
+        return made
 
     def forget(self, layer: nn.Module) -> None:
         """Drop the copy of a weight that has changed."""
-        self._copies.pop(layer, None)
+        if self._copies.pop(layer, None) is not None:
+            self._refused.clear()
+
+    @property
+    def copies(self) -> int:
+        """How many weights have a copy."""
+        return len(self._copies)
 
     @property
     def bytes(self) -> int:

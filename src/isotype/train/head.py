@@ -18,12 +18,15 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.utils import ModelOutput
 
+from isotype.lora.attention.registered import sides_of
 from isotype.lora.fused import working_dtype
 from isotype.lora.head import head_of
 from isotype.lora.loss import PerToken, Precision, log_probs, log_probs_of_logits
+from isotype.lora.unpadded import unpadded
 
 _THEIRS = "_isotype_trl_forward"
 _SMOOTHER = "_isotype_label_smoother"
@@ -199,17 +202,18 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     projects = _projects(model)
-    found = model.base_model(*args, **kwargs) if projects else model.__dict__[_THEIRS](*args, **kwargs)
-    states, labels = found.last_hidden_state if projects else found.logits, named["shift_labels"]
-    if labels is None:
-        states, labels = states[:, :-1], named["labels"][:, 1:]
-    if projects:
-        states = states.to(model.get_output_embeddings().weight.device)  # the backbone may end on another one
+    labels = named["shift_labels"]
+    labels = nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if labels is None else labels
+    found, states, place = _run(model, labels != -100, args, kwargs)
+    if named["shift_labels"] is None:  # the last token has none
+        labels, place = labels[:, :-1], None if place is None else place[:, :-1]
+        states = states[:, :-1] if place is None else states
     labels = labels.to(states.device)
     mask = labels != -100
     # On fakes it is not known which positions have labels: all of them, which is the most.
     chosen = torch.ones_like(mask) if isinstance(states, FakeTensor) else mask
-    rows, targets = _chosen(states, chosen), _chosen(labels, chosen).clamp(min=0)
+    rows = _chosen(states, chosen) if place is None else states[0].index_select(0, place[chosen])
+    targets = _chosen(labels, chosen).clamp(min=0)
     each = (
         _projected(model, rows, targets, asked)
         if projects
@@ -224,9 +228,27 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if items is None else items)
     aux = None
     if kwargs.get("output_router_logits"):
-        aux = _load_balancing(config, found.router_logits, kwargs.get("attention_mask"))
+        present = kwargs.get("attention_mask") if place is None else None
+        aux = _load_balancing(config, found.router_logits, present)
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux
     return asked.result(loss=loss, label_mask=mask, aux_loss=aux, **fields)
+
+
+def _run(
+    model: Any, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+    """(what the model returns; its states, or logits where they are not projected states; the places of tokens among them).
+
+    Places are of a batch that was run without its padding, see `Unpadded`; the states are `[1, tokens, hidden]` then.
+    """
+    if not _projects(model):
+        found = model.__dict__[_THEIRS](*args, **kwargs)
+        return found, found.logits, None
+    packed = None if args else unpadded(kwargs, sides_of(model), labelled)
+    found = model.base_model(*args, **(kwargs if packed is None else packed.inputs))
+    # The backbone may end on another device than the head's.
+    states = found.last_hidden_state.to(model.get_output_embeddings().weight.device)
+    return found, states, None if packed is None else packed.place.to(states.device)
 
 
 def _chosen(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

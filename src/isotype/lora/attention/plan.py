@@ -66,6 +66,17 @@ class Plan:
         )
         return covered == self.batch * self.queries
 
+    @property
+    def area(self) -> int:
+        """How many scores are computed, over all rows of the batch."""
+        return sum(
+            (part.batch[1] - part.batch[0])
+            * (block.rows[1] - block.rows[0])
+            * (block.keys[1] - block.keys[0])
+            for part in self.parts
+            for block in part.blocks
+        )
+
 
 def block_rows(group: int) -> int:
     """Queries in a block, where `group` query heads share a key head.

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isotype.core.names import plural
 from isotype.lora.attention.choice import Choice, Kind, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.kernel import attention
-from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask
+from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask
+from isotype.lora.unpadded import unpadded_sides
 
 NAME = "isotype"
 """The name in transformers' registries, and of `model.set_attn_implementation`."""
@@ -38,6 +39,10 @@ _SHORT = 32
 """Up to so many tokens torch's kernel is taken unmeasured: calls of microseconds, whose order changes from run to run."""
 
 
+_SPARSE = 0.4
+"""Share of all scores. Causal attention reads more than half of them, and is measured."""
+
+
 @dataclass
 class AttentionReport:
     """What `use_fast_attention` did, and what has been found out since.
@@ -48,6 +53,7 @@ class AttentionReport:
         choices: each class of shapes that was called -> the kernel that it got and the times that decided.
         left: why single calls were left to torch's kernel -> how many.
         unkept: why choices could not be kept for the next process; None where they were.
+        sides: on which sides of a row padding may be left out of a batch, see `isotype.lora.unpadded`.
     """
 
     taken: bool
@@ -55,6 +61,7 @@ class AttentionReport:
     choices: dict[Shape, Choice] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
     unkept: str | None = None
+    sides: frozenset[str] = frozenset()
     _undo: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
@@ -100,7 +107,7 @@ def use_fast_attention(model: nn.Module) -> AttentionReport:
     if reason is not None:
         return AttentionReport(False, reason)
     _register()
-    report = AttentionReport(True)
+    report = AttentionReport(True, sides=unpadded_sides(owners[0]))
     for owner in outermost:
         before = _implementations(owner.config)
         owner.set_attn_implementation(_replaced(before))
@@ -108,6 +115,12 @@ def use_fast_attention(model: nn.Module) -> AttentionReport:
     for module in model.modules():
         _reports[module] = report
     return report
+
+
+def sides_of(model: nn.Module) -> frozenset[str]:
+    """On which sides of a row a model with isotype's attention may do without padding; on none with any other."""
+    report = _reports.get(model)
+    return frozenset() if report is None or not report._undo else report.sides
 
 
 def _why_not(owners: list[Any]) -> str | None:
@@ -204,14 +217,15 @@ def attention_forward(
     inputs = _under_autocast(query, key, value)
     kind: Kind = "causal" if causal else "full" if attention_mask is None else "masked"
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
-    if reason is None and query.shape[2] > 1 and _kernel(module, inputs, kind) == "blocks":
+    if reason is None and query.shape[2] > 1:
         q, k, v = inputs
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
             plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=causal)
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
-        return attention(q, k, v, plan, scale=scaling, work=attention_dtype(q)).transpose(1, 2), None
+        if _is_sparse(plan, q) or _kernel(module, inputs, kind) == "blocks":
+            return attention(q, k, v, plan, scale=scaling, work=attention_dtype(q)).transpose(1, 2), None
     report = _reports.get(module)
     if report is not None and reason is not None:
         report.left[reason] += 1
@@ -259,6 +273,15 @@ def _why_not_call(
     if not fits or tuple(mask.shape[2:]) != (queries, k.shape[2]):
         return "its mask has another shape than its scores"
     return None
+
+
+def _is_sparse(plan: Plan, q: torch.Tensor) -> bool:
+    """Whether so few keys are read that torch's kernel, which reads all of them, need not be measured: packed sequences."""
+    return (
+        q.shape[2] > _SHORT
+        and not isinstance(q, FakeTensor)
+        and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
+    )
 
 
 def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind) -> str:

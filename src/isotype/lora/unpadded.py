@@ -1,0 +1,147 @@
+"""Batches without their padding: the rows behind one another in one, where each attends to itself alone.
+
+Padding that is left out costs nothing in linear layers, norms and attention. Sound for a model in which tokens meet in
+attention only, and whose attention follows the sequences that positions tell (transformers' packed sequences). Whether a
+model is one is found by running it, not by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
+_LEAST_SHARE = 0.05
+_MOST_TOKENS = 8192
+"""The mask of packed sequences has a byte for every pair of tokens."""
+_TOLERANCES = {"right": 0.05, "left": 0.25}
+"""Of the change that is seen when rows are not kept apart. Left padding shifts rotary positions, which 16 bits round otherwise."""
+_LENGTH, _SHORT = 16, 3
+"""Tokens of the rows that a model is tried with: the short ones lie so far from the begin that absolute positions would tell."""
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """A batch without its padding.
+
+    Attributes:
+        inputs: arguments of the model's forward: `input_ids` and `position_ids` `[1, tokens]`, and what else it was given.
+        place: where each token of the batch is among them, int64 `[rows, length]`; of no meaning for padding.
+    """
+
+    inputs: Mapping[str, Any]
+    place: torch.Tensor
+
+
+def unpadded(
+    given: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor | None = None
+) -> Unpadded | None:
+    """A batch without its padding, where that saves something.
+
+    Args:
+        given: arguments of a model's forward, `input_ids` and `attention_mask` `[rows, length]` among them.
+        sides: where padding may be left out, see `unpadded_sides`.
+        read: at which places results are read, bool `[rows, length]`; by default where there is a token.
+
+    Returns:
+        None for a batch with next to no padding, with padding between tokens or on another side, with more than text, or of
+        which results at padding are read.
+    """
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if (
+        not sides
+        or ids is None
+        or mask is None
+        or {key for key, value in given.items() if value is not None} - _KNOWN
+    ):
+        return None
+    if isinstance(ids, FakeTensor) or ids.dim() != 2 or mask.shape != ids.shape:
+        return None
+    present = mask.bool()
+    tokens = int(present.sum())
+    if tokens > min((1 - _LEAST_SHARE) * ids.numel(), _MOST_TOKENS) or not tokens:
+        return None
+    if read is not None and (read & ~present).any():
+        return None
+    begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
+    if (begins.sum(1) > 1).any():
+        return None
+    padded = {"left": ~present[:, 0], "right": ~present[:, -1]}
+    if any(side not in sides for side, rows in padded.items() if (rows & present.any(1)).any()):
+        return None
+    positions = present.cumsum(1) - 1
+    inputs = {
+        **given,
+        "input_ids": ids[present][None],
+        "position_ids": positions[present][None],
+        "attention_mask": None,
+    }
+    return Unpadded(inputs, (present.flatten().cumsum(0) - 1).clamp(min=0).view(ids.shape))
+
+
+def unpadded_sides(model: Any) -> frozenset[str]:
+    """On which sides of a row (`"left"`, `"right"`) a model's padding may be left out without another result.
+
+    A few rows are run padded, and behind one another without padding: the difference may be a small share of what changes
+    when a row sees those before it.
+
+    Args:
+        model: a transformers model; run a few times in evaluation, without gradients. Its modes and random states stay.
+    """
+    from transformers import PreTrainedModel
+
+    backbone = getattr(model, "base_model", None)
+    if (
+        not isinstance(model, PreTrainedModel)
+        or not isinstance(backbone, nn.Module)
+        or _is_encoder_decoder(model)
+    ):
+        return frozenset()
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            model.eval()
+            return _sound_sides(backbone)
+    except Exception:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
+        return frozenset()
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def _sound_sides(backbone: Any) -> frozenset[str]:
+    device = next(backbone.parameters()).device
+    ids = torch.arange(1, 1 + 3 * _LENGTH, device=device).view(3, _LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, :-_SHORT] = 0
+    mask[2, _SHORT:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    packed = unpadded(given, frozenset(_TOLERANCES))
+    assert packed is not None, "two of three rows are padded"
+    wanted = _states(backbone, given)[mask.bool()]
+    made = _states(backbone, packed.inputs)[0]
+    order = torch.arange(len(made), device=device)[None]
+    seen = _states(backbone, {**packed.inputs, "position_ids": order})[0]
+    rows = {
+        "left": slice(_LENGTH, _LENGTH + _SHORT),
+        "right": slice(_LENGTH + _SHORT, _LENGTH + 2 * _SHORT),
+    }
+    return frozenset(
+        side
+        for side, row in rows.items()
+        if (made - wanted)[row].norm() <= _TOLERANCES[side] * (seen - wanted)[row].norm()
+    )
+
+
+def _states(backbone: Any, given: Mapping[str, Any]) -> torch.Tensor:
+    states: torch.Tensor = backbone(**given).last_hidden_state
+    return states.double()

@@ -1,0 +1,134 @@
+"""Batches without their padding: the same numbers, in every model that is let do without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isotype.lora.attention.registered import sides_of, use_fast_attention
+from isotype.lora.unpadded import unpadded, unpadded_sides
+from isotype.train.head import put_head
+from tests.models import CONFIGS, tiny_model
+from tests.zoo import ARCHITECTURES
+
+BOTH = frozenset({"left", "right"})
+
+
+def batch(*rows: str) -> dict[str, Any]:
+    """A token for each letter, `.` for padding."""
+    mask = torch.tensor([[int(letter != ".") for letter in row] for row in rows])
+    ids = torch.arange(1, 1 + mask.numel()).view(mask.shape)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=5))
+def test_every_token_is_there_once_at_its_place(rows: list[tuple[int, int, int]]) -> None:
+    length = max(sum(row) for row in rows)
+    asked = batch(*("." * left + "x" * tokens + "." * (length - left - tokens) for left, tokens, _ in rows))
+    present = asked["attention_mask"].bool()
+    made = unpadded(asked, BOTH)
+    if made is None:
+        assert present.sum() > 0.95 * present.numel() or not present.any()
+        return
+    assert made.inputs["attention_mask"] is None
+    ids, positions = (made.inputs[name][0] for name in ("input_ids", "position_ids"))
+    assert ids.tolist() == asked["input_ids"][present].tolist()
+    assert torch.equal(ids[made.place][present], asked["input_ids"][present])
+    begins = [index for index, position in enumerate(positions.tolist()) if position == 0]
+    lengths = [tokens for _, tokens, _ in rows if tokens]
+    assert [end - begin for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)] == lengths
+
+
+@pytest.mark.parametrize(
+    ("rows", "sides", "more"),
+    [
+        pytest.param(("xxxx", "xxxx"), BOTH, {}, id="no padding"),
+        pytest.param(("xxxx", "xx.."), frozenset(), {}, id="a model that cannot"),
+        pytest.param(("xxxx", "..xx"), frozenset({"right"}), {}, id="another side"),
+        pytest.param(("xxxx", "x.xx"), BOTH, {}, id="between tokens"),
+        pytest.param(("xxxx", "xx.."), BOTH, {"pixel_values": torch.zeros(1)}, id="pictures"),
+        pytest.param(("xxxx", "xx.."), BOTH, {"position_ids": torch.zeros(2, 4)}, id="positions of its own"),
+        pytest.param(("....", "...."), BOTH, {}, id="nothing"),
+        pytest.param(("x" * 6000, "x" * 5000 + "." * 1000), BOTH, {}, id="too large a mask"),
+    ],
+)
+def test_what_stays_padded(rows: tuple[str, ...], sides: frozenset[str], more: dict[str, Any]) -> None:
+    assert unpadded({**batch(*rows), **more}, sides) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("llama", BOTH),
+        ("gemma3", BOTH),
+        ("qwen3-moe", BOTH),
+        pytest.param("gpt2", frozenset({"right"}), id="positions in a table"),
+        pytest.param("mamba2", frozenset(), id="a state that passes from token to token"),
+        pytest.param("t5", frozenset(), id="an encoder and a decoder"),
+    ],
+)
+def test_models_are_known_by_what_they_compute(name: str, sides: frozenset[str]) -> None:
+    model = (tiny_model(name) if name in CONFIGS else ARCHITECTURES[name].build(torch.float32)).train()
+    state = torch.get_rng_state()
+    assert unpadded_sides(model) == sides
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("rows", [("xxxxxxx", "xxx....", "xxxxx.."), ("xxxxxxx", "....xxx", ".xxxxx.")])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_a_step_is_the_same(name: str, rows: tuple[str, ...]) -> None:
+    model = tiny_model(name)
+    if name == "qwen3-moe":
+        model.config.output_router_logits = True
+    asked = batch(*rows)
+    asked["labels"] = asked["input_ids"].masked_fill(asked["attention_mask"] == 0, -100)
+    asked["labels"][:, :-2] = -100  # what follows padding has nothing that predicts it
+    report = use_fast_attention(model)
+    put_head(model)
+    seen: list[int] = []
+    model.base_model.embed_tokens.register_forward_hook(
+        lambda module, args, result: seen.append(args[0].numel())
+    )
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        out = model(**asked, fused_lm_head=True)
+        (out.loss + out.log_probs.square().sum()).backward()
+        grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        found.append((out, grads))
+        report.undo()
+    assert not sides_of(model)
+    assert seen == [int(asked["attention_mask"].sum()), asked["input_ids"].numel()]
+    (ours, own_grads), (theirs, their_grads) = found
+    for field in ("loss", "log_probs", "entropy", "aux_loss"):
+        if theirs[field] is not None:
+            torch.testing.assert_close(ours[field], theirs[field], rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours.label_mask, theirs.label_mask)
+    assert own_grads.keys() == their_grads.keys()
+    largest = max(grad.abs().max() for grad in their_grads.values())
+    for key, grad in their_grads.items():
+        assert (own_grads[key] - grad).abs().max() < 1e-5 * largest, key
+
+
+def test_a_step_of_nothing_but_padding_in_a_row() -> None:
+    model = tiny_model("llama")
+    use_fast_attention(model)
+    put_head(model)
+    asked = batch("xxxx", "....")
+    labels = asked["input_ids"].masked_fill(asked["attention_mask"] == 0, -100)
+    out = model(**asked, labels=labels, fused_lm_head=True)
+    alone = model(input_ids=asked["input_ids"][:1], labels=labels[:1], fused_lm_head=True)
+    torch.testing.assert_close(out.loss, alone.loss)
+
+
+def test_what_is_predicted_from_padding_stays_padded() -> None:
+    asked = batch("xxxx", "..xx")
+    read = torch.tensor([[True] * 4, [False, True, True, True]])
+    assert unpadded(asked, BOTH, read) is None
+    assert unpadded(asked, BOTH, asked["attention_mask"].bool()) is not None
