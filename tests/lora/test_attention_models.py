@@ -113,8 +113,6 @@ def test_packed_batches() -> None:
     assert_same_step(model, {"input_ids": ids, "position_ids": position_ids, "labels": ids})
 
 
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_packed_batches_take_blocks_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Shape] = []
     monkeypatch.setattr(
@@ -129,6 +127,8 @@ def test_packed_batches_take_blocks_unmeasured(monkeypatch: pytest.MonkeyPatch) 
         assert len(set(measured)) == expected
 
 
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
     exact, _ = step(tiny_model("llama").eval(), tiny_batch("llama"))
     model, batch = tiny_model("llama", dtype).eval(), tiny_batch("llama")
