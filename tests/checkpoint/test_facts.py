@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from transformers import (
 from transformers import __version__ as version
 
 from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.formats.headers import read_headers
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
@@ -348,8 +350,9 @@ def test_mxfp4_headers(tmp_path: Path) -> None:
     for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
         weight = held.pop(name)
         blocks[name] = weight.numel()
-        held[f"{name}_blocks"] = torch.zeros(weight.numel() // 2, dtype=torch.uint8)
-        held[f"{name}_scales"] = torch.zeros(weight.numel() // 32, dtype=torch.uint8)
+        experts, inputs, outputs = weight.shape
+        held[f"{name}_blocks"] = torch.zeros(experts, outputs, inputs // 32, 16, dtype=torch.uint8)
+        held[f"{name}_scales"] = torch.zeros(experts, outputs, inputs // 32, dtype=torch.uint8)
     save_file(held, tmp_path / "model.safetensors")
     path = tmp_path / "config.json"
     path.write_text(
@@ -641,13 +644,22 @@ def test_a_hub_id_in_the_local_cache(hub: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_hub_id_by_its_headers(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 
-    file = SafetensorsFileMetadata({}, {"w": TensorInfo("F16", [3, 2], (0, 12))})
-    answer = SafetensorsRepoMetadata(None, False, {"w": "model.safetensors"}, {"model.safetensors": file})
+    shapes = {header.name: list(header.shape) for header in read_headers(hub).tensors}
+    held = {name: TensorInfo("F16", shape, (0, 2 * math.prod(shape))) for name, shape in shapes.items()}
+    answer = SafetensorsRepoMetadata(
+        None,
+        False,
+        dict.fromkeys(held, "model.safetensors"),
+        {"model.safetensors": SafetensorsFileMetadata({}, held)},
+    )
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: answer)
     facts = facts_of("owner/name")
-    assert facts.weight_dtypes == {torch.float16: 6}
+    assert facts.weight_dtypes == {torch.float16: facts.parameters}
     assert (facts.trained_dtype, facts.config_dtype) == (torch.float16, torch.bfloat16)
-    assert facts.parameter_bytes == 12
+    assert facts.parameter_bytes == 2 * facts.parameters
+    held.pop("model.norm.weight")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in no file"):
+        facts_of("owner/name")
 
 
 def test_a_revision_reaches_every_question_to_the_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

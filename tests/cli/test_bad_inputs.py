@@ -178,8 +178,8 @@ def test_a_config_that_contradicts_the_weights(capsys, folder, monkeypatch, tmp_
     (other / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
     message = said(capsys, folder, monkeypatch, command.format(other))
     assert "config.json contradicts the weights" in message
-    part = "model.layers.*.mlp.down_proj.weight (2 tensors) of shape [64, 96]"
-    assert f"{part} expected [64, 128], as config.json says" in message
+    part = "model.layers.*.mlp.down_proj.weight (2 tensors) are of shape [64, 96]"
+    assert f"{part}, in model.safetensors expected shape [64, 128], as config.json says" in message
 
 
 @pytest.mark.parametrize("command", ["check chat", f"sft {SFT}"])

@@ -17,6 +17,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find
 from isotype.checkpoint.formats.hub import cached_headers, hub_config, remote_headers
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.match import match, unknown_quantization
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
@@ -183,8 +184,8 @@ def _of_config(
     quantization = quantization_of(config)
     named_dtype = config_dtype(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if headers is not None and quantization is None:
-        _check_shapes(source, model, headers)
+    if headers is not None and _is_named(model, config) and not unknown_quantization(quantization):
+        match(model, headers).require_complete()
     if headers is None:
         dense = named_dtype if quantization is None else None
         counts: Mapping[torch.dtype | str, int] = {dense: parameters} if dense else {}
@@ -208,34 +209,10 @@ def _of_config(
     )
 
 
-def _check_shapes(source: str, model: nn.Module, headers: CheckpointHeaders) -> None:
-    """Whether the tensors have the shapes that the config asks for.
-
-    Compared are tensors of the model's own names and number of dimensions: others are renamed or rearranged by
-    transformers while they are loaded, as those of a transposed shape may be.
-
-    Raises:
-        CheckpointError: with every tensor that has not.
-    """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    wrong: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = {}
-    for tensor in headers.tensors:
-        plain = tensor.name if tensor.name in wanted else f"{prefix}{tensor.name}"
-        shape = wanted.get(plain)
-        if shape is not None and len(shape) == len(tensor.shape) and sorted(shape) != sorted(tensor.shape):
-            part = re.sub(r"\.\d+\.", ".*.", tensor.name)
-            wrong.setdefault((part, tuple(tensor.shape), shape), []).append(tensor.name)
-    if wrong:
-        problems = [
-            Problem(
-                f"{names[0] if len(names) == 1 else f'{part} ({len(names)} tensors)'} of shape {list(found)}",
-                f"{list(shape)}, as config.json says",
-                "take config.json and the weights from the same place",
-            )
-            for (part, found, shape), names in wrong.items()
-        ]
-        raise CheckpointError(f"{source}: config.json contradicts the weights", problems)
+def _is_named(model: nn.Module, config: Any) -> bool:
+    """Whether the config names the model's class: weights of a class that transformers lacks may have other names."""
+    named = config.architectures or ()
+    return not named or type(model).__name__ in named
 
 
 def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.complete import require_complete_gguf
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import require_finite
 from isotype.checkpoint.formats.config import model_class as class_of
@@ -92,6 +93,7 @@ def dense_source(path: str | Path, dtype: torch.dtype) -> Path | str:
     """A directory or hub id that `from_pretrained` reads; a GGUF file is dequantized into a cache first."""
     source = resolve_source(path)
     if isinstance(source, Path) and source.suffix == ".gguf":
+        require_complete_gguf(source)  # transformers draws what is missing, and the copy would look complete
         return dense_copy(source, dtype)
     return source
 

@@ -17,6 +17,7 @@ from isotype.checkpoint.stored import StoredTensor, dense_shape
 from isotype.checkpoint.weight_map import WeightMap, weight_map
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed, plural, starred
+from isotype.precision.facts import QuantizationFacts
 
 _SHOWN = 12  # patterns of names in one error
 _SAME_PLACE = "take config.json and the weights from the same save of the model"
@@ -26,9 +27,9 @@ _COUNTERS = (".num_batches_tracked",)
 _KNOWN_QUANTIZATIONS = frozenset({"bitsandbytes", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq"})
 
 
-def unknown_quantization(method: str) -> bool:
+def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
     """Whether the tensors of a quantized checkpoint cannot be told by their names."""
-    return method not in _KNOWN_QUANTIZATIONS
+    return quantization is not None and quantization.method not in _KNOWN_QUANTIZATIONS
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Match:
     buffers: tuple[str, ...]
     weights: WeightMap = field(repr=False, compare=False)
 
+    @property
+    def gguf(self) -> bool:
+        """Whether the file has no config.json, but metadata."""
+        return self.path.endswith(".gguf")
+
     def problems(self) -> tuple[Problem, ...]:
         """What keeps the checkpoint from being loaded: one problem for each pattern of names."""
         if self.missing and not self.weights.sources:
@@ -86,9 +92,10 @@ class Match:
         if problems:
             left_out = len(problems) - _SHOWN
             hint = f"and {plural(left_out, 'more problem')} like these" if left_out > 0 else None
-            raise CheckpointError(
-                f"{self.path} does not hold the weights of {self.model}", problems[:_SHOWN], hint
-            )
+            only_shapes = len(problems) == len(list(_shape_problems(self)))
+            what = ": config.json contradicts the weights" if only_shapes and not self.gguf else ""
+            headline = f"{self.path}{what or f' does not hold the weights of {self.model}'}"
+            raise CheckpointError(headline, problems[:_SHOWN], hint)
 
 
 def match(model: Any, headers: CheckpointHeaders) -> Match:
@@ -101,7 +108,7 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
         model: dense; it may lie on the meta device.
         headers: of the checkpoint.
     """
-    weights = weight_map(model, headers.tensors)
+    weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     aliases = _aliases(model)
     missing: dict[str, tuple[int, ...]] = {}
@@ -184,9 +191,9 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
         if source.failure:
             yield WrongShape(name, wanted, (), stored, source.failure)
         elif found is None:
-            (tensor,) = stored
-            if tensor.form != "packed" and tensor.values != math.prod(wanted):
-                yield WrongShape(name, wanted, (tensor.values,), stored)
+            values = sum(tensor.values for tensor in stored)
+            if values != math.prod(wanted) and "packed" not in {tensor.form for tensor in stored}:
+                yield WrongShape(name, wanted, (values,), stored)
         elif found != wanted and not (_turned(stored) and found == wanted[::-1]):
             yield WrongShape(name, wanted, found, stored)
 
@@ -228,7 +235,7 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
         of = f"made of {made} in {files}" if made != wrong.name else f"in {files}"
         if wrong.failure:
             given = f"{_named(names)} {of}: {wrong.failure}"
-        elif wrong.sources[0].form in ("nf4", "fp4"):
+        elif match.weights.sources[wrong.name].shapes.get(wrong.name) is None:
             given = f"{_named(names)} of {wrong.found[0]:,} values, {of}"
         else:
             given = f"{_named(names)} of shape {list(wrong.found)}, {of}"
@@ -237,7 +244,11 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
             fix = f"{near.weight.file.name} has {near.weight.name}, which no tensor of the model is made of: rename it"
         else:
             fix = _SAME_PLACE
-        yield Problem(given, f"shape {list(wrong.wanted)}, as config.json says", fix)
+        yield Problem(
+            given,
+            f"shape {list(wrong.wanted)}, as {'its metadata say' if match.gguf else 'config.json says'}",
+            fix,
+        )
 
 
 def _doubled_problems(match: Match) -> Iterator[Problem]:

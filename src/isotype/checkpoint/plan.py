@@ -144,7 +144,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
         CheckpointError: the checkpoint is quantized in a format whose tensors isotype does not know.
     """
     quantization = quantization_of(getattr(model, "config", None))
-    if quantization is not None and unknown_quantization(quantization.method):
+    if quantization is not None and unknown_quantization(quantization):
         raise CheckpointError(
             "no plan for this quantization",
             [
@@ -229,7 +229,7 @@ def quantized_weights(model: Any) -> frozenset[str]:
 
 def _conversion(name: str, source: Source, stored: str, storage: str) -> tuple[str, ...]:
     words = []
-    if source.conversion is None and source.tensors[0][0].name != name:
+    if not steps(source) and source.tensors[0][0].name != name:
         words.append("renamed")
     dense = not any(tensor.quantized for tensor, _ in source.tensors)
     if stored != storage and not dense:

@@ -128,7 +128,9 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
     compressed-tensors writes the shape into a tensor of its own; these few bytes are read, where the file is at hand.
     """
     shape = tensor.weight.shape
-    if tensor.form == "mxfp4":  # [..., rows, groups, bytes of two values]; its model multiplies from the left
+    if (
+        tensor.form == "mxfp4" and len(shape) > 2
+    ):  # [..., rows, groups, bytes of two values]; its model multiplies from the left
         *outer, rows, groups, pairs = shape
         return (*outer, groups * pairs * 2, rows)
     if tensor.form in ("nf4", "fp4"):

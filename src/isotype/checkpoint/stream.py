@@ -31,7 +31,7 @@ class StoredWeights:
 
     def __init__(self, model: Any, headers: CheckpointHeaders) -> None:
         self._model = model
-        self._sources = weight_map(model, headers.tensors).sources
+        self._sources = weight_map(model, headers).sources
         self.shapes = {
             name: torch.Size(shape)
             for name, source in self._sources.items()

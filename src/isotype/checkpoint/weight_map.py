@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.formats.headers import CheckpointHeaders
+from isotype.checkpoint.gguf_names import gguf_names
 from isotype.checkpoint.stored import StoredTensor, dense_shape, stored_tensors
 
 # How transformers' conversions fail on tensors of other shapes or numbers than they expect.
+TURNED = "as transformers' `TensorProcessor`s turn those of a GGUF file"
+"""The conversion of a GGUF file's tensors: into one tensor of as many values, in an order of its own."""
 CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 
@@ -24,7 +27,8 @@ class Source:
     Attributes:
         target: the name in the model that they are gathered under: one of `shapes`.
         tensors: each with the pattern by which the conversion asks for it.
-        conversion: transformers' `WeightConverter`; None where one tensor only takes another name, if any.
+        conversion: transformers' `WeightConverter`; None where one tensor only takes another name, if any; `TURNED` in
+            a GGUF file.
         shapes: names in the model and their shapes after the conversion; None where no file says the shape.
         failure: how the conversion fails, or "".
     """
@@ -51,7 +55,7 @@ class WeightMap:
     doubled: tuple[tuple[str, StoredTensor], ...]
 
 
-def weight_map(model: nn.Module, headers: Iterable[TensorHeader]) -> WeightMap:
+def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     """How a model's tensors are made of those of a checkpoint.
 
     Models of transformers take renamed, split, stacked and turned tensors by its own conversions (`conversion_mapping`);
@@ -59,13 +63,13 @@ def weight_map(model: nn.Module, headers: Iterable[TensorHeader]) -> WeightMap:
 
     Args:
         model: dense, with the names and shapes wanted; it may lie on the meta device.
-        headers: every tensor of the checkpoint.
+        headers: of the checkpoint.
     """
-    stored = stored_tensors(headers)
+    stored = stored_tensors(headers.tensors)
     gathered: dict[str, Source] = {}
     surplus: list[StoredTensor] = []
     doubled: list[tuple[str, StoredTensor]] = []
-    rename, in_order = _renaming(model)
+    rename, in_order = _renaming(model, headers)
     for tensor in sorted(stored, key=lambda each: in_order(each.name)):
         target, pattern, conversion = rename(tensor.name)
         known = gathered.get(target)
@@ -87,15 +91,22 @@ def weight_map(model: nn.Module, headers: Iterable[TensorHeader]) -> WeightMap:
 Renaming = Callable[[str], tuple[str, str, Any]]
 
 
-def _renaming(model: Any) -> tuple[Renaming, Callable[[str], Any]]:
+def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callable[[str], Any]]:
     """From a name in the checkpoint to (name in the model or "", pattern, conversion); and the order to ask in."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
     from transformers import core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping = get_model_conversion_mapping(model)
+    if headers.format == "gguf" and not _converts_gguf(_architecture(headers)):
+        names = gguf_names(model, _architecture(headers))
+
+        def lookup(name: str) -> tuple[str, str, Any]:
+            # The model's stacked experts have no `.weight`.
+            return names.get(name) or names.get(name.removesuffix(".weight"), ""), name, TURNED
+
+        return lookup, loading.dot_natural_key
+    mapping = _conversions(model, headers)
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -115,8 +126,33 @@ def _renaming(model: Any) -> tuple[Renaming, Callable[[str], Any]]:
     return rename, loading.dot_natural_key
 
 
+def _conversions(model: Any, headers: CheckpointHeaders) -> Sequence[Any]:
+    if headers.format == "gguf":
+        from transformers.integrations.gguf import get_gguf_conversion_mapping
+
+        found: Sequence[Any] = get_gguf_conversion_mapping(_architecture(headers), model.config)
+        return found
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions: Sequence[Any] = get_model_conversion_mapping(model)
+    return conversions
+
+
+def _architecture(headers: CheckpointHeaders) -> str:
+    return str(headers.metadata.get("general.architecture"))
+
+
+def _converts_gguf(architecture: str) -> bool:
+    """Whether transformers has conversions for a GGUF file of this architecture, as it has for other checkpoints."""
+    from transformers import integrations
+
+    return architecture in getattr(getattr(integrations, "gguf", None), "GGUF_ARCHS", ())
+
+
 def _shaped(model: nn.Module, source: Source) -> Source:
     """The source with the shapes that come of it, learned on the meta device."""
+    if source.conversion is TURNED:
+        return replace(source, shapes={source.target: None})
     shapes = [dense_shape(tensor) for tensor, _ in source.tensors]
     if None in shapes or source.conversion is None:
         return replace(source, shapes={source.target: shapes[0]})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.config import BUILD_ERRORS, read_config
+from isotype.checkpoint.formats.gguf_config import gguf_config
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.formats.hub import hub_config
 from isotype.checkpoint.load import concrete_class, note_quantization, pinning, wanted_quantization
@@ -50,24 +50,13 @@ def model_config(source: Any, *, revision: str | None = None) -> Any:
             raise CheckpointError("not a model", [Problem(given, "config.json or a .gguf file", fix)])
         found = weights[0]
     if found.suffix == ".gguf":
-        return _gguf_config(found)
+        return gguf_config(found)
     if found.is_dir() or found.name == "config.json":
         return read_config(found if found.is_dir() else found.parent)
     expected = "a checkpoint directory, its config.json or a .gguf file"
     raise CheckpointError(
         "not a model", [Problem(f"the file {found}", expected, f"give the directory {found.parent}")]
     )
-
-
-def _gguf_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        fix = "use the config.json of the model it was made from"
-        problem = Problem(f"{path}: {error}", "an architecture that transformers reads from GGUF", fix)
-        raise CheckpointError("transformers cannot read this GGUF file", [problem]) from error
 
 
 def skeleton(

@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 
+from isotype.checkpoint.complete import require_complete_gguf
 from isotype.checkpoint.weightless import model_config
 from isotype.data.methods import METHODS
 from isotype.precision.devices.profile import device_profile
@@ -35,6 +36,8 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
     # Names what is no model.
     policy, ranges = policy_by_ranges(source, plan.precision, plan.device, plan.revision, when=plan.ranges)
     config = model_config(source, revision=plan.revision)
+    if isinstance(source, str):
+        require_complete_gguf(source)
     model = _model(plan, config, policy)
     length = row_length(plan, config)
 

@@ -86,12 +86,8 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
     if version not in (2, 3):
         fix = "convert it again with a current llama.cpp (little-endian)"
         raise damaged(path, [Problem(f"GGUF version {version}", "version 2 or 3", fix)])
-    at = 24
     metadata: dict[str, object] = {}
-    for _ in range(entry_count):
-        key, at = _string(data, at)
-        (kind,) = struct.unpack_from("<I", data, at)
-        at = _value(data, at + 4, kind, key, metadata, path)
+    *_, (_, _, at) = (("", 0, 24), *_entries(data, entry_count, metadata, path))
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         fix = "join them with llama.cpp: llama-gguf-split --merge"
@@ -113,6 +109,54 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
     start = -(-at // alignment) * alignment
     tensors = _tensors(entries, start, len(data), path)
     return by_name(tensors), metadata
+
+
+def _entries(
+    data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
+) -> Iterator[tuple[str, int, int]]:
+    """(key, offset, offset past its value) of each metadata entry; notes the values, those of arrays left out."""
+    at = 24
+    for _ in range(count):
+        begin = at
+        key, at = _string(data, at)
+        (kind,) = struct.unpack_from("<I", data, at)
+        at = _value(data, at + 4, kind, key, metadata, path)
+        yield key, begin, at
+
+
+def without_vocabulary(path: Path) -> bytes:
+    """A small GGUF file with the metadata of another, without the arrays of its tokenizer, and its tensors' names.
+
+    What a config is made from. gguf.GGUFReader takes seconds for a vocabulary, whose size is noted under its own key.
+
+    Raises:
+        CheckpointError: as `read_gguf_header`.
+    """
+    tensors, _ = read_gguf_header(path)
+    metadata: dict[str, object] = {}
+    kept: list[bytes] = []
+    words = 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for key, begin, end in _entries(data, struct.unpack_from("<Q", data, 16)[0], metadata, path):
+            kind, _, size = struct.unpack_from("<IIQ", data, begin + 8 + len(key.encode()))
+            if kind == _ARRAY and key.startswith("tokenizer."):
+                words = size if key == "tokenizer.ggml.tokens" else words
+            else:
+                kept.append(data[begin:end])
+    size_key = f"{metadata.get('general.architecture')}.vocab_size"
+    if words and size_key not in metadata:
+        kept.append(_text(size_key) + struct.pack("<II", 4, words))
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(kept)) + b"".join(kept)
+    # One float32 each: only the names are of interest.
+    header += b"".join(_text(tensor.name) + struct.pack("<IQIQ", 1, 1, 0, 0) for tensor in tensors)
+    alignment = metadata.get("general.alignment", 32)
+    assert isinstance(alignment, int)  # or the header would not have been read
+    return header + bytes(-len(header) % alignment + alignment)
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
 
 
 def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
