@@ -466,3 +466,32 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_says_what_is_missing(
         f"going on from {out / 'checkpoint-1'}\n"
     ) in printed
     assert steps_in(printed) == [2]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nothing_below_the_first_adapter_has_a_graph(path: Path, tmp_path: Path, reentrant: bool) -> None:
+    policy = isotype.resolve_precision(path, dtype="float32", device="cpu")
+    transformers.set_seed(0)
+    model = isotype.add_lora(
+        isotype.load(path, policy),
+        policy,
+        r=4,
+        target_modules=["q_proj", "down_proj"],
+        layers_to_transform=[1],
+    )
+    trainer = trainer_of(
+        model,
+        path,
+        tmp_path,
+        max_steps=2,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+    )
+    blocks = trainer.model.get_base_model().model.layers
+    seen: list[bool] = []
+    blocks[1].register_forward_pre_hook(lambda block, args: seen.append(args[0].requires_grad))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert set(seen) == {reentrant}
+    after = dict(trainer.model.named_parameters())
+    assert all(not torch.equal(value, after[name]) for name, value in before.items())

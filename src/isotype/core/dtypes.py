@@ -50,6 +50,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype that autocast casts to on a device type just now; None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     """A torch dtype from itself or from its name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`).
 

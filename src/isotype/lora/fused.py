@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.core.dtypes import autocast_dtype
 from isotype.lora.gates import Gate
 from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
 from isotype.lora.weights import DenseWeights
@@ -106,8 +107,7 @@ def _layer(layer: Any) -> tuple[Layer, list[torch.Tensor]]:
 def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(compute dtype, dtype of the result), as the base layer itself would have them."""
     kind, device = kind_of(base), x.device.type
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    settings = boundary_of(base)
+    low, settings = autocast_dtype(device), boundary_of(base)
     if settings is not None and settings.kind == "int8":
         return low or settings.compute, settings.returns
     if low is not None:
@@ -191,7 +191,7 @@ def _version(x: torch.Tensor) -> int:
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:
     device = x.device.type
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.is_grad_enabled(), autocast_dtype(device)
 
 
 def _together(

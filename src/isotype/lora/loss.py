@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from isotype.core.dtypes import autocast_dtype
 from isotype.lora.logits import Call, Head, add_outer, blocks, buffers_for, chunks, project, through
 from isotype.lora.softmax import gradient, softmax
 
@@ -95,7 +96,7 @@ def log_probs(
     """
     precision = precision or Precision()
     device = hidden.device.type
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    low = autocast_dtype(device)
     call = Call(
         head.scale,
         head.softcap,

@@ -63,6 +63,17 @@ class _Governed:
             warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)
             super().__init__(*args, **kwargs)
         use_own_head(self)
+        self._free_inputs()
+
+    def _free_inputs(self: Any) -> None:
+        """Let embeddings need no gradient where gradient checkpointing does without.
+
+        TRL asks for it when the trainer is built, transformers (5.23) when the training begins. A frozen part below the first
+        adapter then has a graph, and a backward.
+        """
+        args = self.args
+        if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):
+            self.model.disable_input_require_grads()
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; first, what a killed run left in the output directory is put in order."""
@@ -79,6 +90,7 @@ class _Governed:
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _run_epoch(self: Any, **kwargs: Any) -> None:
+        self._free_inputs()
         # A run that goes on from its last step has no step left; transformers 5.23 looks only after one more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -285,6 +297,11 @@ class _Governed:
 def governed(trainer_class: type) -> type:
     """`trainer_class` with whole checkpoints, step measures and isotype's loss; the name is kept."""
     return type(trainer_class.__name__, (_Governed, trainer_class), {"__module__": trainer_class.__module__})
+
+
+def needs_input_gradients(checkpointing: Mapping[str, Any] | None) -> bool:
+    """Whether gradient checkpointing with these arguments needs a gradient of the embeddings: torch's reentrant kind does."""
+    return bool((checkpointing or {}).get("use_reentrant"))
 
 
 def enforce_trainer(

@@ -22,6 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.utils import ModelOutput
 
+from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.registered import sides_of
 from isotype.lora.fused import working_dtype
 from isotype.lora.head import head_of
@@ -257,7 +258,7 @@ def _chosen(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def _projected(model: Any, rows: torch.Tensor, targets: torch.Tensor, asked: _Asked) -> PerToken:
     head, device = head_of(model, asked.temperature), rows.device.type
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    low = autocast_dtype(device)
     compute = torch.float32 if asked.cast_lm_head_to_fp32 else low or head.weight.dtype
     precision = Precision(compute, working_dtype(compute, rows))
     more = ("logsumexp", "mean_logits") if asked.smoothing else ()

@@ -18,6 +18,7 @@ from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.train.fit import fitting
+from isotype.train.governed import needs_input_gradients
 from isotype.train.head import put_head
 from isotype.train.plan import DEFAULT_LENGTH, Plan
 from isotype.train.ranges import policy_by_ranges
@@ -99,13 +100,13 @@ def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
 def _checkpoint_gradients(model: Any, plan: Plan) -> None:
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
-    if plan.lora is not None:
-        model.enable_input_require_grads()  # as TRL's trainers do for PEFT models
     arguments = dict(plan.checkpointing or {}) or None
     if hasattr(model, "activation_checkpointing_enable"):  # transformers' name for it, as in its Trainer
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    if plan.lora is not None and not needs_input_gradients(plan.checkpointing):
+        model.disable_input_require_grads()  # as the trainer's does
 
 
 def row_length(plan: Plan, config: Any) -> int:

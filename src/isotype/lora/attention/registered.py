@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.core.dtypes import autocast_dtype
 from isotype.core.names import plural
 from isotype.lora.attention.choice import Choice, Kind, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.kernel import attention
@@ -237,10 +238,8 @@ def attention_forward(
 
 def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """In autocast's dtype, as torch's own kernel takes them under it."""
-    device = inputs[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return inputs
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in inputs)
+    low = autocast_dtype(inputs[0].device.type)
+    return inputs if low is None else tuple(x.to(low) for x in inputs)
 
 
 def _why_not_call(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.core.dtypes import autocast_dtype
 from isotype.preflight.request import DEFAULT_PHASES, StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
@@ -181,8 +182,9 @@ def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
 
     Accelerate's lies inside the forward. On a CPU the look ahead meets it there; another device's it would not.
     """
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
+    low = autocast_dtype(device)
+    if low is not None:
+        return low
     state = sys.modules.get("accelerate.state")
     if device == "cpu" or state is None or not hasattr(model, "_original_forward"):
         return None

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from isotype.contracts.contract import KINDS, contracts_for
+from isotype.core.dtypes import autocast_dtype
 from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
 from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
@@ -243,7 +244,7 @@ class LiveFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         before = recorder.function, recorder.autocast, recorder.like
         device = recorder.autocast_device
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        cast = autocast_dtype(device)
         recorder.like = recorder.told(name, args, kwargs)
         recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, cast
         try:
