@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,18 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
     Raises:
         CheckpointError: some are not finite.
     """
-    broken = {
+    refuse(source, not_finite(named))
+
+
+def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """The names of tensors with NaN or infinity, each with how many of which."""
+    return {
         name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
     }
+
+
+def refuse(source: object, broken: Mapping[str, str]) -> None:
+    """Raise CheckpointError for what `not_finite` has found, if anything."""
     if not broken:
         return
     which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)

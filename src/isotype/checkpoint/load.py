@@ -12,11 +12,12 @@ from torch import nn
 
 from isotype.checkpoint.complete import require_complete_gguf
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.finite import require_finite
+from isotype.checkpoint.finite import not_finite, refuse
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.gguf import dense_copy
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.streaming import can_stream, stream
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.range_boundaries import float32_by_ranges
@@ -63,13 +64,13 @@ def load(
     if kwargs["quantization_config"] is None:
         del kwargs["quantization_config"]
     cls = concrete_class(config, model_class)
+    broken: dict[str, str] = {}
     with without_bars():
-        model = pinning(cls, policy).from_pretrained(
+        model = _streaming(cls, policy, path, broken).from_pretrained(
             source, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **kwargs
         )
     model.__class__ = cls
-    # Not the buffers: a mask may well hold infinity.
-    require_finite(path, model.named_parameters())
+    refuse(path, broken)
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
@@ -144,6 +145,29 @@ def pinning(cls: Any, policy: PrecisionPolicy | None = None) -> Any:
         return dict.fromkeys(names, torch.float32)
 
     subclass: Any = type(cls.__name__, (cls,), {"post_init": post_init, "_get_dtype_plan": dtype_plan})
+    subclass.__module__ = cls.__module__
+    return subclass
+
+
+def _streaming(cls: Any, policy: PrecisionPolicy, source: object, broken: dict[str, str]) -> Any:
+    """`pinning(cls, policy)` whose weights are streamed; `broken` takes the names of those that are not finite."""
+
+    def load_weights(model: Any, state_dict: Any, files: Any, settings: Any, *rest: Any, **more: Any) -> Any:
+        if can_stream(state_dict, files, settings):
+            info, found = stream(model, source, files, settings, policy)
+            loaded = info, None
+        else:
+            loaded = super(subclass, subclass)._load_pretrained_model(
+                model, state_dict, files, settings, *rest, **more
+            )
+            # Not the buffers: a mask may well hold infinity.
+            found = not_finite(model.named_parameters())
+        broken.update(found)
+        return loaded
+
+    subclass: Any = type(
+        cls.__name__, (pinning(cls, policy),), {"_load_pretrained_model": staticmethod(load_weights)}
+    )
     subclass.__module__ = cls.__module__
     return subclass
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
-from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.load import concrete_class
 from isotype.checkpoint.weight_map import converted, weight_map
 from isotype.core.errors import CheckpointError, Problem
@@ -41,15 +40,10 @@ class StoredWeights:
     def read(self, name: str) -> torch.Tensor:
         """The tensor that the model calls `name`, in the dtype it is stored in; memory-mapped where it is stored so."""
         source = self._sources[name]
-        values = {tensor.name: _read(tensor.weight) for tensor, _ in source.tensors}
+        # Mapped for this call: pages of a file that stays mapped count as memory in use.
+        files = MappedFiles()
+        values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in source.tensors}
         return converted(self._model, source, values)[name]
-
-
-def _read(header: TensorHeader) -> torch.Tensor:
-    # Opened for each tensor: pages of a file that stays mapped count as memory in use.
-    with safe_open(header.file, framework="pt") as file:
-        value: torch.Tensor = file.get_tensor(header.name)
-    return value
 
 
 def blank_model(config: Any) -> Any:

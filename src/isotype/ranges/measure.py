@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from isotype.checkpoint.measured import fingerprint, keep_ranges
+from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import SaveError
 from isotype.core.random_states import random_states_kept
 from isotype.precision.ranges import Ranges
-from isotype.ranges.bar import Bar
 from isotype.ranges.batches import Batches, given_batches, made_batches
 from isotype.ranges.recorder import RangeRecorder
 from isotype.ranges.sources import of_checkpoint, of_module

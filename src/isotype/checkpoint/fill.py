@@ -1,0 +1,169 @@
+"""A model's tensors, filled one at a time from mapped files: converted, dequantized, cast or quantized, and placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from isotype.checkpoint.finite import not_finite
+from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.stored import StoredTensor
+from isotype.checkpoint.unpack import Packing, dense
+from isotype.checkpoint.weight_map import Source, WeightMap, converted
+from isotype.core.bar import Bar
+from isotype.model.quantize import quantize_4bit, quantize_int8
+
+_BNB = ("nf4", "fp4", "int8")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each tensor of a model goes, and as what.
+
+    Attributes:
+        dtypes: the dtype of every float tensor that is not quantized, by name.
+        quantized: the weights that are stored quantized.
+        plain: the dtype that a weight takes before it is quantized.
+        device: of a tensor, by name.
+        packing: what the checkpoint's config says of its own quantization.
+    """
+
+    dtypes: Mapping[str, torch.dtype]
+    quantized: frozenset[str]
+    plain: torch.dtype
+    device: Callable[[str], Any] = lambda name: "cpu"
+    packing: Packing = field(default_factory=Packing)
+
+
+def fill(model: nn.Module, weights: WeightMap, placement: Placement) -> tuple[set[str], dict[str, str]]:
+    """Give every tensor of a model that the checkpoint has its values.
+
+    Peak memory is the filled model and the largest tensor. A tensor that is taken as it is stored stays mapped.
+
+    Args:
+        model: on the meta device; its quantized layers are bitsandbytes' already.
+        weights: what each tensor is made of.
+        placement: what becomes of each.
+
+    Returns:
+        The names that were filled, and of those whose values are not finite what is wrong.
+    """
+    files = MappedFiles()
+    sources = list({id(source): source for source in weights.sources.values()}.values())
+    filled: set[str] = set()
+    broken: dict[str, str] = {}
+    bar = Bar("loading")
+    bar.total = len(sources)
+    try:
+        for source, after in zip(sources, [*sources[1:], None], strict=True):
+            if after is not None:
+                files.ahead(_headers(after))
+            placed = _place(model, source, files, placement)
+            filled.update(placed)
+            broken |= not_finite(
+                (name, value) for name, value in placed.items() if isinstance(value, nn.Parameter)
+            )
+            if not any(files.holds(value) for value in placed.values()):
+                files.release(_headers(source))
+            bar.advance()
+    finally:
+        bar.close()
+    return filled, broken
+
+
+def _headers(source: Source) -> Iterator[TensorHeader]:
+    for tensor, _ in source.tensors:
+        yield from tensor.parts
+
+
+def _place(
+    model: nn.Module, source: Source, files: MappedFiles, placement: Placement
+) -> dict[str, torch.Tensor]:
+    """Read, convert and place what comes of a source; returns the placed tensors by name."""
+    target = source.target
+    first, _ = source.tensors[0]
+    if first.form in _BNB and first.constants and target in placement.quantized:
+        return {target: _put(model, target, _saved(model, target, first, files, placement))}
+    dtype = (
+        placement.plain if target in placement.quantized else placement.dtypes.get(target, placement.plain)
+    )
+    values = {
+        tensor.name: dense(tensor, files.tensor, dtype, placement.packing) for tensor, _ in source.tensors
+    }
+    return {
+        name: _put(model, name, _stored(model, name, value, placement))
+        for name, value in converted(model, source, values).items()
+    }
+
+
+def _put(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Make `value` the parameter, buffer or extra state `name`."""
+    path, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    if leaf == _EXTRA_STATE_KEY_SUFFIX:
+        module.set_extra_state(value)
+        return value
+    if leaf in module._parameters and not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=value.is_floating_point())
+    setattr(module, leaf, value)
+    return value
+
+
+def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """A dense tensor as the model stores it."""
+    device = placement.device(name)
+    if name in placement.quantized:
+        return _quantized(model.get_submodule(name.rpartition(".")[0]), value.to(device, placement.plain))
+    dtype = placement.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
+    value = value.to(device, dtype)
+    # A part of a tensor that was split: on its own, so that it can be saved, and the rest freed.
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def _quantized(layer: Any, value: torch.Tensor) -> torch.Tensor:
+    """The quantized weight of a bitsandbytes layer, as its own parameter class makes it when it is moved to a device."""
+    from transformers.pytorch_utils import Conv1D
+
+    if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):
+        value = value.T  # GPT-2's layers hold theirs turned
+    old = layer.weight
+    settings = dict(vars(old))
+    if type(old).__name__ == "Int8Params":
+        codes, scales = quantize_int8(value)
+        settings |= {"CB": codes, "SCB": scales}
+    else:
+        codes, state = quantize_4bit(
+            value.contiguous(),
+            old.quant_type,
+            blocksize=old.blocksize,
+            double_quant=old.compress_statistics,
+            storage=old.quant_storage,
+        )
+        settings |= {"quant_state": state, "bnb_quantized": True}
+        layer.quant_state = state
+    made: torch.Tensor = type(old)(codes, requires_grad=False, **settings)
+    return made
+
+
+def _saved(
+    model: nn.Module, name: str, tensor: StoredTensor, files: MappedFiles, placement: Placement
+) -> torch.Tensor:
+    """The weight of a bitsandbytes layer that was saved quantized, with its state."""
+    layer: Any = model.get_submodule(name.rpartition(".")[0])
+    old, device = layer.weight, placement.device(name)
+    weight = files.tensor(tensor.weight)
+    constants = {part.name: files.tensor(part) for part in tensor.constants}
+    if tensor.form == "int8":
+        scales = next(value for key, value in constants.items() if key.endswith(".SCB"))
+        made = type(old)(weight, requires_grad=False, **(vars(old) | {"SCB": scales})).to(device)
+    else:
+        made = type(old).from_prequantized(
+            data=weight, quantized_stats=constants, requires_grad=False, device=device, module=layer
+        )
+    return made  # type: ignore[no-any-return]

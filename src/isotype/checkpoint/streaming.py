@@ -1,0 +1,124 @@
+"""Weights streamed into a model that transformers' `from_pretrained` has built and goes on with.
+
+transformers does what it is best at: finding and downloading files, building the class, its quantizer's choice of layers,
+tied weights, buffers that are computed, generation settings. In between, `isotype.checkpoint.fill` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotype.checkpoint.fill import Placement, fill
+from isotype.checkpoint.formats.headers import CheckpointHeaders
+from isotype.checkpoint.formats.safetensors import read_safetensors_header
+from isotype.checkpoint.match import Match, match
+from isotype.checkpoint.unpack import Packing
+from isotype.model.enforce import wanted_dtypes
+from isotype.model.range_boundaries import range_boundaries
+from isotype.model.walk import is_pinned, places
+from isotype.precision.policy import PrecisionPolicy
+
+
+def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -> bool:
+    """Whether what `from_pretrained` is about to load is streamed; else it loads on its own.
+
+    Args:
+        state_dict: weights that were given in memory.
+        files: the files of weights.
+        settings: transformers' `LoadStateDictConfig`.
+    """
+    from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
+
+    elsewhere = "disk" in (settings.device_map or {}).values() or settings.device_mesh is not None
+    foreign = settings.hf_quantizer is not None and not _is_bnb(settings.hf_quantizer)
+    return (
+        state_dict is None
+        and bool(files)
+        and all(str(file).endswith(".safetensors") for file in files or ())
+        and not (elsewhere or foreign or settings.ignore_mismatched_sizes or settings.disable_mmap)
+        and not (is_deepspeed_zero3_enabled() or is_fsdp_enabled())
+    )
+
+
+def stream(
+    model: Any, source: object, files: Sequence[str], settings: Any, policy: PrecisionPolicy
+) -> tuple[Any, dict[str, str]]:
+    """Fill `model` from safetensors files.
+
+    Args:
+        model: of transformers, on the meta device, with bitsandbytes' layers where it is quantized.
+        source: the checkpoint, for messages.
+        files: its safetensors files.
+        settings: transformers' `LoadStateDictConfig`.
+        policy: decides the dtypes.
+
+    Returns:
+        transformers' `LoadStateDictInfo`, and the names of parameters that are not finite with what is wrong.
+
+    Raises:
+        CheckpointError: tensors are missing, of another shape than the model's or there twice, or a file is damaged.
+    """
+    headers = tuple(tensor for file in files for tensor in read_safetensors_header(Path(file)))
+    found = match(model, CheckpointHeaders(Path(str(source)), "safetensors", "model", headers, {}))
+    found = replace(found, wrong=tuple(wrong for wrong in found.wrong if not _is_turned(model, wrong)))
+    found.require_complete()
+    expected = set(model.state_dict())  # quantized layers have more of them afterwards
+    filled, broken = fill(model, found.weights, _placement(model, settings, policy))
+    for name in filled:
+        # transformers draws values for what has not this mark.
+        model.get_parameter_or_buffer(name)._is_hf_initialized = True
+    return _info(expected - filled, found), broken
+
+
+def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
+    from transformers.integrations.accelerate import get_device
+
+    quantizer, plan = settings.hf_quantizer, tuple(settings.dtype_plan)
+    found = tuple(places(model))
+    ranges = range_boundaries(model, found, policy)
+    wanted = wanted_dtypes(found, policy, ranges, frozen=policy.trainable == "lora")
+    dtypes = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            pinned = torch.float32 if is_pinned(name, plan) else value.dtype
+            dtypes[name] = pinned if policy.keep_frozen else wanted.get(value, pinned)  # type: ignore[call-overload]
+    quantized = {
+        name
+        for name in model.state_dict()
+        if quantizer is not None and quantizer.param_needs_quantization(model, name)
+    }
+    device_map = settings.device_map or {"": "cpu"}
+    return Placement(
+        dtypes,
+        frozenset(quantized),
+        policy.plain,
+        lambda name: get_device(device_map, name, valid_torch_device=True),
+        Packing(),
+    )
+
+
+def _is_bnb(quantizer: Any) -> bool:
+    return str(getattr(quantizer.quantization_config.quant_method, "value", "")) == "bitsandbytes"
+
+
+def _is_turned(model: Any, wrong: Any) -> bool:
+    """Whether a tensor fits once it is turned: those of GPT-2's layers, where bitsandbytes' take their place."""
+    from transformers.pytorch_utils import Conv1D
+
+    layer = model.get_submodule(wrong.name.rpartition(".")[0])
+    return issubclass(getattr(layer, "source_cls", object), Conv1D) and wrong.found == wrong.wanted[::-1]
+
+
+def _info(missing: set[str], found: Match) -> Any:
+    from transformers.modeling_utils import LoadStateDictInfo
+
+    empty = {"error_msgs": list, "conversion_errors": dict}
+    given = {each.name: empty.get(each.name, set)() for each in fields(LoadStateDictInfo)}
+    given["missing_keys"] = missing
+    given["unexpected_keys"] = {tensor.weight.name for tensor in found.surplus}
+    return LoadStateDictInfo(**given)
