@@ -1,0 +1,103 @@
+"""Loaded values against transformers' own load: every parameter and buffer, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from isotype.checkpoint.load import wanted_quantization
+from isotype.model.boundary import original_class
+from isotype.precision.policy import PrecisionPolicy
+from tests.models import quiet
+from tests.zoo import ARCHITECTURES
+
+CHOSEN = (
+    *("llama", "gpt2", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma4_text", "jamba", "mamba"),
+    *("llava-vl", "qwen2_vl-vl", "bert-cls", "t5-s2s"),
+)
+STORAGES = (("bfloat16", None), ("float16", None), ("bfloat16", "nf4"), ("float16", "int8"))
+
+
+def saved(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    with quiet():
+        ARCHITECTURES[name].build(dtype).save_pretrained(directory)  # type: ignore[operator]
+    return directory
+
+
+def theirs(path: Path, policy: PrecisionPolicy, cls: Any, dtype: torch.dtype, quantized: bool) -> nn.Module:
+    config = wanted_quantization(policy, None) if quantized else None
+    with quiet():
+        loaded: nn.Module = cls.from_pretrained(path, dtype=dtype, quantization_config=config)
+    return loaded
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def state_of(model: nn.Module, name: str) -> dict[str, Any]:
+    """What a quantized weight is dequantized with."""
+    layer: Any = model.get_submodule(name.rpartition(".")[0])
+    weight = layer.weight
+    if getattr(weight, "quant_state", None) is not None:
+        return weight.quant_state.as_dict()  # type: ignore[no-any-return]
+    scales = layer.state.SCB if getattr(weight, "SCB", None) is None else weight.SCB
+    return {} if scales is None else {"SCB": scales}
+
+
+def same(ours: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = ours.dtype == other.dtype and ours.shape == other.shape
+    return alike and torch.equal(*(value.detach().reshape(-1).view(torch.uint8) for value in (ours, other)))
+
+
+def assert_same_values(path: Path, dtype: str, quantization: str | None) -> int:
+    """Equal to transformers' load, except for what the policy keeps in float32, which is the checkpoint's."""
+    policy = isotype.resolve_precision(path, dtype, quantization, device="cpu")
+    model = isotype.load(path, policy)
+    cls = original_class(model)
+    other = dict(tensors(theirs(path, policy, cls, policy.plain, policy.quantized)))
+    wide = dict(tensors(theirs(path, policy, cls, torch.float32, False)))
+    quantized = theirs(path, policy, cls, policy.plain, policy.quantized) if policy.quantized else None
+    found = dict(tensors(model))
+    assert list(found) == list(other)
+    for name, value in found.items():
+        kept = value.dtype == torch.float32 and other[name].dtype != torch.float32
+        assert same(value, wide[name] if kept else other[name]), (name, value.dtype, other[name].dtype)
+        if quantized is not None and type(value).__name__ in ("Params4bit", "Int8Params"):
+            state, wanted = state_of(model, name), state_of(quantized, name)
+            assert state.keys() == wanted.keys()
+            assert state
+            for key, each in wanted.items():
+                if key == "dtype":
+                    continue  # the compute dtype, which the policy sets
+                assert same(state[key], each) if torch.is_tensor(each) else state[key] == each, (name, key)
+    return len(found)
+
+
+@pytest.mark.filterwarnings("ignore:Some weights of")
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantization"),
+    [
+        pytest.param(
+            name,
+            *storage,
+            id=f"{name}-{storage[0]}-{storage[1]}",
+            marks=()
+            if name in CHOSEN and STORAGES.index(storage) == CHOSEN.index(name) % len(STORAGES)
+            else pytest.mark.exhaustive,
+        )
+        for name in ARCHITECTURES
+        for storage in STORAGES
+    ],
+)
+def test_values_are_those_of_transformers(
+    name: str, dtype: str, quantization: str | None, tmp_path: Path
+) -> None:
+    assert assert_same_values(saved(name, tmp_path), dtype, quantization) > 10
