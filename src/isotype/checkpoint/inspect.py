@@ -121,7 +121,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
         CheckpointError: there is no checkpoint, or it is damaged, incomplete or pickled.
     """
     source = resolve_source(path)
-    headers = _hub_headers(source, revision) if isinstance(source, str) else read_headers(source)
+    headers = hub_headers(source, revision) if isinstance(source, str) else read_headers(source)
     config = _config(source)
     stored = stored_tensors(headers.tensors)
     main = _main_dtype(stored)
@@ -142,7 +142,12 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     )
 
 
-def _hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
+def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
+    """The headers of a model on the hub, from the local cache where it has them.
+
+    Raises:
+        CheckpointError: the hub does not have it, or cannot be reached.
+    """
     found = cached_headers(model_id, revision)
     if found is not None:
         return found

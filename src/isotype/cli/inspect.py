@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
+from isotype.core.errors import Problem, UsageError
+
+# What the plan is made by, with the defaults.
+_OF_THE_PLAN = {"dtype": "auto", "quantization": None, "device": "auto"}
 
 
 def inspect_parser() -> Parser:
@@ -17,11 +23,23 @@ def inspect_parser() -> Parser:
         description="The dtypes, bytes and quantization that a checkpoint holds, by groups of equal tensors of all "
         "layers. Reads headers only.",
     )
-    parser.add_argument(
-        "path", help="a directory, .safetensors, .safetensors.index.json or .gguf file, or a hub id"
+    add = parser.add_argument
+    add("path", help="a directory, .safetensors, .safetensors.index.json or .gguf file, or a hub id")
+    add("--revision", default=None, help="branch, tag or commit of a hub id")
+    add("--plan", action="store_true", help="show what loading it would do to each tensor, and why")
+    add(
+        "--dtype",
+        default="auto",
+        help="of the plan: compute dtype; auto: the checkpoint's, where the device runs it",
     )
-    parser.add_argument("--revision", default=None, help="branch, tag or commit of a hub id")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add(
+        "--quantization",
+        choices=("nf4", "fp4", "int8"),
+        default=None,
+        help="of the plan: storage of the frozen weights",
+    )
+    add("--device", default="auto", help="of the plan: a device or a device profile; auto: the best one here")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -29,9 +47,17 @@ def run(argv: Sequence[str], console: Console) -> int:
     """Run `isotype inspect` and return its exit status.
 
     Raises:
-        CheckpointError: no checkpoint there, or a damaged one.
+        CheckpointError: no checkpoint there, or a damaged one; with `--plan`, one that is not its model's.
+        PrecisionError: with `--plan`, a policy that cannot be.
+        UsageError: arguments of a plan without `--plan`.
     """
     options = inspect_parser().parse_args(list(argv))
+    if options.plan:
+        return _plan(options, console)
+    given = [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]
+    if given:
+        problem = Problem(" ".join(given), "--plan with it: headers alone have no policy", "add --plan")
+        raise UsageError("arguments of a plan without --plan", [problem])
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection
 
@@ -40,4 +66,23 @@ def run(argv: Sequence[str], console: Console) -> int:
         print(json.dumps(inspection_json(inspection), indent=1))
     else:
         render_inspection(inspection, console)
+    return 0
+
+
+def _plan(options: argparse.Namespace, console: Console) -> int:
+    quiet_libraries()
+    from isotype.checkpoint.inspect_plan import inspect_plan
+    from isotype.report.inspect_plan import plan_json, render_plan
+
+    inspection = inspect_plan(
+        options.path,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        device=options.device,
+        revision=options.revision,
+    )
+    if options.json:
+        print(json.dumps(plan_json(inspection), indent=1))
+    else:
+        render_plan(inspection, console)
     return 0

@@ -44,7 +44,7 @@ use what came out:
 know before it runs:
   check    whether a training step will crash, fit, crawl or lose precision, on any device, without weights
   run      a training script of your own, unchanged, with its first step watched and its crash explained
-  inspect  the dtypes, bytes and quantization that a checkpoint holds
+  inspect  the dtypes, bytes and quantization that a checkpoint holds, and what loading would make of them
   explain  what a finding means
   doctor   what this machine and these library versions can do, and what each dtype costs here
 
