@@ -501,7 +501,8 @@ def test_a_write_that_fails_leaves_nothing(make: Make, tmp_path: Path) -> None:
     assert re.fullmatch(
         rf"the merged model cannot be written\n  - {tmp_path}/merged: .*File too large.*\n"
         r"    expected  a directory with room that can be written\n"
-        r"    fix       free some space, or give --output on another disk",
+        r"    fix       free some space, or give --output on another disk\n"
+        r"  = the adapter and its base are as they were, and nothing is left behind: the same command goes on",
         str(caught.value),
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
@@ -518,7 +519,8 @@ def test_a_full_disk_is_found_before_the_first_byte(
         "the merged model cannot be written\n"
         f"  - {tmp_path}: 0.00 GB are free\n"
         "    expected  0.00 GB for the weights\n"
-        "    fix       free some space, or give --output on another disk"
+        "    fix       free some space, or give --output on another disk\n"
+        "  = the adapter and its base are as they were, and nothing is left behind: the same command goes on"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
 
@@ -791,3 +793,85 @@ def test_what_the_terminal_shows() -> None:
         "",
         "try it:  isotype chat merged",
     ]
+
+
+# --------------------------------------------------------------------------------------- quantized, and for llama.cpp
+
+
+@pytest.mark.parametrize("stored_as", ["nf4", "fp4", "int8"])
+def test_a_merged_model_in_bitsandbytes_format(stored_as: str, make: Make, tmp_path: Path) -> None:
+    adapter = make(dtype="bfloat16")
+    dense = merge_adapter(adapter, tmp_path / "dense")
+    report = merge_adapter(adapter, tmp_path / "merged", stored=stored_as)
+    assert report.stored == stored_as
+    assert report.bytes < dense.bytes
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert plain.config.quantization_config.to_dict()[
+        "load_in_8bit" if stored_as == "int8" else "load_in_4bit"
+    ]
+    layer = plain.get_submodule(Q)
+    if stored_as == "int8":
+        found = layer.weight.data.double() * layer.weight.SCB.double()[:, None] / 127
+    else:
+        assert layer.weight.quant_state.quant_type == stored_as
+        from bitsandbytes import functional as bnb
+
+        found = bnb.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    expected = stored(tmp_path / "dense", Q, stored_as, torch.bfloat16)
+    assert torch.equal(found, expected.to(found.dtype))
+    policy = resolve_precision(tmp_path / "merged", device="cpu")
+    assert policy.storage == stored_as
+    assert load(tmp_path / "merged", policy) is not None
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+def test_a_merged_model_as_gguf(kind: str, tmp_path: Path) -> None:
+    from tests.checkpoint.test_gguf_export import byte_level
+
+    base = save_base(tmp_path / "base", vocab_size=384, attention_bias=False)
+    byte_level("smollm").save_pretrained(base)
+    policy = resolve_precision(base, "bfloat16", "nf4", "cpu")
+    model = add_lora(load(base, policy), policy, r=4, target_modules=TARGETS)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", stored=kind)
+    assert [path.name for path in (tmp_path / "merged").iterdir()] == [f"model-{kind}.gguf"]
+    assert report.logits is not None
+    assert report.logits.mean_kl < 5e-3
+    merged_layer = reference(base, tmp_path / "adapter", Q, "nf4", compute=torch.bfloat16)
+    opened = load(
+        tmp_path / "merged" / f"model-{kind}.gguf", resolve_precision(base, "float32", device="cpu")
+    )
+    found = opened.get_submodule(Q).weight.double()
+    largest = merged_layer.abs().max()
+    step = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 1 / 250}[kind]
+    assert (found - merged_layer).abs().max() <= step * largest
+    console = Console(width=100)
+    with console.capture() as captured:
+        show_merge(console, report)
+    assert f"stored as         {kind}" in captured.get()
+
+
+def test_ways_to_store_that_do_not_exist(make: Make, tmp_path: Path) -> None:
+    adapter = make()
+    with pytest.raises(UsageError, match="stored as q2_k"):
+        merge_adapter(adapter, tmp_path / "merged", stored="q2_k")
+    with pytest.raises(UsageError, match="--dtype float32 and --gguf f16"):
+        merge_adapter(adapter, tmp_path / "merged", stored="f16", dtype="float32")
+    with pytest.raises(UsageError, match="a tokenizer of the kind WordLevel"):
+        merge_adapter(adapter, tmp_path / "merged", stored="f16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_a_gguf_that_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path) -> None:
+    from tests.checkpoint.test_gguf_export import byte_level
+
+    base = save_base(tmp_path / "base", vocab_size=384, attention_bias=False)
+    byte_level().save_pretrained(base)
+    policy = resolve_precision(base, "float32", device="cpu")
+    add_lora(load(base, policy), policy, r=4).save_pretrained(tmp_path / "adapter")
+    with largest_file(50_000), pytest.raises(SaveError, match="the merged model cannot be written"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged", stored="f16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]

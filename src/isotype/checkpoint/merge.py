@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +17,25 @@ from isotype.checkpoint.adapter import (
     read_adapter,
     tokenizer_of,
 )
+from isotype.checkpoint.export.gguf_model import check_exportable
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.load import dense_source, without_bars
+from isotype.checkpoint.load import dense_source
 from isotype.checkpoint.merge_layers import merged
-from isotype.checkpoint.merge_report import (
-    LogitsDifference,
-    MergeReport,
-    compare_logits,
+from isotype.checkpoint.merge_report import MergeReport, compare_logits
+from isotype.checkpoint.merge_write import (
+    FORMATS,
+    check_output,
+    disk_errors,
+    open_again,
+    quantize_written,
+    staged,
+    write_merged,
 )
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.same_base import check_same_base
-from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
-from isotype.core.errors import IsotypeError, PrecisionError, Problem, SaveError, UsageError
-from isotype.core.staging import fsync_tree, publish_directory
+from isotype.checkpoint.weightless import model_config
+from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 
@@ -52,6 +54,7 @@ def merge_adapter(
     base: str | Path | None = None,
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
+    stored: str | None = None,
 ) -> MergeReport:
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
@@ -71,6 +74,8 @@ def merge_adapter(
         dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's. Parameters
             that the model's author pins stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the one that the adapter names.
+        stored: how the merged model is stored: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
+            bitsandbytes' format, which transformers loads; `"q8_0"`, `"f16"` or `"bf16"` for a GGUF file.
 
     Raises:
         CheckpointError: no adapter, no base, or they do not fit.
@@ -79,24 +84,34 @@ def merge_adapter(
         SaveError: the disk is full or cannot be written; nothing is left behind.
     """
     directory = Path(output)
-    _check_output(directory)
+    check_output(directory)
+    _check_stored(stored, dtype)
     saved = read_adapter(adapter)
     _check_mergeable(saved)
     revision = revision or (saved.revision if base is None else None)
     source, facts, policy = _base(saved, None if base is None else str(base), dtype, revision)
     target, reason = _target(dtype, saved, facts)
+    if stored in GGUF_TYPES:
+        check_exportable(model_config(source, revision=revision))
+        target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
     model, weights, changes = merged(saved, source, policy, target, revision)
     if base is not None and logits is not None:  # the base that it was trained on can be read
         check_same_base(saved, source, revision)
     model_class = type(model)
-    with _staging(directory) as built:
-        with _disk_errors(directory):
-            size = _write(
-                model, tokenizer or tokenizer_of(dense_source(source, policy.plain), revision), built, target
-            )
-        del model
-        difference = None if logits is None else _read_back(model_class, built, tokenizer, logits)
+    with staged(directory) as built:
+        words = tokenizer or tokenizer_of(dense_source(source, policy.plain), revision)
+        with disk_errors(directory):
+            notes += write_merged(model, words, built, target, stored)
+            del model
+            if stored in QUANTIZATIONS:
+                gc.collect()  # what was merged refers to itself
+                quantize_written(built, model_class, target, stored)
+        size = sum(file.stat().st_size for file in built.rglob("*") if file.is_file())
+        difference = None
+        if logits is not None:
+            gc.collect()
+            difference = compare_logits(logits, _logits(open_again(model_class, built, stored), tokenizer))
     return MergeReport(
         adapter=saved.directory,
         output=directory,
@@ -107,29 +122,13 @@ def merge_adapter(
         weights=weights,
         logits=difference,
         bytes=size,
+        stored=stored,
         notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
         passed=_passed(saved.policy, target),
     )
 
 
 # -------------------------------------------------------------------------------------------- before the merge
-
-
-def _check_output(output: Path) -> None:
-    if output.is_dir() and not any(output.iterdir()):
-        return
-    if output.exists():
-        kind = "a directory with files in it" if output.is_dir() else "a file"
-        raise UsageError(
-            "the output directory is taken",
-            [
-                Problem(
-                    f"--output {output}: {kind}",
-                    "a directory that does not exist yet, or an empty one",
-                    "give another one, or remove it first",
-                )
-            ],
-        )
 
 
 def _check_mergeable(adapter: Adapter) -> None:
@@ -203,7 +202,19 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     return compute, "the compute dtype it was trained in"
 
 
-# ----------------------------------------------------------------------------------------------- logits and files
+def _check_stored(stored: str | None, dtype: str | torch.dtype) -> None:
+    problem = None
+    if stored is not None and stored not in FORMATS:
+        problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
+    elif stored in GGUF_TYPES and dtype != "auto":
+        name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        given = f"--dtype {name} and --gguf {stored}"
+        problem = Problem(given, "one of the two: a type of GGUF is a dtype", "leave --dtype out")
+    if problem is not None:
+        raise UsageError("no such way to store a merged model", [problem])
+
+
+# ----------------------------------------------------------------------------------------------------------- logits
 
 
 def _trained_logits(adapter: Adapter, own_base: bool) -> tuple[torch.Tensor | None, Any, list[str]]:
@@ -224,14 +235,6 @@ def _trained_logits(adapter: Adapter, own_base: bool) -> tuple[torch.Tensor | No
     gc.collect()  # a PEFT model holds references to itself; without this two models would lie in memory
     none = "logits were not compared: neither adapter nor base has a tokenizer"
     return logits, tokenizer, [none] if logits is None else []
-
-
-def _read_back(model_class: Any, directory: Path, tokenizer: Any, trained: torch.Tensor) -> LogitsDifference:
-    """The merged model as plain transformers loads it, against the logits of the trained one."""
-    gc.collect()  # what was merged refers to itself, too
-    with without_bars():
-        model = model_class.from_pretrained(directory, dtype="auto")
-    return compare_logits(trained, _logits(model, tokenizer))
 
 
 @torch.no_grad()
@@ -290,52 +293,3 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype) -> tuple[str, 
         f"the merged model is float16, but was trained with {'; '.join(known)}: computed in float16 throughout, it can "
         "overflow; merge with --dtype bfloat16 or float32, or keep the adapter apart, beside its policy",
     )
-
-
-@contextmanager
-def _staging(output: Path) -> Iterator[Path]:
-    """Where to build what is published as `output` in the end."""
-    built = output.parent / f".{output.name}.{uuid.uuid4().hex}"
-    try:
-        yield built
-        _check_output(output)  # again: what came there in the meantime is not ours to remove
-        with _disk_errors(output):
-            fsync_tree(built)
-            publish_directory(built, output)
-    finally:
-        shutil.rmtree(built, ignore_errors=True)
-
-
-def _write(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype) -> int:
-    """Save the model and its tokenizer; returns the bytes written."""
-    directory.mkdir(parents=True)
-    seen = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    needed = sum(parameter.nbytes for parameter in seen.values())
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise _no_room(
-            directory.parent, f"{free / 1e9:.2f} GB are free", f"{needed / 1e9:.2f} GB for the weights"
-        )
-    with without_bars():
-        model.save_pretrained(directory)
-    # save_pretrained names the dtype of the first parameter it finds, which may be a pinned one.
-    model.config.dtype = dtype
-    model.config.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-
-
-@contextmanager
-def _disk_errors(output: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise _no_room(output, str(error), "a directory with room that can be written") from error
-
-
-def _no_room(place: Path, given: str, expected: str) -> SaveError:
-    fix = "free some space, or give --output on another disk"
-    return SaveError("the merged model cannot be written", [Problem(f"{place}: {given}", expected, fix)])

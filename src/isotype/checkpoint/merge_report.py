@@ -63,6 +63,7 @@ class MergeReport:
         logits: adapter on the base it was trained on against the merged model, or None (`notes` say why).
         bytes: size of the files written.
         notes: what was done beyond the merge, or left out, and why.
+        stored: the format of bitsandbytes or the type of GGUF that it was written in, None for dense safetensors.
         passed: what is known of values that pass the range of `dtype`, in sentences.
     """
 
@@ -77,6 +78,7 @@ class MergeReport:
     bytes: int
     notes: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    stored: str | None = None
 
     @property
     def median_error(self) -> float:

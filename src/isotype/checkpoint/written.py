@@ -19,7 +19,7 @@ def require_readable(directory: Path) -> None:
     """
     wrong = []
     for path in sorted(directory.rglob("*")):
-        if path.suffix == ".safetensors":
+        if path.suffix in (".safetensors", ".gguf"):
             try:
                 read_headers(path)
             except CheckpointError as error:

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
+from isotype.core.dtypes import GGUF_TYPES, QUANTIZATIONS
 from isotype.core.interrupt import interrupts_kept
 
 
@@ -23,6 +24,19 @@ def merge_parser() -> Parser:
     )
     parser.add_argument(
         "--dtype", default="auto", help="dtype of the merged weights; auto: the one it was trained in"
+    )
+    stored = parser.add_mutually_exclusive_group()
+    stored.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default=None,
+        help="store the merged model in bitsandbytes' format",
+    )
+    stored.add_argument(
+        "--gguf",
+        choices=GGUF_TYPES,
+        default=None,
+        help="write a GGUF file, for llama.cpp and what is built on it",
     )
     parser.add_argument(
         "--model_revision",
@@ -46,6 +60,7 @@ def run(argv: Sequence[str], console: Console) -> int:
             base=options.base,
             dtype=options.dtype,
             revision=options.model_revision,
+            stored=options.gguf or options.quantization,
         )
     show_merge(console, report)
     return 0

@@ -44,6 +44,10 @@ COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.
 QUANTIZATIONS: tuple[str, ...] = ("nf4", "fp4", "int8")
 """Quantization formats that isotype can produce (through bitsandbytes)."""
 
+GGUF_TYPES: dict[str, torch.dtype] = {"f16": torch.float16, "bf16": torch.bfloat16, "q8_0": torch.float32}
+"""Types of GGUF that a merged model is exported in, and the dtype that its weights are rounded to before: `q8_0` (blocks of 32
+codes of 8 bits and a float16 scale) rounds from float32 itself."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> `"bfloat16"`."""

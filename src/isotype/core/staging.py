@@ -112,14 +112,14 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
         number = each.errno if isinstance(each, OSError) else _safetensors_errno(each)
         if number is not None:
             return number, os.strerror(number)
-    if any(_raised_by_torch_save(each) for each in _chain(error)):
-        # torch writes through a C++ stream, which loses errno: ask the file system itself.
+    if any(_raised_by_torch_save(each) or _raised_by_numpy(each) for each in _chain(error)):
+        # torch's C++ stream and C's buffered files lose errno: ask the file system itself.
         try:
             _probe(directory)
         except OSError as refused:
             if refused.errno is not None:
                 return refused.errno, os.strerror(refused.errno)
-        return None, "torch.save could not write to the end"
+        return None, "a file could not be written to the end"
     return None
 
 
@@ -153,6 +153,13 @@ def _raised_by_torch_save(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def _raised_by_numpy(error: BaseException) -> bool:
+    """`ndarray.tofile`: "4096 requested and 512 written"."""
+    return (
+        isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)) is not None
+    )
 
 
 def _probe(directory: Path, size: int = 1 << 20) -> None:

@@ -37,6 +37,7 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         ("adapter", str(report.adapter)),
         ("base", f"{report.base}{dequantized}"),
         ("dtype", f"{dtype_name(report.dtype)} ({report.dtype_reason})"),
+        *([] if report.stored is None else [("stored as", report.stored)]),
         ("merged", f"{len(report.weights)} weights, {report.entries:,} entries changed"),
     ]
     if report.worst is not None:

@@ -1,0 +1,1 @@
+"""A model written in another program's format."""

@@ -1,0 +1,256 @@
+"""A dense model as a GGUF file: names and numbers as llama.cpp's own converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isotype.checkpoint.export.gguf_tokenizer import add_tokenizer
+from isotype.core.errors import PrecisionError, Problem, UsageError
+
+Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the models of one `model_type` are written.
+
+    Attributes:
+        name: llama.cpp's.
+        change: (name in the file, values, config) -> the values that llama.cpp keeps.
+        epsilon: the key and config field of the norms' epsilon.
+        more: further keys, and the config fields that they hold.
+    """
+
+    name: str
+    change: Change = lambda name, values, config: values
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    more: tuple[tuple[str, str], ...] = ()
+
+
+def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
+    """llama.cpp rotates neighbours in a head, transformers the two halves: the rows of queries and keys change places."""
+    if ".attn_q." not in name and ".attn_k." not in name:
+        return values
+    heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _norms_from_zero(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
+    """Gemma's norms multiply by 1 + weight; the file holds the sum."""
+    return values.float() + 1 if name.endswith("norm.weight") else values
+
+
+_GEMMA = (("attention.key_length", "head_dim"), ("attention.value_length", "head_dim"))
+_WINDOW = (("attention.sliding_window", "sliding_window"),)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", _rotary_pairs_together),
+    "mistral": Architecture("llama", _rotary_pairs_together),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", more=_GEMMA),
+    "gemma2": Architecture(
+        "gemma2",
+        _norms_from_zero,
+        more=(
+            *_GEMMA,
+            *_WINDOW,
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+        ),
+    ),
+    "gemma3_text": Architecture("gemma3", _norms_from_zero, more=(*_GEMMA, *_WINDOW)),
+    "phi3": Architecture("phi3", more=_WINDOW),
+    "starcoder2": Architecture("starcoder2", epsilon=("attention.layer_norm_epsilon", "norm_epsilon")),
+}
+"""By `model_type`; each is read back and compared in the tests."""
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+_FIX = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
+
+
+def check_exportable(config: Any) -> Architecture:
+    """How a model of this config is written.
+
+    Raises:
+        UsageError: nobody has said how; or its positions are scaled in a way that is not written.
+    """
+    text = config.get_text_config()
+    found = ARCHITECTURES.get(config.model_type)
+    if found is None:
+        known = ", ".join(ARCHITECTURES)
+        given = f"a model of the type {config.model_type}"
+        raise UsageError("this model cannot be exported to GGUF", [Problem(given, f"one of {known}", _FIX)])
+    kind = _rope(text).get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3"):
+        given = f"rotary positions of the kind {kind}"
+        raise UsageError(
+            "this model cannot be exported to GGUF", [Problem(given, "default, linear or llama3", _FIX)]
+        )
+    return found
+
+
+def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
+    """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time.
+
+    Matrices are stored in `kind`, vectors (norms, biases) in float32, as llama.cpp's converter does; matrices whose rows are
+    no multiple of 32 in float16 instead of q8_0. A head that shares the embedding's weight is not written.
+
+    Args:
+        model: of a type in `ARCHITECTURES`, on a CPU.
+        tokenizer: a fast tokenizer.
+        path: the file to write.
+        kind: a key of `isotype.core.dtypes.GGUF_TYPES`.
+        name: of the model, for people.
+
+    Returns:
+        What is not as asked, in sentences.
+
+    Raises:
+        UsageError: as `check_exportable`; a parameter that GGUF has no name for; a tokenizer of another kind.
+        PrecisionError: float16 cannot hold a weight.
+    """
+    import gguf
+
+    config = model.config.get_text_config()
+    architecture = check_exportable(model.config)
+    tensors = dict(_named(model, architecture, config))
+    writer = gguf.GGUFWriter(path, architecture.name)
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}"))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_numbers(writer, config, architecture)
+    add_tokenizer(writer, tokenizer, model.get_input_embeddings().weight.shape[0])
+    kinds = {each: _kind(values, kind) for each, values in tensors.items()}
+    for each, values in tensors.items():
+        stored = getattr(gguf.GGMLQuantizationType, kinds[each])
+        block, size = gguf.GGML_QUANT_SIZES[stored]
+        # Of any dtype but uint8 the writer takes the shape for that of the values.
+        writer.add_tensor_info(
+            each, values.shape, np.dtype(np.float32), values.numel() // block * size, raw_dtype=stored
+        )
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for each, values in tensors.items():
+            writer.write_tensor_data(_stored(each, architecture.change(each, values, config), kinds[each]))
+    finally:
+        writer.close()
+    wide = [each for each, stored in kinds.items() if kind == "q8_0" and stored == "F16"]
+    if wide:
+        return [
+            f"{len(wide)} weights are in f16: their rows are no multiple of q8_0's blocks of 32 ({wide[0]}, …)"
+        ]
+    return []
+
+
+def _named(model: Any, architecture: Architecture, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the file, values) of every parameter, and of what else the file has to hold."""
+    import gguf
+
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    unnamed = []
+    for name, parameter in model.named_parameters():  # names a shared weight once
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            unnamed.append(name)
+        else:
+            yield found, parameter.data
+    if unnamed:
+        more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
+        given = f"parameters that GGUF has no name for: {', '.join(unnamed[:3])}{more}"
+        expected = f"those of a plain {architecture.name}"
+        raise UsageError("this model cannot be exported to GGUF", [Problem(given, expected, _FIX)])
+    factors = _llama3_factors(config)
+    if factors is not None:
+        yield "rope_freqs.weight", factors
+
+
+def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
+    """The sizes and constants of the architecture, from the config."""
+    rope, prefix = _rope(config), architecture.name
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    for key, field in _SIZES.items():
+        writer.add_uint32(f"{prefix}.{key}", getattr(config, field))
+    key, field = architecture.epsilon
+    writer.add_float32(f"{prefix}.{key}", getattr(config, field))
+    writer.add_uint32(f"{prefix}.rope.dimension_count", int(head * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_float32(f"{prefix}.rope.freq_base", rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        writer.add_string(f"{prefix}.rope.scaling.type", "linear")
+        writer.add_float32(f"{prefix}.rope.scaling.factor", rope["factor"])
+    more = dict(architecture.more)
+    if head * heads != config.hidden_size:
+        more |= dict(_GEMMA)
+    for key, field in more.items():
+        value = head if field == "head_dim" else getattr(config, field, None)
+        if value is not None:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(f"{prefix}.{key}", value)
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    """The rotary parameters; of models with two kinds of layers, those of full attention."""
+    given: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    found: Mapping[str, Any] = given.get("full_attention", given)
+    return found
+
+
+def _llama3_factors(config: Any) -> torch.Tensor | None:
+    """What the rotary frequencies of Llama 3.1 are divided by (transformers' `_compute_llama3_parameters`), else None."""
+    rope = _rope(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head)
+    factors: torch.Tensor = plain / scaled
+    return factors
+
+
+def _kind(values: torch.Tensor, kind: str) -> str:
+    if values.ndim < 2:
+        return "F32"
+    if kind == "q8_0" and values.shape[-1] % 32:
+        return "F16"
+    return kind.upper()
+
+
+def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
+    """The bytes of a tensor, rounded once."""
+    import gguf
+
+    if kind == "BF16":
+        return values.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+    wide = values.float().contiguous()
+    if kind == "F16":
+        largest = float(wide.abs().max())
+        if largest > torch.finfo(torch.float16).max:
+            given = f"{name}: values up to {largest:.4g}"
+            raise PrecisionError(
+                "f16 cannot hold the merged weights",
+                [Problem(given, "at most 65504", "give --gguf bf16 or q8_0")],
+            )
+        return wide.half().numpy()
+    if kind == "F32":
+        return wide.numpy()
+    return gguf.quantize(wide.numpy(), gguf.GGMLQuantizationType.Q8_0)
