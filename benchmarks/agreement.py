@@ -1,4 +1,4 @@
-"""Prediction against reality: what `isotype.check` says of a step, and how the real step on this CPU ends.
+"""Prediction against reality: what `isotype.check` says of a step, and how the real step ends, on this CPU or on a GPU.
 
 Every architecture of the zoo (tests/zoo) meets faults of every kind (tests/faults) in float32, bfloat16 and float16,
 plain and under autocast. For each case the real step is run, and the preflight is asked about the same set-up. Compared
@@ -12,7 +12,7 @@ are the verdict (runs or crashes), the phase, and in the forward the failing mod
 A real crash counts when its message is about dtypes; another one drops the case, and is listed.
 
 Run: python benchmarks/agreement.py [--every 5] [--jobs 2] [--architectures a,b] [--faults a,b] [--healthy] [--real-only]
-     [--limit N] [--real-cache build/agreement-real.json] [--json PATH] [--list]
+     [--limit N] [--device cuda] [--real-cache build/agreement-real.json] [--json PATH] [--list]
 Prints tables, every disagreement and one line of JSON; exits with 1 below 99.5 % agreement (with --healthy: also at one
 false alarm). Real outcomes are kept in the cache, since they change with the libraries and the faults only.
 """
@@ -74,11 +74,13 @@ class Case:
     fault: str
     dtype: str
     autocast: str | None
+    device: str = "cpu"
 
     @property
     def key(self) -> str:
         """Its name in the cache and in the list of disagreements."""
-        return f"{self.architecture} {self.fault} {self.dtype} {self.autocast or 'plain'}"
+        device = "" if self.device == "cpu" else f" {self.device}"
+        return f"{self.architecture} {self.fault} {self.dtype} {self.autocast or 'plain'}{device}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,14 @@ def prepared(case: Case) -> tuple[Setup, str | None]:
         autocast=parse_dtype(case.autocast) if case.autocast else None,
     )
     fault = HEALTHY if case.fault == HEALTHY.name else FAULTS[case.fault]
-    return setup, fault.inject(setup)
+    injected = fault.inject(setup)
+    if case.device != "cpu":
+        setup.model.to(case.device)
+        setup.batch = {
+            name: value.to(case.device) if isinstance(value, torch.Tensor) else value
+            for name, value in setup.batch.items()
+        }
+    return setup, injected
 
 
 def really(case: Case) -> End:
@@ -125,7 +134,12 @@ def really(case: Case) -> End:
         return End("absent")
     started = time.perf_counter()
     outcome = real_step(
-        setup.model, setup.batch, autocast=setup.autocast, scaler=setup.scaler, optimizer=setup.optimizer
+        setup.model,
+        setup.batch,
+        autocast=setup.autocast,
+        scaler=setup.scaler,
+        optimizer=setup.optimizer,
+        device=case.device,
     )
     seconds = time.perf_counter() - started
     if outcome.error is None:
@@ -140,7 +154,7 @@ def predicted(case: Case) -> End:
     setup, _ = prepared(case)
     started = time.perf_counter()
     try:
-        report = check_of(setup)
+        report = check_of(setup, case.device)
     except Exception as error:  # noqa: BLE001 - a check that raises is one disagreement, not the end of the run
         return End("lost", detail=f"check raised {type(error).__name__}: {error}"[:400])
     seconds = time.perf_counter() - started
@@ -180,7 +194,10 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
                 continue
             draw = zlib.crc32(f"{architecture} {fault}".encode()) % len(COMBINATIONS)
             combinations = COMBINATIONS if arguments.healthy else (COMBINATIONS[draw],)
-            cases += [Case(architecture, fault, dtype, autocast) for dtype, autocast in combinations]
+            cases += [
+                Case(architecture, fault, dtype, autocast, arguments.device)
+                for dtype, autocast in combinations
+            ]
     wanted = min(arguments.limit or len(cases), len(cases))
     return [cases[place * len(cases) // wanted] for place in range(wanted)]
 
@@ -366,6 +383,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--faults", type=names, default=None, help="all of their cases, on every architecture"
     )
+    parser.add_argument("--device", default="cpu", help="where the steps run: cpu, cuda, xpu")
     parser.add_argument("--every", type=int, default=5, help="each architecture meets every nth fault")
     parser.add_argument("--healthy", action="store_true", help="no fault, in every dtype, plain and autocast")
     parser.add_argument(

@@ -5,12 +5,15 @@ nothing with us: the peak of what torch's allocator handed out (torch.profiler),
 operator uses inside itself is in the allocator's figure only. Each case is one step: forward, backward, AdamW. Small
 random models of several architectures and storages, and SmolLM2-135M.
 
-Run: python benchmarks/memory.py [CASE …]. Prints a table and one line of JSON; ends with 1 where a case is off by
+With `--device cuda` the step runs there, and *allocator* is the peak of torch's caching allocator.
+
+Run: python benchmarks/memory.py [--device cuda] [CASE …]. Prints a table and one line of JSON; ends with 1 where a case is off by
 more than five percent.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -84,7 +87,7 @@ CASES = {
 }
 
 
-def build(case: Case, directory: Path) -> tuple[Any, PrecisionPolicy]:
+def build(case: Case, directory: Path, device: str) -> tuple[Any, PrecisionPolicy]:
     """The model of a case, ready to be trained, and its policy."""
     import transformers
 
@@ -98,7 +101,7 @@ def build(case: Case, directory: Path) -> tuple[Any, PrecisionPolicy]:
         source,
         dtype=case.dtype,
         quantization=case.quantization,
-        device="cpu",
+        device=device,
         trainable="lora" if case.lora else "full",
     )
     model = isotype.load(source, policy)
@@ -110,15 +113,15 @@ def build(case: Case, directory: Path) -> tuple[Any, PrecisionPolicy]:
     return model.train(), policy
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, device: str) -> dict[str, Any]:
     """Bytes at the peak, foreseen and measured, with the phases."""
-    model, policy, batch = _ready(case)
-    foreseen = isotype.check(model, batch, device="cpu", learning_rate=1e-4, verify=False)
+    model, policy, batch = _ready(case, device)
+    foreseen = isotype.check(model, batch, device=device, learning_rate=1e-4, verify=False)
     with measure_step(model, batch) as measured:
         _step(model, policy, batch)
     real = measured.memory
     before = sum(real.phases["load"].values())
-    allocated = before + _allocated(*_ready(case))
+    allocated = before + _allocated(*_ready(case, device))
     return {
         "foreseen": foreseen.memory.peak,
         "measured": real.peak,
@@ -136,16 +139,18 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def _ready(case: Case) -> tuple[Any, PrecisionPolicy, dict[str, torch.Tensor]]:
+def _ready(case: Case, device: str) -> tuple[Any, PrecisionPolicy, dict[str, torch.Tensor]]:
     with tempfile.TemporaryDirectory() as directory:
-        model, policy = build(case, Path(directory))
-    ids = torch.randint(1, 512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+        model, policy = build(case, Path(directory), device)
+    ids = torch.randint(1, 512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
     return model, policy, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
 def _step(model: Any, policy: PrecisionPolicy, batch: dict[str, torch.Tensor]) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    with torch.autocast("cpu", dtype=policy.autocast, enabled=policy.autocast is not None):
+    with torch.autocast(
+        batch["input_ids"].device.type, dtype=policy.autocast, enabled=policy.autocast is not None
+    ):
         loss = model(**batch).loss
     loss.backward()
     del loss
@@ -154,6 +159,11 @@ def _step(model: Any, policy: PrecisionPolicy, batch: dict[str, torch.Tensor]) -
 
 def _allocated(model: Any, policy: PrecisionPolicy, batch: dict[str, torch.Tensor]) -> int:
     """Peak of the bytes that torch's allocator hands out in a step."""
+    if (device := batch["input_ids"].device).type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        _step(model, policy, batch)
+        return int(torch.accelerator.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _step(model, policy, batch)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -161,8 +171,12 @@ def _allocated(model: Any, policy: PrecisionPolicy, batch: dict[str, torch.Tenso
     return max(accumulate(sizes))
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
     """Run the cases, all by default, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE")
+    parser.add_argument("--device", default="cpu")
+    asked = parser.parse_args()
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -171,8 +185,8 @@ def main(names: list[str]) -> int:
     print(
         f"{'case':<26} {'foreseen':>12} {'recorder':>12} {'error':>8} {'allocator':>12} {'error':>8}   peak in"
     )
-    for name in names or CASES:
-        row = results[name] = measure(CASES[name])
+    for name in asked.cases or CASES:
+        row = results[name] = measure(CASES[name], asked.device)
         print(
             f"{name:<26} {_mib(row['foreseen'])} {_mib(row['measured'])} {100 * row['error']:>+7.2f}% "
             f"{_mib(row['allocated'])} {100 * row['error_allocated']:>+7.2f}%   {row['phase']}",
@@ -189,4 +203,4 @@ def _mib(size: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

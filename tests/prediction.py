@@ -13,12 +13,12 @@ PHASES = ("forward", "backward", "unscale", "optimizer")
 _WRAPPER_PARTS = re.compile(r"^base_model\.model\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
-def check_of(setup: Setup) -> Report:
-    """What the check says of a step on this CPU, fixes untried; it leaves the model as it is."""
+def check_of(setup: Setup, device: str = "cpu") -> Report:
+    """What the check says of a step on a device of this machine, fixes untried; it leaves the model as it is."""
     return check(
         setup.model,
         setup.batch,
-        device="cpu",
+        device=device,
         autocast=setup.autocast or False,
         scaler=setup.scaler,
         optimizer=setup.optimizer,

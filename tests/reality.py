@@ -45,18 +45,19 @@ def real_step(
     learning_rate: float = 1e-3,
     phases: tuple[str, ...] = ("forward", "backward", "unscale", "optimizer"),
     generate: Callable[[nn.Module], Any] | None = None,
+    device: str = "cpu",
 ) -> Outcome:
-    """Run one real training step, with a real GradScaler and optimizer, and say how it ended."""
+    """Run one real training step, with a real GradScaler and optimizer, and say how it ended; all lies on `device`."""
     loss: torch.Tensor | None = None
     phase = "forward"
     with _innermost(model) as where:
         try:
-            with _autocast(autocast):
+            with _autocast(autocast, device):
                 loss = inputs(model) if callable(inputs) else loss_of(model(**inputs))
             where.clear()
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             steps = OPTIMIZERS[optimizer](trained, lr=learning_rate) if "optimizer" in phases else None
-            grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaler)
+            grad_scaler = torch.amp.GradScaler(device, init_scale=1024.0, enabled=scaler)
             if "backward" in phases:
                 phase = "backward"
                 grad_scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -91,8 +92,8 @@ def loss_of(output: Any) -> torch.Tensor:
     return mean
 
 
-def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=dtype) if dtype is not None else contextlib.nullcontext()
+def _autocast(dtype: torch.dtype | None, device: str) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device, dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
