@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 import isotype
-from isotype.checkpoint.load import dense_source
+from isotype.checkpoint.formats.gguf import dense_copy
+from isotype.checkpoint.locate import resolve_source
 from isotype.core.dtypes import dtype_name
 
 MODEL = "embedded:smollm2"
@@ -160,7 +161,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     from transformers import AutoTokenizer
 
-    source = dense_source(MODEL, torch.bfloat16)
+    source = dense_copy(resolve_source(MODEL))
     tokenizer = AutoTokenizer.from_pretrained(source)
     data, held_back = examples("train", tokenizer), examples("test", tokenizer)[:HELD_BACK]
     runs: dict[tuple[str, str, str, int], Run] = {}

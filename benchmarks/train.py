@@ -159,9 +159,10 @@ def arguments(setup: Setup, out: Path) -> dict[str, Any]:
 
 
 def source(setup: Setup) -> Path | str:
-    from isotype.checkpoint.load import dense_source
+    from isotype.checkpoint.formats.gguf import dense_copy
+    from isotype.checkpoint.locate import resolve_source
 
-    return dense_source(MODEL, model_settings(setup)["dtype"])
+    return dense_copy(resolve_source(MODEL), model_settings(setup)["dtype"])
 
 
 def by_trl(setup: Setup, rows: Path, out: Path) -> None:

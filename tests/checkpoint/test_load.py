@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -18,7 +20,9 @@ from safetensors.torch import load_file, save_file
 
 import isotype
 from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.weightless import model_config, skeleton, store
 from isotype.model.boundary import original_class
+from isotype.model.quantize import quantize_4bit
 from isotype.model.walk import is_pinned
 from tests.checkpoint.test_gguf import write_gguf
 from tests.models import quiet, tiny_batch, tiny_model
@@ -230,6 +234,161 @@ def test_mxfp4_experts_are_dequantized_exactly(tmp_path: Path, dtype: str) -> No
     losses = train(model, policy, tiny_batch("gpt-oss"))
     assert losses[-1] < losses[0] - 0.05
     model(**tiny_batch("gpt-oss")).loss.backward()
+
+
+def test_mxfp4_beside_nf4(tmp_path: Path) -> None:
+    """The experts, which bitsandbytes has no layer for, are dequantized; the linear layers are quantized."""
+    directory, dense = mxfp4_checkpoint(tmp_path)
+    policy = isotype.resolve_precision(directory, "bfloat16", "nf4", device="cpu")
+    assert policy.storage == "nf4"
+    model = isotype.load(directory, policy)
+    seen = assert_policy_holds(model, policy)
+    assert seen["linear4bit"] >= 8
+    for key, value in dense.items():
+        assert torch.equal(model.get_parameter(key), value.to(torch.bfloat16)), key
+    planned = store(skeleton(model_config(directory), policy), policy)
+    assert {name: (p.shape, p.dtype) for name, p in planned.named_parameters()} == {
+        name: (p.shape, p.dtype) for name, p in model.named_parameters()
+    }
+    assert train(isotype.add_lora(model, policy, r=4), policy, tiny_batch("gpt-oss"))[-1] < 10
+
+
+def fp8_checkpoint(directory: Path, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """A DeepSeek checkpoint with linear weights in e4m3 and a scale for each block; returns what they are dequantized to."""
+    with quiet():
+        tiny_model("deepseek-v3", torch.bfloat16).save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    dense = {}
+    for key in [key for key in weights if key.endswith("_proj.weight") or "_proj_with_mqa.weight" in key]:
+        weight = weights[key].float()
+        scales = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+        codes = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)
+        made = torch.zeros(weight.shape)
+        for row, column in itertools.product(*(range(size) for size in scales.shape)):
+            place = (slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns))
+            scales[row, column] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
+            made[place] = codes[place].float() * scales[row, column]
+        weights[key], weights[f"{key}_scale_inv"], dense[key] = codes, scales, made
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return dense
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "columns"), [("bfloat16", 32, 32), ("float16", 20, 48), ("float32", 128, 128)]
+)
+def test_fp8_with_block_scales(tmp_path: Path, dtype: str, rows: int, columns: int) -> None:
+    """Blocks at the edges are smaller; transformers refuses those (5.23)."""
+    dense = fp8_checkpoint(tmp_path, rows, columns)
+    policy = isotype.resolve_precision(tmp_path, dtype, device="cpu")
+    model = isotype.load(tmp_path, policy)
+    assert_policy_holds(model, policy)
+    own = [key for key in dense if ".experts." not in key]
+    assert len(own) >= 8
+    for key in own:
+        assert torch.equal(model.get_parameter(key), dense[key].to(policy.plain)), key
+    layer = next(key for key in dense if ".experts.0.down_proj" in key).split(".experts.")[0]
+    stacked = [dense[f"{layer}.experts.{at}.down_proj.weight"] for at in range(2)]
+    assert torch.equal(
+        model.get_parameter(f"{layer}.experts.down_proj")[:2], torch.stack(stacked).to(policy.plain)
+    )
+    assert getattr(model.config, "quantization_config", None) is None
+    assert math.isfinite(model(**tiny_batch("deepseek-v3")).loss.item())
+
+
+def test_fp8_becomes_nf4(tmp_path: Path) -> None:
+    dense = fp8_checkpoint(tmp_path, 32, 32)
+    policy = isotype.resolve_precision(tmp_path, "bfloat16", "nf4", device="cpu")
+    model = isotype.load(tmp_path, policy)
+    assert assert_policy_holds(model, policy)["linear4bit"] >= 8
+    key = "model.layers.0.self_attn.o_proj.weight"
+    codes, state = quantize_4bit(dense[key].to(torch.bfloat16), "nf4", double_quant=policy.double_quant)
+    assert torch.equal(model.get_parameter(key), codes)
+    assert torch.equal(model.get_parameter(key).quant_state.absmax, state.absmax)
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 words of signed codes, as compressed-tensors packs them: offset by half, lowest bits first."""
+    per = 32 // bits
+    rows, columns = codes.shape
+    padded = torch.zeros(rows, -(-columns // per) * per, dtype=torch.int64)
+    padded[:, :columns] = codes.long() + (1 << (bits - 1))
+    words = sum(padded[:, at::per] << (bits * at) for at in range(per))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "group"),
+    [
+        ("pack-quantized", 4, 32),
+        ("pack-quantized", 8, 64),
+        ("float-quantized", 8, 0),
+        ("int-quantized", 8, 0),
+    ],
+)
+def test_compressed_tensors(saved: Saved, tmp_path: Path, form: str, bits: int, group: int) -> None:
+    directory = shutil.copytree(saved("llama"), tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    dense = {}
+    for key in [key for key in weights if key.endswith("_proj.weight")]:
+        weight = weights.pop(key).float()
+        rows, columns = weight.shape
+        wide = group or columns
+        blocks = torch.nn.functional.pad(weight, (0, -columns % wide)).view(rows, -1, wide)
+        most = 448 if form == "float-quantized" else (1 << (bits - 1)) - 1
+        scales = (blocks.abs().amax(-1, keepdim=True) / most).to(torch.bfloat16)
+        codes = blocks / scales.float()
+        codes = (
+            codes.to(torch.float8_e4m3fn) if form == "float-quantized" else codes.round().clamp(-most, most)
+        )
+        dense[key] = (codes.float() * scales.float()).view(rows, -1)[:, :columns]
+        flat = codes.float().view(rows, -1)[:, :columns]
+        if form == "pack-quantized":
+            weights[f"{key}_packed"] = packed(flat, bits)
+            weights[f"{key}_shape"] = torch.tensor([rows, columns])
+        else:
+            weights[key] = flat.to(torch.float8_e4m3fn if form == "float-quantized" else torch.int8)
+        weights[f"{key}_scale"] = scales.squeeze(-1).contiguous()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    settings = {"num_bits": bits, "symmetric": True, "group_size": group or None}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": settings}},
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    policy = isotype.resolve_precision(directory, "bfloat16", device="cpu")
+    model = isotype.load(directory, policy)
+    assert_policy_holds(model, policy)
+    for key, value in dense.items():
+        assert torch.equal(model.get_parameter(key), value.to(torch.bfloat16)), key
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_gguf_file_has_the_values_that_transformers_reads(tmp_path: Path, dtype: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType.Q4_0)
+    policy = isotype.resolve_precision(path, dtype, device="cpu")
+    model = isotype.load(path, policy)
+    with quiet():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
+    assert list(tensors(model)) == list(tensors(theirs))
+    for key, value in tensors(theirs).items():
+        norm = policy.wide_residual and "norm" in key
+        assert tensors(model)[key].dtype == (torch.float32 if norm or "inv_freq" in key else policy.plain), (
+            key
+        )
+        assert torch.equal(tensors(model)[key], value.to(tensors(model)[key].dtype)), key
+    assert model.name_or_path == str(path)
+    assert model.generation_config.to_dict() == theirs.generation_config.to_dict()
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])

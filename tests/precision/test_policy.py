@@ -94,18 +94,21 @@ def test_full_training_stores_the_weights_as_masters():
     assert (policy.storage, policy.compute, policy.autocast) == ("float32", BF16, BF16)
 
 
-def test_mxfp4_is_dequantized():
-    facts = replace(LLAMA, quantization=QuantizationFacts("mxfp4", "mxfp4"))
-    assert decide(facts, A100, PrecisionRequest()).storage == "bfloat16"
-    with pytest.raises(PrecisionError) as caught:
-        decide(facts, A100, PrecisionRequest(quantization="nf4"))
-    assert str(caught.value) == (
-        "1 conflict in the precision asked for\n"
-        "  - quantization nf4, but llama is saved in mxfp4\n"
-        "    expected  a float checkpoint to quantize: mxfp4 weights are dequantized when they are loaded\n"
-        "    fix       leave the quantization out, or save the dequantized model first and quantize that to nf4\n"
-        "  = nearest policy that works: compute bfloat16, storage bfloat16, masters float32, trainable lora"
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "compressed-tensors"])
+def test_some_quantized_weights_are_dequantized_and_may_be_quantized_again(method):
+    facts = replace(LLAMA, quantization=QuantizationFacts(method, method))
+    policy = decide(facts, A100, PrecisionRequest())
+    assert policy.storage == "bfloat16"
+    assert policy.reasons["storage"] == (
+        f"{method} weights are dequantized once at load: they have no backward"
     )
+    assert decide(facts, A100, PrecisionRequest(quantization="nf4")).storage == "nf4"
+
+
+def test_a_model_in_memory_keeps_the_layers_it_has():
+    facts = replace(LLAMA, quantization=QuantizationFacts("fp8", "fp8", in_memory=True))
+    with pytest.raises(PrecisionError, match="llama is quantized with fp8"):
+        decide(facts, A100, PrecisionRequest())
 
 
 def test_gradients_are_reduced_in_the_dtype_of_the_masters():

@@ -16,7 +16,7 @@ import torch
 from isotype.checkpoint.finite import require_finite
 from isotype.checkpoint.formats.config import read_json
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
-from isotype.checkpoint.load import dense_source, load
+from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.names import base_name
@@ -242,15 +242,15 @@ def load_for_inference(
         policy = replace(
             inference_policy(path, saved, dtype, quantization, profile.name, revision), master=torch.float32
         )
-        source = dense_source(path, policy.plain)
-        model = load(source, policy, device_map=device_map, **at_revision(revision)).eval()
-        return model, tokenizer_of(source, revision), policy
+        model = load(path, policy, device_map=device_map, **at_revision(revision)).eval()
+        return model, tokenizer_of(tokenizer_source(path), revision), policy
     adapter = read_adapter(path)
     revision = revision or adapter.revision
     policy = base_policy(adapter, dtype, quantization, profile.name, revision)
-    source = dense_source(str(adapter.base), policy.plain)
-    model = attach(load_base(adapter, source, policy, device_map, revision), adapter, policy)
-    return model.eval(), tokenizer_of(adapter.directory) or tokenizer_of(source, revision), policy
+    base = str(adapter.base)
+    model = attach(load_base(adapter, base, policy, device_map, revision), adapter, policy)
+    tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(tokenizer_source(base), revision)
+    return model.eval(), tokenizer, policy
 
 
 def at_revision(revision: str | None) -> dict[str, Any]:

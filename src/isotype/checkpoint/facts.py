@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ def _of_module(model: Any) -> ModelFacts:
     if not _is_config(config):  # another library's idea of a config
         config = None
     quantization = _layers_quantization(base, config) or quantization_of(config)
+    if quantization is not None:
+        quantization = replace(quantization, in_memory=True)
     stored = list(_stored_parameters(base, _adapter_prefixes(model)))
     named_dtype = config_dtype(config)
     counts, trained = _weigh(stored, quantization, named_dtype)

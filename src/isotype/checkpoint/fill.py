@@ -13,9 +13,10 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from isotype.checkpoint.finite import not_finite
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.gguf_values import Turn
 from isotype.checkpoint.stored import StoredTensor
 from isotype.checkpoint.unpack import Packing, dense
-from isotype.checkpoint.weight_map import Source, WeightMap, converted
+from isotype.checkpoint.weight_map import TURNED, Source, WeightMap, converted
 from isotype.core.bar import Bar
 from isotype.model.quantize import quantize_4bit, quantize_int8
 
@@ -32,6 +33,7 @@ class Placement:
         plain: the dtype that a weight takes before it is quantized.
         device: of a tensor, by name.
         packing: what the checkpoint's config says of its own quantization.
+        turn: how tensors of a GGUF file are converted.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -39,6 +41,7 @@ class Placement:
     plain: torch.dtype
     device: Callable[[str], Any] = lambda name: "cpu"
     packing: Packing = field(default_factory=Packing)
+    turn: Turn | None = None
 
 
 def fill(model: nn.Module, weights: WeightMap, placement: Placement) -> tuple[set[str], dict[str, str]]:
@@ -96,10 +99,12 @@ def _place(
     values = {
         tensor.name: dense(tensor, files.tensor, dtype, placement.packing) for tensor, _ in source.tensors
     }
-    return {
-        name: _put(model, name, _stored(model, name, value, placement))
-        for name, value in converted(model, source, values).items()
-    }
+    if source.conversion is TURNED:
+        assert placement.turn is not None
+        made = placement.turn(source, values)
+    else:
+        made = converted(model, source, values)
+    return {name: _put(model, name, _stored(model, name, value, placement)) for name, value in made.items()}
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:

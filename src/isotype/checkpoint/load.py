@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ from isotype.checkpoint.complete import require_complete_gguf
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import not_finite, refuse
 from isotype.checkpoint.formats.config import model_class as class_of
-from isotype.checkpoint.formats.gguf import dense_copy
+from isotype.checkpoint.formats.gguf import tokenizer_copy
+from isotype.checkpoint.formats.gguf_config import gguf_config
+from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.streaming import can_stream, stream
+from isotype.checkpoint.streaming import can_stream, headers_of, stream
+from isotype.checkpoint.unpack import Packing, packing_of
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.range_boundaries import float32_by_ranges
@@ -51,32 +54,37 @@ def load(
             shapes than its config says, or values that are not finite.
         PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
     """
-    source = dense_source(path, policy.plain)
-    config_arguments = {k: kwargs[k] for k in ("revision", "trust_remote_code") if k in kwargs}
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(source, **config_arguments)
+    source = resolve_source(path)
     facts = facts_of(source, revision=kwargs.get("revision"))
     _check_saved_format(facts, policy)
-    if "quantization_config" not in kwargs:
-        saved = facts.quantization.format if facts.quantization else None
-        kwargs["quantization_config"] = wanted_quantization(policy, saved)
-    if kwargs["quantization_config"] is None:
-        del kwargs["quantization_config"]
+    headers = read_headers(source) if isinstance(source, Path) and source.suffix == ".gguf" else None
+    config = _config(source, kwargs)
+    packing = packing_of(config)
+    name: Path | str | None = source
+    given = dict(kwargs)
+    if headers is not None or (facts.quantization is not None and facts.quantization.dequantized):
+        forget_quantization(config)
+        given = {key: value for key, value in kwargs.items() if not _took(config, key, value)}
+        given["config"] = config
+    if headers is not None:
+        name, given["state_dict"] = None, {}  # weights "in memory": transformers looks for no file
+    given.setdefault("quantization_config", wanted_quantization(policy, _saved_format(facts)))
+    if given["quantization_config"] is None:
+        del given["quantization_config"]
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
+    streaming = _streaming(cls, policy, path, broken, headers=headers, packing=packing)
     with without_bars():
-        model = _streaming(cls, policy, path, broken).from_pretrained(
-            source, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **kwargs
+        model = streaming.from_pretrained(
+            name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **given
         )
     model.__class__ = cls
     refuse(path, broken)
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
-    if str(source) != str(path) and not Path(path).is_dir():
-        # An adapter names its base by this; a folder in a cache would not outlive the cache.
-        model.name_or_path = model.config._name_or_path = str(path)
+    if headers is not None:
+        model.name_or_path = model.config._name_or_path = str(path)  # an adapter names its base by this
     if isinstance(source, str):
         model.loaded_commit = commit_of(source, kwargs.get("revision"))  # an adapter remembers it
     enforce_model(model, policy)
@@ -84,18 +92,50 @@ def load(
 
 
 def _check_saved_format(facts: ModelFacts, policy: PrecisionPolicy) -> None:
-    saved = facts.quantization.format if facts.quantization else None
-    fits = not policy.quantized if saved == "mxfp4" else saved in (None, policy.storage)
-    if not fits:
+    saved = _saved_format(facts)
+    if saved not in (None, policy.storage):
         raise contradiction(f"{facts.source}, saved in {saved},", policy)
 
 
-def dense_source(path: str | Path, dtype: torch.dtype) -> Path | str:
-    """A directory or hub id that `from_pretrained` reads; a GGUF file is dequantized into a cache first."""
+def _saved_format(facts: ModelFacts) -> str | None:
+    """The quantization that a checkpoint is saved in and that its weights keep."""
+    quantization = facts.quantization
+    return None if quantization is None or quantization.dequantized else quantization.format
+
+
+def _config(source: Path | str, arguments: Mapping[str, Any]) -> Any:
+    """The config of a checkpoint; `arguments` of `from_pretrained` say which revision of it."""
+    if isinstance(source, Path) and source.suffix == ".gguf":
+        return gguf_config(source)
+    import transformers
+
+    wanted = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
+    return transformers.AutoConfig.from_pretrained(source, **wanted)
+
+
+def forget_quantization(config: Any) -> None:
+    """Take out of a config (and those inside of it) how the checkpoint was quantized: the model is dense."""
+    for each in (config, config.get_text_config()):
+        vars(each).pop("quantization_config", None)
+
+
+def _took(config: Any, name: str, value: Any) -> bool:
+    """Whether an argument of `from_pretrained` is a field of the config, which then has it."""
+    if not hasattr(config, name) or name in ("attn_implementation", "experts_implementation"):
+        return False
+    setattr(config, name, value)
+    return True
+
+
+def tokenizer_source(path: str | Path) -> Path | str:
+    """The directory or hub id from which transformers loads the tokenizer and the config of a model.
+
+    Those of a GGUF file are written into a cache first.
+    """
     source = resolve_source(path)
     if isinstance(source, Path) and source.suffix == ".gguf":
-        require_complete_gguf(source)  # transformers draws what is missing, and the copy would look complete
-        return dense_copy(source, dtype)
+        require_complete_gguf(source)
+        return tokenizer_copy(source)
     return source
 
 
@@ -149,12 +189,26 @@ def pinning(cls: Any, policy: PrecisionPolicy | None = None) -> Any:
     return subclass
 
 
-def _streaming(cls: Any, policy: PrecisionPolicy, source: object, broken: dict[str, str]) -> Any:
-    """`pinning(cls, policy)` whose weights are streamed; `broken` takes the names of those that are not finite."""
+def _streaming(
+    cls: Any,
+    policy: PrecisionPolicy,
+    source: object,
+    broken: dict[str, str],
+    *,
+    headers: CheckpointHeaders | None = None,
+    packing: Packing,
+) -> Any:
+    """`pinning(cls, policy)` whose weights are streamed: from `headers`, else from the files that transformers finds.
+
+    `broken` takes the names of parameters that are not finite.
+    """
 
     def load_weights(model: Any, state_dict: Any, files: Any, settings: Any, *rest: Any, **more: Any) -> Any:
-        if can_stream(state_dict, files, settings):
-            info, found = stream(model, source, files, settings, policy)
+        if headers is not None:
+            info, found = stream(model, headers, settings, policy, packing)
+            loaded = info, None
+        elif can_stream(state_dict, files, settings):
+            info, found = stream(model, headers_of(source, files), settings, policy, packing)
             loaded = info, None
         else:
             loaded = super(subclass, subclass)._load_pretrained_model(
@@ -174,10 +228,6 @@ def _streaming(cls: Any, policy: PrecisionPolicy, source: object, broken: dict[s
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
     """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
-    if saved == "mxfp4":
-        from transformers import Mxfp4Config
-
-        return Mxfp4Config(dequantize=True)
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

@@ -19,7 +19,7 @@ from isotype.checkpoint.adapter import (
 )
 from isotype.checkpoint.export.gguf_model import check_exportable
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.load import dense_source
+from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge_layers import merged
 from isotype.checkpoint.merge_report import MergeReport, compare_logits
 from isotype.checkpoint.merge_write import (
@@ -100,7 +100,7 @@ def merge_adapter(
         check_same_base(saved, source, revision)
     model_class = type(model)
     with staged(directory) as built:
-        words = tokenizer or tokenizer_of(dense_source(source, policy.plain), revision)
+        words = tokenizer or tokenizer_of(tokenizer_source(source), revision)
         with disk_errors(directory):
             notes += write_merged(model, words, built, target, stored)
             del model

@@ -16,6 +16,7 @@ import torch
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.safetensors import read_safetensors_header
+from isotype.checkpoint.gguf_values import turning
 from isotype.checkpoint.match import Match, match
 from isotype.checkpoint.unpack import Packing
 from isotype.model.enforce import wanted_dtypes
@@ -45,17 +46,23 @@ def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -
     )
 
 
+def headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
+    """The headers of safetensors files that `from_pretrained` has found for `source`."""
+    tensors = tuple(tensor for file in files for tensor in read_safetensors_header(Path(file)))
+    return CheckpointHeaders(Path(str(source)), "safetensors", "model", tensors, {})
+
+
 def stream(
-    model: Any, source: object, files: Sequence[str], settings: Any, policy: PrecisionPolicy
+    model: Any, headers: CheckpointHeaders, settings: Any, policy: PrecisionPolicy, packing: Packing
 ) -> tuple[Any, dict[str, str]]:
-    """Fill `model` from safetensors files.
+    """Fill `model` from a checkpoint's files.
 
     Args:
         model: of transformers, on the meta device, with bitsandbytes' layers where it is quantized.
-        source: the checkpoint, for messages.
-        files: its safetensors files.
+        headers: of the checkpoint.
         settings: transformers' `LoadStateDictConfig`.
         policy: decides the dtypes.
+        packing: what the checkpoint's config says of its own quantization.
 
     Returns:
         transformers' `LoadStateDictInfo`, and the names of parameters that are not finite with what is wrong.
@@ -63,12 +70,14 @@ def stream(
     Raises:
         CheckpointError: tensors are missing, of another shape than the model's or there twice, or a file is damaged.
     """
-    headers = tuple(tensor for file in files for tensor in read_safetensors_header(Path(file)))
-    found = match(model, CheckpointHeaders(Path(str(source)), "safetensors", "model", headers, {}))
+    found = match(model, headers)
     found = replace(found, wrong=tuple(wrong for wrong in found.wrong if not _is_turned(model, wrong)))
     found.require_complete()
     expected = set(model.state_dict())  # quantized layers have more of them afterwards
-    filled, broken = fill(model, found.weights, _placement(model, settings, policy))
+    placement = replace(_placement(model, settings, policy), packing=packing)
+    if headers.format == "gguf":
+        placement = replace(placement, turn=turning(model, str(headers.metadata.get("general.architecture"))))
+    filled, broken = fill(model, found.weights, placement)
     for name in filled:
         # transformers draws values for what has not this mark.
         model.get_parameter_or_buffer(name)._is_hf_initialized = True
@@ -98,7 +107,6 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
         frozenset(quantized),
         policy.plain,
         lambda name: get_device(device_map, name, valid_torch_device=True),
-        Packing(),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.gguf_values import unpack_blocks
 from isotype.checkpoint.stored import StoredTensor
 from isotype.core.errors import CheckpointError, Problem
 
@@ -18,7 +19,6 @@ Read = Callable[[TensorHeader], torch.Tensor]
 # The 16 values of an OCP MXFP4 code: sign, two bits of exponent, one of mantissa (OCP MX specification 1.0, 5.3.3).
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MXFP4 = torch.cat([_E2M1, -_E2M1])
-_E8M0_BIAS = 127
 _PIECE = 1 << 20
 """Elements that are dequantized at a time, as float32."""
 
@@ -45,8 +45,10 @@ def packing_of(config: Any) -> Packing:
     block = options.get("weight_block_size")
     groups = list((options.get("config_groups") or {}).values())
     weights = (groups[0].get("weights") or {}) if groups else {}
+    group = weights.get("group_size") or 0
+    block = block or weights.get("block_structure") or ([1, group] if group > 0 else None)
     return Packing(
-        tuple(block) if block else None,
+        (block[0], block[1]) if block else None,
         int(weights.get("num_bits", 4)),
         bool(weights.get("symmetric", True)),
     )
@@ -66,6 +68,8 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype, packing: Packing
     """
     if not tensor.quantized:
         return read(tensor.weight)
+    if tensor.weight.dtype is None and not tensor.constants:
+        return unpack_blocks(tensor.weight, read(tensor.weight))
     constants = {part.name.rpartition(".")[2]: read(part) for part in tensor.constants}
     scales = [
         value for name, value in constants.items() if name.endswith(("_scale", "_scale_inv", "_scales"))
@@ -75,7 +79,7 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype, packing: Packing
         return _mxfp4(weight, scales[0], dtype)
     if tensor.form == "packed" and len(scales) == 1 and set(constants) <= {"weight_scale", "weight_shape"}:
         shape = constants["weight_shape"].tolist()
-        return _scaled(_unpacked(weight, packing.bits, shape), scales[0], dtype, None)
+        return _scaled(_unpacked(weight, packing.bits, shape), scales[0], dtype, packing.block)
     scaled = weight.dtype == torch.int8 or (weight.dtype.itemsize == 1 and weight.is_floating_point())
     if scaled and len(scales) == 1 and packing.symmetric:
         return _scaled(weight, scales[0], dtype, packing.block)
@@ -101,7 +105,7 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     pairs = torch.stack([_MXFP4.repeat(16), _MXFP4.repeat_interleave(16)], dim=1)  # [256, 2]
     values = torch.empty(*outer, groups * width * 2, rows, dtype=dtype)
     flat = values.view(-1, groups * width * 2, rows)
-    factors = torch.ldexp(torch.ones(()), scales.to(torch.int32) - _E8M0_BIAS)
+    factors = _factors(scales)
     step = max(1, _PIECE // (groups * width * 2))
     for at, (block, factor) in enumerate(
         zip(blocks.view(-1, rows, groups, width), factors.view(-1, rows, groups, 1), strict=True)
@@ -142,7 +146,9 @@ def _scaled(
 def _factors(scales: torch.Tensor) -> torch.Tensor:
     """Scales as float32 numbers; bytes are exponents of two (E8M0)."""
     if scales.dtype == torch.uint8:
-        return torch.ldexp(torch.ones(()), scales.to(torch.int32) - _E8M0_BIAS)
+        # The exponent of a float32, whose bias is the same; 2 ** -127 is a denormal number.
+        exponents = scales.to(torch.int32)
+        return torch.where(exponents == 0, 1 << 22, exponents << 23).to(torch.int32).view(torch.float32)
     return scales.to(torch.float32)
 
 

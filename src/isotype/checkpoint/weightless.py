@@ -15,11 +15,18 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.formats.config import BUILD_ERRORS, read_config
 from isotype.checkpoint.formats.gguf_config import gguf_config
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.formats.hub import hub_config
-from isotype.checkpoint.load import concrete_class, note_quantization, pinning, wanted_quantization
+from isotype.checkpoint.load import (
+    concrete_class,
+    forget_quantization,
+    note_quantization,
+    pinning,
+    wanted_quantization,
+)
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
@@ -108,11 +115,11 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
 
     4-bit weights become `[packed, 1]` with their quantization state; int8 ones `[out, in]` with row scales.
     """
-    saved = getattr(model.config, "quantization_config", None)
+    quantization = quantization_of(model.config)
+    if quantization is not None and quantization.dequantized:
+        forget_quantization(model.config)
     if policy.quantized:
-        _quantize(model, policy, saved)
-    elif saved is not None:
-        del model.config.quantization_config  # mxfp4, which is dequantized while it is loaded
+        _quantize(model, policy, getattr(model.config, "quantization_config", None))
     model.__class__ = type(model).__mro__[1]  # `pinning` made the subclass
     if policy.trainable == "lora":
         model.requires_grad_(False)

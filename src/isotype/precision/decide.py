@@ -103,6 +103,7 @@ def _storage_format(
     """The quantization format of the frozen weights, or None for a float dtype."""
     asked = request.quantization
     saved = facts.quantization.format if facts.quantization else None
+    dequantized = facts.quantization is not None and facts.quantization.dequantized
     if request.trainable not in TRAINABLE:
         problems.append(
             Problem(f"trainable={request.trainable!r}", "'lora' or 'full'", "give one of the two")
@@ -133,22 +134,14 @@ def _storage_format(
             )
         reasons["storage"] = f"the checkpoint is saved in {saved}"
         return saved
-    if asked and saved == "mxfp4":
-        problems.append(
-            Problem(
-                f"quantization {asked}, but {facts.source} is saved in mxfp4",
-                "a float checkpoint to quantize: mxfp4 weights are dequantized when they are loaded",
-                f"leave the quantization out, or save the dequantized model first and quantize that to {asked}",
-            )
-        )
     if asked:
         reasons["storage"] = "as asked"
         return asked
-    if saved and saved != "mxfp4":
+    if saved and not dequantized:
         problems.append(
             Problem(
                 f"{facts.source} is quantized with {saved}",
-                "float weights, mxfp4, or bitsandbytes nf4, fp4 or int8",
+                "float weights, mxfp4, fp8, compressed-tensors, or bitsandbytes nf4, fp4 or int8",
                 "give the unquantized original and a quantization of " + ", ".join(QUANTIZATIONS),
             )
         )
@@ -296,8 +289,9 @@ def _storage(
     if request.trainable == "full":
         reasons["storage"] = "every weight is trainable, so the weights are the masters"
         return dtype_name(master)
-    if facts.quantization and facts.quantization.format == "mxfp4":
-        reasons["storage"] = "mxfp4 weights are dequantized once at load: they have no backward"
+    if facts.quantization and facts.quantization.dequantized:
+        form = facts.quantization.format
+        reasons["storage"] = f"{form} weights are dequantized once at load: they have no backward"
     else:
         reasons["storage"] = "frozen weights are stored in the compute dtype, so no step casts them"
     return dtype_name(compute)

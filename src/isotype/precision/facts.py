@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+_DEQUANTIZED = frozenset({"mxfp4", "fp8", "compressed-tensors"})
+
 
 @dataclass(frozen=True)
 class QuantizationFacts:
@@ -19,6 +21,7 @@ class QuantizationFacts:
         double_quant: whether the quantization constants are quantized too; None where that has no meaning.
         quant_storage: dtype of the packed bytes; None if nothing says it.
         skip_modules: modules that are left unquantized.
+        in_memory: whether a model in memory is quantized so, not a checkpoint.
     """
 
     method: str
@@ -27,6 +30,12 @@ class QuantizationFacts:
     double_quant: bool | None = None
     quant_storage: torch.dtype | None = None
     skip_modules: tuple[str, ...] = ()
+    in_memory: bool = field(default=False, compare=False)
+
+    @property
+    def dequantized(self) -> bool:
+        """Whether loading makes dense weights of these."""
+        return self.method in _DEQUANTIZED and (self.method == "mxfp4" or not self.in_memory)
 
 
 @dataclass(frozen=True)

@@ -232,10 +232,10 @@ def _build(
     """The trainer under the policy, and the sample question with the answer before training."""
     from transformers import set_seed
 
-    from isotype.checkpoint.load import dense_source
+    from isotype.checkpoint.load import tokenizer_source
 
     training, method = settings.training, settings.method
-    source = dense_source(settings.model.model_name_or_path, policy.plain)
+    source = tokenizer_source(settings.model.model_name_or_path)
     tokenizer = processing_class(source, revision=settings.model.model_revision)
     check_tokenizer(settings, source, tokenizer, data)
     lengths = _lengths(settings, tokenizer, data)

@@ -252,13 +252,27 @@ def dense_copy(
         CheckpointError: the file is damaged, or of an architecture that transformers cannot read from GGUF.
         SaveError: the copy cannot be written.
     """
-    path = Path(gguf_path)
+    return _copy(Path(gguf_path), dtype, cache_dir)
+
+
+def tokenizer_copy(gguf_path: str | Path, cache_dir: Path | None = None) -> Path:
+    """A directory with the tokenizer and the config of a GGUF file's model, kept as `dense_copy` keeps its own.
+
+    Raises:
+        CheckpointError: the file is damaged, or of an architecture that transformers cannot read from GGUF.
+        SaveError: the copy cannot be written.
+    """
+    return _copy(Path(gguf_path), None, cache_dir)
+
+
+def _copy(path: Path, dtype: torch.dtype | None, cache_dir: Path | None) -> Path:
+    """The copy with weights in `dtype`, or without weights."""
     tensors, metadata = read_gguf_header(path)
     target = _copy_path(path, dtype, cache_dir)
     root = target.parent
     if target.is_dir():
         return target
-    _check_room(root, sum(tensor.elements for tensor in tensors) * dtype.itemsize)
+    _check_room(root, sum(tensor.elements for tensor in tensors) * dtype.itemsize if dtype else _MIB)
     scratch = root / f".{target.name}.{uuid.uuid4().hex}"
     try:
         scratch.mkdir()
@@ -274,7 +288,8 @@ def dense_copy(
         problem = Problem(
             f"{target}: {error}", "a directory that can be written", "set ISOTYPE_CACHE to another one"
         )
-        raise SaveError("the dense copy of a GGUF file cannot be written", [problem]) from error
+        what = "dense copy" if dtype else "tokenizer"
+        raise SaveError(f"the {what} of a GGUF file cannot be written", [problem]) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -285,9 +300,9 @@ def some_copy(gguf_path: str | Path) -> Path:
     return next((copy for copy in copies if copy.is_dir()), None) or dense_copy(gguf_path)
 
 
-def _copy_path(path: Path, dtype: torch.dtype, cache_dir: Path | None = None) -> Path:
+def _copy_path(path: Path, dtype: torch.dtype | None, cache_dir: Path | None = None) -> Path:
     root = cache_dir or default_cache_dir() / "gguf"
-    return root / f"{path.stem}-{_fingerprint(path)}-{dtype_name(dtype)}"
+    return root / f"{path.stem}-{_fingerprint(path)}-{dtype_name(dtype) if dtype else 'tokenizer'}"
 
 
 def default_cache_dir() -> Path:
@@ -326,15 +341,21 @@ def _check_room(root: Path, needed: int) -> None:
         raise SaveError("not enough disk space", [problem])
 
 
-def _convert(path: Path, metadata: Mapping[str, object], dtype: torch.dtype, target: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _convert(path: Path, metadata: Mapping[str, object], dtype: torch.dtype | None, target: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
     with _quiet_bars():
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
-            )
+            if dtype is None:
+                model = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(
+                    path.parent,
+                    gguf_file=path.name,
+                    quantization_config=GgufConfig(dequantize=True),
+                    dtype=dtype,
+                )
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         except (ValueError, KeyError, NotImplementedError) as error:
             problem = Problem(
