@@ -825,9 +825,10 @@ def test_a_merged_model_in_bitsandbytes_format(stored_as: str, make: Make, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
-def test_a_merged_model_as_gguf(kind: str, tmp_path: Path) -> None:
+def test_a_merged_model_as_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.checkpoint.test_gguf_export import byte_level
 
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
     base = save_base(tmp_path / "base", vocab_size=384, attention_bias=False)
     byte_level("smollm").save_pretrained(base)
     policy = resolve_precision(base, "bfloat16", "nf4", "cpu")

@@ -109,7 +109,7 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
         (errno, the system's own words); errno is None where nothing names one.
     """
     for each in _chain(error):
-        number = each.errno if isinstance(each, OSError) else _safetensors_errno(each)
+        number = each.errno if isinstance(each, OSError) else _errno_in_text(each)
         if number is not None:
             return number, os.strerror(number)
     if any(_raised_by_torch_save(each) or _raised_by_numpy(each) for each in _chain(error)):
@@ -140,10 +140,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _safetensors_errno(error: BaseException) -> int | None:
-    """safetensors keeps Rust's text of the error, which ends `(os error 28)`."""
+def _errno_in_text(error: BaseException) -> int | None:
+    """safetensors and tokenizers keep Rust's text of the error, which ends `(os error 28)`; the latter raises Exception."""
     found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found and type(error).__name__ == "SafetensorError" else None
+    return int(found[1]) if found and type(error).__name__ in ("SafetensorError", "Exception") else None
 
 
 def _raised_by_torch_save(error: BaseException) -> bool:

@@ -45,6 +45,7 @@ class _Governed:
     Attributes:
         card: makes the model card of the run; None for the trainer's own.
         in_checkpoint: writes what else belongs into the folder of a checkpoint.
+        goes_on: the command that goes on from a checkpoint; None in a script.
     """
 
     _staging: Path | None = None
@@ -56,6 +57,7 @@ class _Governed:
     _step_norm: torch.Tensor | float | None = None
     card: Callable[[], str] | None = None
     in_checkpoint: Callable[[Path], object] | None = None
+    goes_on: Callable[[Path], str] | None = None
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -285,12 +287,16 @@ class _Governed:
                     else "make it writable and lift limits on file sizes, or give another --output_dir",
                 )
             ],
-            hint=(
-                f"nothing else is lost: go on from {last} with --resume_from_checkpoint {last}"
-                if last
-                else "no checkpoint had been saved before"
-            ),
+            hint=self._way_on(last),
         )
+
+    def _way_on(self: Any, last: Path | None) -> str:
+        if last is None:
+            return "no checkpoint had been saved before: start again when there is room"
+        how = f"go on with --resume_from_checkpoint {last}"
+        if self.goes_on is not None:
+            how = f"go on with:\n    {self.goes_on(last)}"
+        return f"nothing else is lost, {last} is whole; {how}"
 
 
 @cache

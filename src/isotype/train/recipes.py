@@ -48,7 +48,7 @@ from isotype.train.saved import (
 )
 from isotype.train.settings import Settings
 from isotype.train.start import start_of
-from isotype.train.stop import graceful_stop
+from isotype.train.stop import graceful_stop, resume_command
 from isotype.train.validate import (
     check_policy,
     check_settings,
@@ -369,6 +369,7 @@ def _train(
             settings, policy, profile, trainer, recorder, started, built.notes, built.lengths, earlier
         )
         record_of = partial(describe.record, facts)
+        trainer.goes_on = partial(resume_command, settings)
         trainer.in_checkpoint = partial(
             files_of_checkpoint, built.identity, partial(record_of, sample, "running")
         )

@@ -100,6 +100,15 @@ def check_exportable(config: Any) -> Architecture:
         raise UsageError(
             "this model cannot be exported to GGUF", [Problem(given, "default, linear or llama3", _FIX)]
         )
+    scalar, head = getattr(text, "query_pre_attn_scalar", None), _head(text)
+    # llama.cpp knows Gemma's scale of attention by the size alone: these are the layers of its 27B models.
+    scales = {
+        head,
+        text.hidden_size // text.num_attention_heads if text.num_hidden_layers in (46, 62) else head,
+    }
+    if scalar is not None and scalar not in scales:
+        given, expected = f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head"
+        raise UsageError("this model cannot be exported to GGUF", [Problem(given, expected, _FIX)])
     return found
 
 
@@ -186,7 +195,7 @@ def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
     """The sizes and constants of the architecture, from the config."""
     rope, prefix = _rope(config), architecture.name
     heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head = _head(config)
     for key, field in _SIZES.items():
         writer.add_uint32(f"{prefix}.{key}", getattr(config, field))
     key, field = architecture.epsilon
@@ -206,6 +215,12 @@ def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
             add(f"{prefix}.{key}", value)
 
 
+def _head(config: Any) -> int:
+    """Features of an attention head."""
+    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return found
+
+
 def _rope(config: Any) -> Mapping[str, Any]:
     """The rotary parameters; of models with two kinds of layers, those of full attention."""
     given: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -221,7 +236,7 @@ def _llama3_factors(config: Any) -> torch.Tensor | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = _head(config)
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head)
     factors: torch.Tensor = plain / scaled
     return factors

@@ -1,0 +1,63 @@
+"""A disk that becomes full at any call of a run or a merge: one message, whole checkpoints, and a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that refuses writes: compiled here, for it stands between the C library and every other one."""
+    compiler = shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("no C compiler, or no Linux: writes cannot be refused here")
+    built = tmp_path_factory.mktemp("library") / "full_disk.so"
+    source = Path(__file__).parent / "full_disk.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", built, source, "-ldl"], check=True)
+    return built
+
+
+@pytest.mark.parametrize("number", [5, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_full_disk_at_any_call(number: int, library: Path, tmp_path: Path):
+    surroundings = os.environ | {"LD_PRELOAD": str(library), "ISOTYPE_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "tests.train.full_disk", str(tmp_path), str(number)]
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[dict[str, Any]]] = json.loads((tmp_path / "found.json").read_text())
+    assert min(len(found["runs"]), len(found["merges"])) >= min(number or 20, 20)
+    for result in found["runs"] + found["merges"]:
+        told = f"{result['what']}: {result['printed']}"
+        assert result["status"] == 1, told
+        assert "Traceback" not in told
+        assert "was not expected" not in told
+        assert "No space left on device" in told
+        assert str(tmp_path / "out") in told
+        # Nothing half-written remains, and what was saved before is whole.
+        assert result["hidden"] == [], told
+        assert result["damaged"] == [], told
+        assert result["again"] == 0, f"{told}\n{result['printed again']}"
+        assert result["hidden again"] == []
+    for result in found["runs"]:
+        assert result["same"], result["what"]  # every digit, as if the disk had never been full
+        whole = [
+            f"checkpoint-{step}" for step in (2, 4) if f"checkpoint-{step} is whole" in result["printed"]
+        ]
+        way = "--resume_from_checkpoint" if whole else "no checkpoint had been saved before"
+        assert (
+            way in result["printed"]
+            or "the run report could not be written" in result["printed"]
+            or not whole
+        )
+    for result in found["merges"]:
+        assert "the same command goes on" in result["printed"] or result["what"].startswith("mkdir")
