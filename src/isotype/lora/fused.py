@@ -78,14 +78,26 @@ def _dropout(layer: Any, name: str) -> float:
     return float(module.p) if module.training and isinstance(module, nn.Dropout) else 0.0
 
 
-def _watched(layer: nn.Module) -> bool:
-    """Whether somebody has put hooks on what is inside of the layer, which only PEFT's own path calls."""
-    inside = layer.modules()
-    next(inside)
-    return any(
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or hasattr(part, "_hf_hook")
-        for part in inside
-    )
+def _reached(layer: nn.Module) -> bool:
+    """Whether only PEFT's own path will do for what is inside of the layer, just now.
+
+    It calls the parts, on which somebody has put hooks, and gathers weights of which a rank holds a part only, as between the
+    steps of FSDP2.
+    """
+    parts = [layer]  # asked for every product: `modules()` takes three times as long
+    for part in parts:
+        inside = part is not layer
+        if inside and (
+            part._forward_hooks
+            or part._forward_pre_hooks
+            or part._backward_hooks
+            or hasattr(part, "_hf_hook")
+        ):
+            return True
+        if any(hasattr(parameter, "placements") for parameter in part._parameters.values()):
+            return True
+        parts += [child for child in part._modules.values() if child is not None]
+    return False
 
 
 def _layer(layer: Any) -> tuple[Layer, list[torch.Tensor]]:
@@ -232,9 +244,4 @@ def gated_output(
 
 def _own_path(layer: Any) -> bool:
     """Whether a layer runs as PEFT runs it, just now."""
-    return bool(layer.merged or _watched(layer) or _sharded(layer) or why_not(layer) is not None)
-
-
-def _sharded(layer: Any) -> bool:
-    """Whether a rank holds a part of the weights only, as between the steps of FSDP2: PEFT's own path gathers them."""
-    return any(hasattr(parameter, "placements") for parameter in layer.parameters())
+    return bool(layer.merged or _reached(layer) or why_not(layer) is not None)
