@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import isotype
-from isotype.checkpoint.formats.gguf import dense_copy
+from isotype.checkpoint.formats.gguf_copy import dense_copy
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.dtypes import dtype_name
 

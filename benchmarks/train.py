@@ -159,7 +159,7 @@ def arguments(setup: Setup, out: Path) -> dict[str, Any]:
 
 
 def source(setup: Setup) -> Path | str:
-    from isotype.checkpoint.formats.gguf import dense_copy
+    from isotype.checkpoint.formats.gguf_copy import dense_copy
     from isotype.checkpoint.locate import resolve_source
 
     return dense_copy(resolve_source(MODEL), model_settings(setup)["dtype"])

@@ -15,10 +15,12 @@ from gguf.quants import dequantize, quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isotype.checkpoint.formats import gguf as module
-from isotype.checkpoint.formats.gguf import default_cache_dir, dense_copy, read_gguf_header
+from isotype.checkpoint.formats import gguf_copy as module
+from isotype.checkpoint.formats.gguf import read_gguf_header
+from isotype.checkpoint.formats.gguf_copy import dense_copy
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.locate import resolve_source
+from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, SaveError
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2

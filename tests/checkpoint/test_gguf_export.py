@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from isotype.checkpoint.export.gguf_model import ARCHITECTURES, write_gguf
 from isotype.checkpoint.export.gguf_tokenizer import _LLAMA3
-from isotype.checkpoint.formats.gguf import dense_copy
+from isotype.checkpoint.formats.gguf_copy import dense_copy
 from isotype.checkpoint.locate import embedded_file
 from isotype.core.dtypes import GGUF_TYPES
 from isotype.core.errors import PrecisionError, UsageError

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.formats.safetensors import read_safetensors_header, read_sharded_headers
+from isotype.checkpoint.formats.safetensors import read_safetensors_header
+from isotype.checkpoint.formats.sharded import read_sharded_headers
 from isotype.core.errors import CheckpointError
 
 DTYPES = [
@@ -207,7 +208,7 @@ def test_all_problems_at_once_but_not_thousands(tmp_path: Path) -> None:
             b"<!DOCTYPE html><html></html>",
             "it is an HTML or XML page, not the file itself: download it again",
         ),
-        (b"PK\x03\x04" + b"abcdefgh", "it is a PyTorch pickle file: convert it to safetensors"),
+        (b"PK\x03\x04" + b"abcdefgh", "it is a PyTorch file: name it .bin"),
         (b"\xff" * 16, "it is not a safetensors file, or damaged: download or save it again"),
     ],
 )
@@ -260,7 +261,7 @@ def test_everything_wrong_with_shards_at_once(tmp_path: Path) -> None:
         "  - 2.safetensors: 3 bytes of data; 1 tensors end beyond them, first 'c'\n"
         "    expected  4 bytes\n"
         "    fix       the file is damaged: download, copy or save it again\n"
-        "  - 3.safetensors is missing; model.safetensors.index.json expects 1 tensors in it\n"
+        "  - 3.safetensors is missing; model.safetensors.index.json expects d in it\n"
         f"    expected  the file {tmp_path}/3.safetensors\n"
         "    fix       download or copy it into the directory"
     )
@@ -270,7 +271,9 @@ def test_everything_wrong_with_shards_at_once(tmp_path: Path) -> None:
 def test_an_index_cannot_reach_outside_its_directory(tmp_path: Path, name: object) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": name}}))
-    assert message(tmp_path) == damaged(path, f"shard {name!r}", "the name of a file in the same directory")
+    assert message(tmp_path) == damaged(
+        path, f"shard {name!r} of tensor 'a'", "the name of a file in the same directory"
+    )
 
 
 @in_tmp_path
@@ -279,25 +282,12 @@ def test_any_json_index_is_read_or_refused(tmp_path: Path, content: Any) -> None
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError):
-        read_sharded_headers(path)
+        read_sharded_headers(path, read_safetensors_header)
 
 
 def test_an_adapter_directory(tmp_path: Path) -> None:
     save_file({"lora_A.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
     assert read_headers(tmp_path).kind == "adapter"
-
-
-def test_pickles_are_refused(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    expected = (
-        "the weights are pickled\n"
-        f"  - pytorch_model.bin in {tmp_path}\n"
-        "    expected  safetensors: reading a pickle runs whatever code its author put in it\n"
-        "    fix       if you trust its author, load it with transformers once and save_pretrained() it: "
-        "that writes safetensors"
-    )
-    assert message(tmp_path) == expected
-    assert message(tmp_path / "pytorch_model.bin") == expected
 
 
 def test_safetensors_win_over_pickles(tmp_path: Path) -> None:
@@ -312,8 +302,8 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     assert message(tmp_path) == (
         "not a checkpoint\n"
         f"  - the directory {tmp_path} holds 0.txt, 1.txt, 2.txt, 3.txt, 4.txt, 5.txt and 2 more\n"
-        "    expected  one of model.safetensors, model.safetensors.index.json, adapter_model.safetensors "
-        "or a .gguf file\n"
+        "    expected  one of model.safetensors, model.safetensors.index.json, pytorch_model.bin, "
+        "pytorch_model.bin.index.json, adapter_model.safetensors or a .gguf file\n"
         "    fix       give the directory that holds the weights"
     )
 
@@ -333,7 +323,8 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     assert message(tmp_path / "a.txt") == (
         "not a checkpoint\n"
         f"  - the file {tmp_path}/a.txt\n"
-        "    expected  a directory, or a file ending in .safetensors, .safetensors.index.json or .gguf\n"
+        "    expected  a directory, or a file ending in .safetensors, .gguf, .bin, .pt, .safetensors.index.json or "
+        ".bin.index.json\n"
         "    fix       give the directory or file that holds the weights"
     )
 

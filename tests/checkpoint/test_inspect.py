@@ -82,9 +82,9 @@ def test_bitsandbytes_constants_belong_to_their_weight(saved, tmp_path, quantiza
 
 def test_mxfp4_blocks_and_scales_are_one_weight():
     tensors = [
-        TensorHeader("e.gate_up_proj_blocks", "U8", torch.uint8, (4, 8, 2, 16), 1024, Path("f")),
-        TensorHeader("e.gate_up_proj_scales", "U8", torch.uint8, (4, 8, 2), 64, Path("f")),
-        TensorHeader("e.gate_up_proj_bias", "BF16", torch.bfloat16, (4, 8), 64, Path("f")),
+        TensorHeader("e.gate_up_proj_blocks", "U8", (4, 8, 2, 16), 1024, Path("f")),
+        TensorHeader("e.gate_up_proj_scales", "U8", (4, 8, 2), 64, Path("f")),
+        TensorHeader("e.gate_up_proj_bias", "BF16", (4, 8), 64, Path("f")),
     ]
     found = {tensor.name: (tensor.form, tensor.values, tensor.bytes) for tensor in stored_tensors(tensors)}
     assert found == {
@@ -94,10 +94,9 @@ def test_mxfp4_blocks_and_scales_are_one_weight():
 
 
 def test_fp8_scales_belong_to_their_weight():
-    fp8 = torch.float8_e4m3fn
     tensors = [
-        TensorHeader("q.weight", "F8_E4M3", fp8, (128, 128), 128 * 128, Path("f")),
-        TensorHeader("q.weight_scale_inv", "F32", torch.float32, (1, 1), 4, Path("f")),
+        TensorHeader("q.weight", "F8_E4M3", (128, 128), 128 * 128, Path("f")),
+        TensorHeader("q.weight_scale_inv", "F32", (1, 1), 4, Path("f")),
     ]
     (found,) = stored_tensors(tensors)
     assert (found.form, found.bytes) == ("float8_e4m3fn", 128 * 128 + 4)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.finite import require_finite
-from isotype.checkpoint.formats.config import read_json
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
+from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, Problem, UsageError

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.formats.config import build_on_meta, config_dtype, read_config, read_json, torch_dtype
+from isotype.checkpoint.formats.config import build_on_meta, config_dtype, read_config, torch_dtype
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.hub import cached_headers, hub_config, remote_headers
+from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.match import match, unknown_quantization

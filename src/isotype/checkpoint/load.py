@@ -14,8 +14,8 @@ from isotype.checkpoint.complete import require_complete_gguf
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import not_finite, refuse
 from isotype.checkpoint.formats.config import model_class as class_of
-from isotype.checkpoint.formats.gguf import tokenizer_copy
 from isotype.checkpoint.formats.gguf_config import gguf_config
+from isotype.checkpoint.formats.gguf_copy import tokenizer_copy
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.locate import resolve_source

@@ -7,10 +7,10 @@ import json
 from itertools import groupby
 from pathlib import Path
 
-from isotype.checkpoint.formats.gguf import default_cache_dir
 from isotype.checkpoint.formats.headers import find_weights, read_headers
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.locate import resolve_source
+from isotype.core.cache import default_cache_dir
 from isotype.core.errors import Problem, SaveError
 from isotype.precision.ranges import Ranges
 

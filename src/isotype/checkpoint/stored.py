@@ -8,10 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.core.dtypes import dtype_name
+from isotype.core.stored_dtypes import STORED, is_float
 
 # What quantizers store beside a weight: how it is called (`w`, `form`: parts of the name), the weight that it belongs
 # to, and the format that it shows. The first line whose weight is in the checkpoint holds.
@@ -37,6 +35,22 @@ _CONSTANTS: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
         ),  # static scales of activations
         (r"(?P<w>.+)\.input_(scale|global_scale|zero_point)", "{w}.weight_packed", "packed"),
     )
+)
+# How their names end: most tensors are none of them, and a large checkpoint has 10^5.
+_ENDINGS = (
+    *(
+        "absmax",
+        "quant_map",
+        "SCB",
+        "weight_format",
+        "scales",
+        "scale",
+        "scale_inv",
+        "shape",
+        "zero_point",
+        "zeros",
+    ),
+    *("g_idx", "nf4", "fp4"),
 )
 # How the file calls a weight of these formats, and how its model does.
 _NAMES = {"mxfp4": (r"_blocks$", ""), "packed": (r"_packed$|(?<=\.)q(?=weight$)", "")}
@@ -68,13 +82,12 @@ class StoredTensor:
     @property
     def plain(self) -> bool:
         """Whether it is stored in a float dtype, without constants."""
-        dtype = self.weight.dtype
-        return not self.constants and dtype is not None and dtype.is_floating_point
+        return not self.constants and is_float(self.weight.dtype_name)
 
     @property
     def quantized(self) -> bool:
         """Whether its values have to be computed from what is stored."""
-        return bool(self.constants) or self.weight.dtype is None
+        return bool(self.constants) or self.weight.dtype_name not in STORED
 
     @property
     def values(self) -> int:
@@ -109,6 +122,8 @@ def stored_tensors(headers: Iterable[TensorHeader]) -> tuple[StoredTensor, ...]:
 
 def _weight_of(name: str, names: Mapping[str, TensorHeader]) -> tuple[str, str]:
     """(the weight that the tensor is a constant of, the format it shows); ("", "") for a weight."""
+    if not name.endswith(_ENDINGS):
+        return "", ""
     for pattern, weight, form in _CONSTANTS:
         found = pattern.fullmatch(name)
         if found and weight.format(**found.groupdict()) in names:
@@ -117,7 +132,7 @@ def _weight_of(name: str, names: Mapping[str, TensorHeader]) -> tuple[str, str]:
 
 
 def _stored(header: TensorHeader, form: str | None, constants: tuple[TensorHeader, ...]) -> StoredTensor:
-    plain = header.dtype_name if header.dtype is None else dtype_name(header.dtype)
+    plain = STORED.get(header.dtype_name, header.dtype_name)
     name = re.sub(*_NAMES[form], header.name) if form in _NAMES else header.name
     return StoredTensor(name, form or plain, header, constants)
 
@@ -137,7 +152,7 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
         return None
     if tensor.form == "packed":
         written = next((part for part in tensor.constants if part.name.endswith("_shape")), None)
-        return _integers(written) if written is not None and written.dtype == torch.int64 else None
+        return _integers(written) if written is not None and written.dtype_name == "I64" else None
     return shape
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.stored_dtypes import STORED
 
 _ALIASES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -18,25 +19,8 @@ _ALIASES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "double": torch.float64,
 }
-# safetensors writes these names into its headers.
-_SAFETENSORS: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-}
+
+_WORDS = {name: word for word, name in STORED.items()}
 
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes a matmul of a training step may run in."""
@@ -84,4 +68,10 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
 
 def from_safetensors_name(name: str) -> torch.dtype | None:
     """`"BF16"` -> `torch.bfloat16`; None for a format torch has no dtype for."""
-    return _SAFETENSORS.get(name)
+    known = STORED.get(name)
+    return None if known is None else getattr(torch, known)
+
+
+def to_safetensors_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `"BF16"`; the name itself of a dtype that safetensors has no word for."""
+    return _WORDS.get(dtype_name(dtype), dtype_name(dtype))

@@ -13,7 +13,7 @@ from torch import nn
 from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.formats.config import read_config
-from isotype.checkpoint.formats.gguf import some_copy
+from isotype.checkpoint.formats.gguf_copy import some_copy
 from isotype.checkpoint.formats.headers import find_weights
 from isotype.checkpoint.formats.hub import downloaded, local_snapshot
 from isotype.checkpoint.load import load

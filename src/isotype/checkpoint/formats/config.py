@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.formats.json_file import read_json
 from isotype.core.errors import CheckpointError, Problem
 
 # How building a model class from a config that does not fit it fails.
@@ -25,26 +25,6 @@ BUILD_ERRORS = (
     TypeError,
     ValueError,
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: it is not one.
-    """
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        problem = Problem(f"{path}: {error}", "JSON", "correct the file, or copy or download it again")
-        raise CheckpointError(f"{path.name} is not JSON", [problem]) from error
-    if not isinstance(content, dict):
-        given = f"{path}: a JSON {type(content).__name__}"
-        raise CheckpointError(
-            f"{path.name} is not an object",
-            [Problem(given, "a JSON object", "copy or download the file again")],
-        )
-    return content
 
 
 def read_config(directory: Path) -> Any:

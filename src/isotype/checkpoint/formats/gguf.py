@@ -1,32 +1,16 @@
-"""GGUF: its header without the weights, and a dense copy of a model that transformers loads like any other.
-
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
-A GGUF's blocks cannot be loaded straight into nf4 or int8, and unpacking them takes long, so the unpacked model is
-kept on disk.
-"""
+"""Headers of GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
 import mmap
-import os
-import shutil
 import struct
-import uuid
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import metadata as packages
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, by_name, damaged, file_size
-from isotype.core.dtypes import dtype_name, from_safetensors_name
-from isotype.core.errors import CheckpointError, Problem, SaveError
+from isotype.core.errors import CheckpointError, Problem
 
 # ggml refuses tensors of more dimensions.
 _MAX_DIMENSIONS = 4
@@ -45,17 +29,6 @@ _SCALARS: Mapping[int, str] = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-_MIB = 1 << 20
-# Part of a copy's fingerprint: raise it whenever what dense_copy() writes changes, so that no stale copy is used.
-_REVISION = 1
-# transformers 5.23 does not know these values of tokenizer.ggml.pre and splits text as GPT-2 does. Their merges were
-# learned on text whose digits were isolated first, "\p{N}" in llama.cpp's llama-vocab.cpp; without that
-# "x\n  12" becomes other tokens than the model has been trained on.
-_ISOLATED_DIGITS = frozenset(
-    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-)
-# And these it does not know either, but GPT-2's split is theirs.
-_AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 
 
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
@@ -120,6 +93,8 @@ def _entries(
         begin = at
         key, at = _string(data, at)
         (kind,) = struct.unpack_from("<I", data, at)
+        if key in metadata:
+            raise damaged(path, [Problem(f"metadata {key!r} twice", "each key once", DAMAGED)])
         at = _value(data, at + 4, kind, key, metadata, path)
         yield key, begin, at
 
@@ -225,192 +200,15 @@ def _tensors(
         nbytes = math.prod(shape) // block * block_bytes
         if start + offset + nbytes > end:
             cut.append(name)
-        dtype = from_safetensors_name(type_name)
-        tensors.append(TensorHeader(name, type_name, dtype, shape, nbytes, path, start + offset))
+        tensors.append(TensorHeader(name, type_name, shape, nbytes, path, start + offset))
     if cut:
         given = f"{len(cut)} tensors end beyond the file, first {cut[0]!r}"
         problems.append(Problem(given, "a complete file", DAMAGED))
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
+    for before, tensor in pairwise(tensors):
+        if tensor.begin < before.begin + before.bytes:
+            given = f"tensor {tensor.name!r} at byte {tensor.begin} overlaps {before.name!r}"
+            problems.append(Problem(given, f"byte {before.begin + before.bytes} or later", DAMAGED))
     if problems:
         raise damaged(path, problems)
     return tensors
-
-
-def dense_copy(
-    gguf_path: str | Path, dtype: torch.dtype = torch.bfloat16, cache_dir: Path | None = None
-) -> Path:
-    """A directory with the model of a GGUF file unpacked to `dtype`, and its tokenizer, as save_pretrained() writes.
-
-    The copy is made once and kept: it is found again by the file's size and first and last MiB. It appears whole or
-    not at all, also when several processes make it at the same time.
-
-    Args:
-        gguf_path: the GGUF file.
-        dtype: storage dtype of the copy's weights.
-        cache_dir: where copies are kept; default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`.
-
-    Raises:
-        CheckpointError: the file is damaged, or of an architecture that transformers cannot read from GGUF.
-        SaveError: the copy cannot be written.
-    """
-    return _copy(Path(gguf_path), dtype, cache_dir)
-
-
-def tokenizer_copy(gguf_path: str | Path, cache_dir: Path | None = None) -> Path:
-    """A directory with the tokenizer and the config of a GGUF file's model, kept as `dense_copy` keeps its own.
-
-    Raises:
-        CheckpointError: the file is damaged, or of an architecture that transformers cannot read from GGUF.
-        SaveError: the copy cannot be written.
-    """
-    return _copy(Path(gguf_path), None, cache_dir)
-
-
-def _copy(path: Path, dtype: torch.dtype | None, cache_dir: Path | None) -> Path:
-    """The copy with weights in `dtype`, or without weights."""
-    tensors, metadata = read_gguf_header(path)
-    target = _copy_path(path, dtype, cache_dir)
-    root = target.parent
-    if target.is_dir():
-        return target
-    _check_room(root, sum(tensor.elements for tensor in tensors) * dtype.itemsize if dtype else _MIB)
-    scratch = root / f".{target.name}.{uuid.uuid4().hex}"
-    try:
-        scratch.mkdir()
-        _convert(path, metadata, dtype, scratch)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-            # Another process was faster; its copy is as good.
-        return target
-    except OSError as error:
-        problem = Problem(
-            f"{target}: {error}", "a directory that can be written", "set ISOTYPE_CACHE to another one"
-        )
-        what = "dense copy" if dtype else "tokenizer"
-        raise SaveError(f"the {what} of a GGUF file cannot be written", [problem]) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def some_copy(gguf_path: str | Path) -> Path:
-    """As `dense_copy`, in whichever dtype there is a copy already: float32, bfloat16, else a new one in bfloat16."""
-    copies = (_copy_path(Path(gguf_path), dtype) for dtype in (torch.float32, torch.bfloat16))
-    return next((copy for copy in copies if copy.is_dir()), None) or dense_copy(gguf_path)
-
-
-def _copy_path(path: Path, dtype: torch.dtype | None, cache_dir: Path | None = None) -> Path:
-    root = cache_dir or default_cache_dir() / "gguf"
-    return root / f"{path.stem}-{_fingerprint(path)}-{dtype_name(dtype) if dtype else 'tokenizer'}"
-
-
-def default_cache_dir() -> Path:
-    """Where isotype keeps what it can make again: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`."""
-    if own := os.environ.get("ISOTYPE_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "isotype"
-
-
-def _fingerprint(path: Path) -> str:
-    """Of the file, and of the code that reads it: an update may unpack it differently."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{size} {_REVISION} {packages.version('transformers')}".encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_MIB))
-        file.seek(max(0, size - _MIB))
-        digest.update(file.read(_MIB))
-    return digest.hexdigest()[:16]
-
-
-def _check_room(root: Path, needed: int) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(root).free
-    except OSError as error:
-        problem = Problem(
-            f"{root}: {error}", "a directory that can be written", "set ISOTYPE_CACHE to another one"
-        )
-        raise SaveError("no cache directory", [problem]) from error
-    if free < needed:
-        problem = Problem(
-            f"{root} has {free / 1e9:.1f} GB left",
-            f"{needed / 1e9:.1f} GB for the dense copy",
-            "free some space, or set ISOTYPE_CACHE to another disk",
-        )
-        raise SaveError("not enough disk space", [problem])
-
-
-def _convert(path: Path, metadata: Mapping[str, object], dtype: torch.dtype | None, target: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
-
-    with _quiet_bars():
-        try:
-            if dtype is None:
-                model = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-            else:
-                model = AutoModelForCausalLM.from_pretrained(
-                    path.parent,
-                    gguf_file=path.name,
-                    quantization_config=GgufConfig(dequantize=True),
-                    dtype=dtype,
-                )
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        except (ValueError, KeyError, NotImplementedError) as error:
-            problem = Problem(
-                f"{path}: {error}",
-                f"an architecture that transformers reads from GGUF (this one: {metadata.get('general.architecture')})",
-                "use the model's safetensors checkpoint instead",
-            )
-            raise CheckpointError("transformers cannot read this GGUF file", [problem]) from error
-        _mend_tokenizer(tokenizer, metadata)
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-
-
-def _mend_tokenizer(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """What transformers leaves out of a tokenizer restored from GGUF; the one place where it is put back."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits
-    from tokenizers.pre_tokenizers import Sequence as InTurn
-
-    split = metadata.get("tokenizer.ggml.pre")
-    backend = tokenizer.backend_tokenizer
-    if split in _ISOLATED_DIGITS:
-        backend.pre_tokenizer = InTurn([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    elif split is not None and split not in _AS_GPT2 and isinstance(backend.pre_tokenizer, ByteLevel):
-        warnings.warn(
-            f"transformers does not know the pre-tokenizer {split!r} of this GGUF file and splits text as GPT-2 does: "
-            "some texts become other tokens than in training; use the tokenizer of the original model",
-            stacklevel=2,
-        )
-    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-    if isinstance(length, int):
-        tokenizer.model_max_length = length
-
-
-@contextmanager
-def _quiet_bars() -> Iterator[None]:
-    """No progress bars of transformers inside; outside they are as they were."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-    from transformers import modeling_gguf_pytorch_utils as legacy
-    from transformers.utils import logging
-
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is False:  # the user's word: always show them
-        yield
-        return
-    shown, hub_shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    bar = legacy.tqdm
-    if shown:
-        logging.disable_progress_bar()
-    # This one bar asks no setting whether it is wanted.
-    legacy.tqdm = functools.partial(bar, disable=True)
-    try:
-        yield
-    finally:
-        legacy.tqdm = bar
-        if shown:
-            logging.enable_progress_bar()
-            if not hub_shown:
-                disable_progress_bars()

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.gguf import read_gguf_header, without_vocabulary
 from isotype.core.errors import CheckpointError, Problem
 
@@ -16,6 +17,8 @@ def gguf_config(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or of an architecture that transformers does not read from GGUF.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     _, metadata = read_gguf_header(path)
     try:
         if not _size_is_read(str(metadata.get("general.architecture"))):
@@ -24,7 +27,7 @@ def gguf_config(path: Path) -> Any:
             copy = Path(scratch) / path.name
             copy.write_bytes(without_vocabulary(path))
             config = _config(copy)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (*BUILD_ERRORS, StrictDataclassError) as error:
         fix = "use the config.json of the model it was made from"
         problem = Problem(f"{path}: {error}", "an architecture that transformers reads from GGUF", fix)
         raise CheckpointError("transformers cannot read this GGUF file", [problem]) from error

@@ -1,7 +1,7 @@
 """What a checkpoint holds (names, dtypes, shapes, sizes), read from its headers without touching a weight.
 
-Formats: safetensors (https://github.com/huggingface/safetensors#format), one file or sharded by an index,
-and GGUF (see isotype.checkpoint.formats.gguf). Nothing is unpickled.
+Formats: safetensors (https://github.com/huggingface/safetensors#format) and what torch.save wrote, in one file or sharded
+by an index, and GGUF. Of torch's files tensors are read and nothing else is unpickled.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ from pathlib import Path
 from typing import Literal
 
 from isotype.checkpoint.formats.gguf import read_gguf_header
-from isotype.checkpoint.formats.safetensors import read_safetensors, read_sharded_headers
+from isotype.checkpoint.formats.safetensors import read_safetensors, read_safetensors_header
+from isotype.checkpoint.formats.sharded import read_sharded_headers
 from isotype.checkpoint.formats.tensor import TensorHeader, by_name
+from isotype.checkpoint.formats.torch_file import read_torch_header
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
 
 Kind = Literal["model", "adapter"]
+Format = Literal["safetensors", "torch", "gguf"]
 
 _LAYOUTS: tuple[tuple[str, Kind], ...] = (
     ("model.safetensors", "model"),
     ("model.safetensors.index.json", "model"),
+    ("pytorch_model.bin", "model"),
+    ("pytorch_model.bin.index.json", "model"),
     ("adapter_model.safetensors", "adapter"),
 )
-_INDEX_SUFFIX = ".safetensors.index.json"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_INDEX_SUFFIXES = {".safetensors.index.json": "safetensors", ".bin.index.json": "torch"}
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -35,63 +40,73 @@ class CheckpointHeaders:
 
     Attributes:
         path: the directory or file that was read.
-        format: `"safetensors"` or `"gguf"`.
+        format: `"safetensors"`, `"torch"` or `"gguf"`.
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
         tensors: every tensor, sorted by name.
         metadata: the file's own metadata; of GGUF the scalars and strings, not the arrays.
     """
 
     path: Path
-    format: Literal["safetensors", "gguf"]
+    format: Format
     kind: Kind
     tensors: tuple[TensorHeader, ...]
     metadata: Mapping[str, object]
 
 
 def read_headers(path: str | Path) -> CheckpointHeaders:
-    """The headers of a checkpoint directory, a .safetensors file, a .safetensors.index.json or a .gguf file.
+    """The headers of a checkpoint directory, of a .safetensors, .gguf or torch file, or of all files that an index lists.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, incomplete or pickled; lists every problem.
     """
     path = Path(path)
-    if path.is_dir():
-        found = find_weights(path)
-        if found is None:
-            raise CheckpointError(
-                "not a checkpoint",
-                [
-                    Problem(
-                        f"the directory {path} holds {contents(path)}",
-                        f"one of {', '.join(name for name, _ in _LAYOUTS)} or a .gguf file",
-                        "give the directory that holds the weights",
-                    )
-                ],
+    file, kind = _file_of(path)
+    for suffix, form in _INDEX_SUFFIXES.items():
+        if file.name.endswith(suffix):
+            read = read_safetensors_header if form == "safetensors" else read_torch_header
+            tensors, metadata = read_sharded_headers(file, read)
+            return CheckpointHeaders(
+                path, "safetensors" if form == "safetensors" else "torch", kind, tensors, metadata
             )
-        file, kind = found
-    else:
-        file, kind = path, "adapter" if path.name == "adapter_model.safetensors" else "model"
-    if file.name.endswith(_PICKLE_SUFFIXES):
-        raise _refuse_pickle([file])
     if file.suffix == ".gguf":
         tensors, metadata = read_gguf_header(file)
         return CheckpointHeaders(path, "gguf", kind, tensors, metadata)
-    if file.name.endswith(_INDEX_SUFFIX):
-        tensors, metadata = read_sharded_headers(file)
-        return CheckpointHeaders(path, "safetensors", kind, tensors, metadata)
+    if file.name.endswith(_TORCH_SUFFIXES):
+        return CheckpointHeaders(path, "torch", kind, by_name(read_torch_header(file)), {})
     if file.suffix != ".safetensors" and file.exists():
         raise CheckpointError(
             "not a checkpoint",
             [
                 Problem(
                     f"the file {file}",
-                    f"a directory, or a file ending in .safetensors, {_INDEX_SUFFIX} or .gguf",
+                    f"a directory, or a file ending in .safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}",
                     "give the directory or file that holds the weights",
                 )
             ],
         )
     tensors, metadata = read_safetensors(file)
     return CheckpointHeaders(path, "safetensors", kind, by_name(tensors), metadata)
+
+
+def _file_of(path: Path) -> tuple[Path, Kind]:
+    """The file that holds or lists the weights of a path, and whether they are an adapter's."""
+    if not path.is_dir():
+        if path.name == "adapter_model.bin" and path.is_file():
+            raise _refuse_pickle([path])
+        return path, "adapter" if path.name == "adapter_model.safetensors" else "model"
+    found = find_weights(path)
+    if found is not None:
+        return found
+    raise CheckpointError(
+        "not a checkpoint",
+        [
+            Problem(
+                f"the directory {path} holds {contents(path)}",
+                f"one of {', '.join(name for name, _ in _LAYOUTS)} or a .gguf file",
+                "give the directory that holds the weights",
+            )
+        ],
+    )
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
@@ -134,7 +149,7 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
     pickles = sorted(
         file
         for file in directory.iterdir()
-        if file.name.endswith(_PICKLE_SUFFIXES)
+        if file.name.endswith(_TORCH_SUFFIXES)
         and file.name.startswith(("pytorch_model", "adapter_model", "model"))
     )
     if pickles:
@@ -153,22 +168,22 @@ def _listed(files: Sequence[Path]) -> str:
 
 def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
     path = files[0]
-    if path.name == "adapter_model.bin":
-        # Plain tensors: torch reads them without running code.
-        fix = (
-            f'cd {shlex.quote(str(path.parent))} && python -c "import torch; from safetensors.torch import save_file; '
-            "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True).items()}, "
-            "'adapter_model.safetensors')\""
+    if path.name != "adapter_model.bin":
+        problem = Problem(
+            f"{_listed(files)} in {path.parent}",
+            "model.safetensors, pytorch_model.bin, or the index of shards of either",
+            "copy the index along with the shards, or give one file itself",
         )
-    else:
-        fix = "if you trust its author, load it with transformers once and save_pretrained() it: that writes safetensors"
-    return CheckpointError(
-        "the weights are pickled",
-        [
-            Problem(
-                f"{_listed(files)} in {files[0].parent}",
-                "safetensors: reading a pickle runs whatever code its author put in it",
-                fix,
-            )
-        ],
+        return CheckpointError("which files belong to the model cannot be told", [problem])
+    # Plain tensors: torch reads them without running code.
+    fix = (
+        f'cd {shlex.quote(str(path.parent))} && python -c "import torch; from safetensors.torch import save_file; '
+        "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True).items()}, "
+        "'adapter_model.safetensors')\""
     )
+    problem = Problem(
+        f"{_listed(files)} in {path.parent}",
+        "safetensors: reading a pickle runs whatever code its author put in it",
+        fix,
+    )
+    return CheckpointError("the weights are pickled", [problem])

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, read_headers
-from isotype.checkpoint.formats.safetensors import missing_shards
+from isotype.checkpoint.formats.sharded import missing_shards
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.core.dtypes import from_safetensors_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.hub import offline_if_unreachable
 
@@ -122,7 +121,6 @@ def remote_headers(
         TensorHeader(
             name,
             info.dtype,
-            from_safetensors_name(info.dtype),
             tuple(info.shape),
             info.data_offsets[1] - info.data_offsets[0],
             Path(file),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.formats.torch_file import torch_tensors
 
 # POSIX: how the kernel is told what is needed next, and what no more. Where it cannot be told, pages stay until the
 # system wants their memory.
@@ -30,6 +31,8 @@ class MappedFiles:
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
         """A tensor as it is stored, of the header's shape and dtype; bytes `[header.bytes]` where torch lacks its dtype."""
+        if not header.begin:  # torch saved it with other strides
+            return torch_tensors(header.file)[header.name].contiguous()
         raw = self._span(header)
         if header.dtype is None:
             return raw

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from isotype.core.errors import CheckpointError, Problem
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_PROBLEMS = 12  # a damaged header can hold thousands; these are enough to see the pattern
 DAMAGED = "the file is damaged: download, copy or save it again"
@@ -22,7 +24,6 @@ class TensorHeader:
     Attributes:
         name: full name in the checkpoint.
         dtype_name: the file's own word for the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).
-        dtype: the torch dtype; None for a block-quantized GGUF type or one that torch does not have.
         shape: sizes in torch's order, slowest dimension first.
         bytes: size in the file.
         file: where it lies.
@@ -31,16 +32,31 @@ class TensorHeader:
 
     name: str
     dtype_name: str
-    dtype: torch.dtype | None
     shape: tuple[int, ...]
     bytes: int
     file: Path
     begin: int = 0
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """The torch dtype; None for a block-quantized GGUF type or one that torch does not have."""
+        from isotype.core.dtypes import from_safetensors_name  # torch: headers are read without it
+
+        return from_safetensors_name(self.dtype_name)
+
+    @property
     def elements(self) -> int:
         """Number of elements (1 for a scalar)."""
         return math.prod(self.shape)
+
+
+def printable(name: str) -> bool:
+    """Whether a name is text: JSON can write down halves of characters, which no file system or terminal takes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def by_name(tensors: Iterable[TensorHeader]) -> tuple[TensorHeader, ...]:

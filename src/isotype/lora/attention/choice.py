@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isotype.checkpoint.formats.gguf import default_cache_dir
+from isotype.core.cache import default_cache_dir
 from isotype.core.dtypes import dtype_name
 from isotype.core.files import write_whole
 from isotype.lora.attention.kernel import attention

@@ -1,0 +1,47 @@
+"""JSON in and beside checkpoints: damaged text and names that occur twice are errors."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from isotype.core.errors import CheckpointError, Problem
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: it is not one, or cannot be read.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        problem = Problem(f"{path}: {error}", "JSON", "correct the file, or copy or download it again")
+        raise CheckpointError(f"{path.name} is not JSON", [problem]) from error
+    if not isinstance(content, dict):
+        given = f"{path}: a JSON {type(content).__name__}"
+        raise CheckpointError(
+            f"{path.name} is not an object",
+            [Problem(given, "a JSON object", "copy or download the file again")],
+        )
+    return content
+
+
+def parse_unique(text: bytes) -> tuple[Any, list[str]]:
+    """What JSON says, and the names that an object of it has more than once, of which `json` keeps the last.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON.
+    """
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return found
+
+    return json.loads(text, object_pairs_hook=unique), twice

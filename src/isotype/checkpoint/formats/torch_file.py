@@ -1,0 +1,143 @@
+"""Files that `torch.save` wrote, read as tensors alone: nothing else in them is unpickled."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isotype.checkpoint.formats.tensor import TensorHeader, damaged, file_size, printable
+from isotype.core.errors import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+# How torch fails on a file that is not what `torch.save` wrote.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, LookupError),
+    *(TypeError, AttributeError, ArithmeticError, AssertionError, ImportError, MemoryError, RecursionError),
+)
+_REFUSED = re.compile(
+    r"unsupported (?:global: )?global (\S+)|unsupported (?:class|operand) [^\n]*", re.IGNORECASE
+)
+_AGAIN = "download, copy or save it again"
+# Under which a training script may have put the weights.
+_NESTED = ("state_dict", "model")
+
+
+def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
+    """The tensors of a file of weights, without their values.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, holds other objects than tensors, or was saved by torch before 1.6.
+    """
+    return tuple(_header(name, value, path) for name, value in torch_tensors(path, "meta").items())
+
+
+def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
+    """The tensors of a file of weights: memory-mapped on the CPU, without values on the meta device.
+
+    This is the one place where `torch.load` is called, which unpickles tensors, containers and numbers, and no code.
+
+    Raises:
+        CheckpointError: as `read_torch_header`.
+    """
+    import torch
+
+    size = file_size(path)
+    with path.open("rb") as file:
+        start = file.read(2)
+    if start != b"PK":
+        raise damaged(path, [_not_an_archive(start, size)])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about what is in the file
+            content = torch.load(path, weights_only=True, mmap=True, map_location=device)
+    except _UNREADABLE as error:
+        raise damaged(path, [_what_failed(error)]) from error
+    tensors = _weights(content)
+    if isinstance(tensors, Problem):
+        raise damaged(path, [tensors])
+    for name, value in tensors.items():
+        if _end(value) > size:
+            given = f"tensor {name!r} ends at byte {_end(value)}, the file at byte {size}"
+            raise damaged(path, [Problem(given, "a complete file", f"the file is damaged: {_AGAIN}")])
+    return tensors
+
+
+def _weights(content: Any) -> Mapping[str, torch.Tensor] | Problem:
+    import torch
+
+    if isinstance(content, Mapping):
+        nested = [content[key] for key in _NESTED if isinstance(content.get(key), Mapping)]
+        content = nested[0] if len(nested) == 1 else content
+    if not isinstance(content, Mapping) or not content:
+        return Problem(
+            f"a {type(content).__name__}", "tensors by their names", "give the file with the weights"
+        )
+    fix = "give the file with the weights: torch.save(model.state_dict(), …)"
+    for name, value in content.items():
+        if not isinstance(name, str) or not printable(name):
+            return Problem(f"the name {name!r}", "text", fix)
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            kind = f"{value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+            return Problem(f"{name!r}: a {kind}", "a dense tensor by its name", fix)
+    return content
+
+
+def _header(name: str, value: torch.Tensor, path: Path) -> TensorHeader:
+    from isotype.core.dtypes import to_safetensors_name
+
+    begin = _offset(value) if value.is_contiguous() else 0
+    return TensorHeader(
+        name,
+        to_safetensors_name(value.dtype),
+        tuple(value.shape),
+        value.numel() * value.element_size(),
+        path,
+        begin,
+    )
+
+
+def _offset(value: torch.Tensor) -> int:
+    """The position of a tensor's first value in the file, by a note that torch leaves on storages of the meta device."""
+    begin = getattr(value.untyped_storage(), "_checkpoint_offset", None)
+    return 0 if begin is None else int(begin) + int(value.storage_offset()) * value.element_size()
+
+
+def _end(value: torch.Tensor) -> int:
+    begin = getattr(value.untyped_storage(), "_checkpoint_offset", None)
+    return 0 if begin is None else int(begin) + value.untyped_storage().nbytes()
+
+
+def _not_an_archive(start: bytes, size: int) -> Problem:
+    if start[:1] == b"\x80":
+        return Problem(
+            "a bare Python pickle, which may run code when it is read",
+            "the archive that torch.save writes since torch 1.6",
+            "take the checkpoint in safetensors; if you trust its author, torch.load it once and torch.save it again",
+        )
+    return Problem(
+        f"{size} bytes that begin with {start!r}",
+        "the archive that torch.save writes",
+        f"the file is damaged: {_AGAIN}",
+    )
+
+
+def _what_failed(error: BaseException) -> Problem:
+    text = str(error)
+    refused = _REFUSED.search(text)
+    if isinstance(error, pickle.UnpicklingError) and refused:
+        what = refused[1] or refused[0]
+        return Problem(
+            f"a pickle of other objects than tensors: {what}",
+            "tensors alone: whatever else is unpickled may run code",
+            "take the checkpoint in safetensors; do not load this file unless you trust its author",
+        )
+    first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return Problem(
+        f"not readable by torch ({first[:200]})", "what torch.save writes", f"the file is damaged: {_AGAIN}"
+    )
