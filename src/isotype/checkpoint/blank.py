@@ -1,4 +1,4 @@
-"""Building a model whose weights have no values: nothing is drawn for them."""
+"""Building a model whose weights have no values: nothing is drawn for them, and what has values keeps them."""
 
 from __future__ import annotations
 
@@ -29,4 +29,19 @@ class NoDraws(TorchFunctionMode):
             given = args[0] if args else kwargs.get("tensor")
             if isinstance(given, torch.Tensor) and given.is_meta:
                 return given
+        return func(*args, **kwargs)
+
+
+class KeepsValues(TorchFunctionMode):
+    """Within it, a tensor that has values is not moved to the meta device, where it would lose them; its dtype may change.
+
+    PEFT draws an adapter's values, and then moves the adapter to the device of its base layer.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and not args[0].is_meta:
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if device is not None and device.type == "meta":
+                return args[0] if dtype is None else args[0].to(dtype)
         return func(*args, **kwargs)

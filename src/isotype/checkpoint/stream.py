@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.load import concrete_class
-from isotype.checkpoint.weight_map import converted, weight_map
+from isotype.checkpoint.stored import StoredTensor
+from isotype.checkpoint.weight_map import Source, converted, weight_map
 from isotype.core.errors import CheckpointError, Problem
 
 
@@ -26,10 +28,12 @@ class StoredWeights:
 
     Attributes:
         shapes: shape of every tensor of the model that the checkpoint has.
+        bytes_read: bytes of the files that `read_rows` has read so far.
     """
 
     def __init__(self, model: Any, headers: CheckpointHeaders) -> None:
         self._model = model
+        self.bytes_read = 0
         self._sources = weight_map(model, headers).sources
         self.shapes = {
             name: torch.Size(shape)
@@ -44,6 +48,45 @@ class StoredWeights:
         files = MappedFiles()
         values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in source.tensors}
         return converted(self._model, source, values)[name]
+
+    def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
+        """Rows `start` to `stop` (columns, with `dim` 1) of what `read` gives, and no more of the file than they take.
+
+        Where the conversion stacks tensors (experts), only those that the rows are made of are read; where it does anything else than
+        rename or stack, all of them are.
+        """
+        source, files = self._sources[name], MappedFiles()
+        where = (slice(None),) * dim + (slice(start, stop),)
+        if source.conversion is None or start == stop:
+            # Only the pages that the rows lie in are read from the disk.
+            rows = files.tensor(source.tensors[0][0].weight)
+            if source.conversion is not None:
+                rows = rows.new_empty(self.shapes[name])
+            rows = rows[where].clone()
+            self.bytes_read += rows.nbytes
+            return rows
+        part = self._stacked(source, name, start, stop) if dim == 0 else None
+        values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in (part or source).tensors}
+        self.bytes_read += sum(value.nbytes for value in values.values())
+        made = converted(self._model, part or source, values)[name]
+        return made if part else made[where].clone()
+
+    def _stacked(self, source: Source, name: str, start: int, stop: int) -> Source | None:
+        """The part of a source that makes these rows, if it makes one row of each tensor; None if not."""
+        rows = self.shapes[name][0] if self.shapes[name] else 0
+        by_pattern: dict[str, list[tuple[StoredTensor, str]]] = {}
+        for tensor, pattern in source.tensors:
+            by_pattern.setdefault(pattern, []).append((tensor, pattern))
+        if any(len(found) != rows for found in by_pattern.values()):
+            return None
+        chosen = tuple(each for found in by_pattern.values() for each in found[start:stop])
+        part = replace(source, tensors=chosen)
+        blank = {
+            tensor.name: torch.empty(tensor.weight.shape, dtype=tensor.weight.dtype, device="meta")
+            for tensor, _ in chosen
+        }
+        made = converted(self._model, part, blank)
+        return part if made[name].shape == (stop - start, *self.shapes[name][1:]) else None
 
 
 def blank_model(config: Any) -> Any:

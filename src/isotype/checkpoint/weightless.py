@@ -72,6 +72,7 @@ def skeleton(
     *,
     model_class: Any = None,
     attn_implementation: str | None = None,
+    buffers: bool = False,
     **settings: Any,
 ) -> Any:
     """The dense model on the meta device, its float tensors in the policy's plain dtype.
@@ -81,11 +82,15 @@ def skeleton(
         policy: from `isotype.resolve_precision`.
         model_class: a transformers model class or auto class; by default the class that the config names.
         attn_implementation: as in `from_pretrained`.
+        buffers: whether buffers, which most checkpoints do not hold, get their values.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
         CheckpointError: the config names no class that transformers has, or one that it does not fit.
     """
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
     config = copy.deepcopy(config)
     cls = concrete_class(config, model_class)
     for name, value in settings.items():
@@ -97,7 +102,11 @@ def skeleton(
     try:
         with ExitStack() as stack, NoDraws():
             for context in pinned.get_init_context(policy.plain, policy.quantized, False, None):
-                stack.enter_context(context)
+                if not (buffers and isinstance(context, torch.device)):
+                    stack.enter_context(context)
+            if buffers:
+                stack.enter_context(init_empty_weights(include_buffers=False))
+                stack.enter_context(no_init_weights())
             model = pinned(config)
     except BUILD_ERRORS as error:
         given = f"{cls.__name__} fails with {type(error).__name__}: {error}"

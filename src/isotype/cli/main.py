@@ -16,7 +16,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from isotype.cli.output import console_on, print_error, show_warnings_of_libraries
+from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
 from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.interrupt import exit_status, signal_of, terminate
 from isotype.core.package import VERSION
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] != ["run"]:  # another script's output, and its warnings, are its own
         print_the_nearest()
         show_warnings_of_libraries()
-    console, errors = console_on(stderr=False), console_on(stderr=True)
+    console = console_on(stderr=False)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         console.print(wrapped(_USAGE, console), highlight=False, markup=False, soft_wrap=True, end="")
         return 0 if arguments else 2
@@ -82,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except IsotypeError as error:
         if debug:
             traceback.print_exc()
-        print_error(errors, str(error))
+        print_error(console_of_failure(), str(error))
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         if debug:
             traceback.print_exc()
-        errors.print("interrupted")
+        console_of_failure().print("interrupted")
         return exit_status(signal_of(interrupt))
     except BrokenPipeError:
         # The reader of our output has gone (`isotype … | head`); there is nobody to tell.
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print_error(
-            errors,
+            console_of_failure(),
             f"{type(error).__name__}: {error}\n  = this was not expected; --debug shows where it happened",
         )
         return CRASHED

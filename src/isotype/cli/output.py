@@ -10,6 +10,7 @@ import warnings
 from rich.console import Console
 from rich.text import Text
 
+from isotype.core.processes import first_to_fail
 from isotype.report.narrow import wrapped
 
 
@@ -19,6 +20,13 @@ def console_on(stderr: bool) -> Console:
     console = Console(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 110  # a log file has no width of its own, and 80 wraps every table
+    return console
+
+
+def console_of_failure() -> Console:
+    """The console of standard error for what ends the command: of several processes, the first that fails speaks."""
+    console = console_on(stderr=True)
+    console.quiet = not first_to_fail()
     return console
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from isotype.cli.output import console_on, print_error, quiet_libraries, speak_up
+from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
 from isotype.core.interrupt import exit_status
 from isotype.report.narrow import wrapped
 
@@ -42,7 +42,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     outcome = run(settings, console)
     show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":
-        print_error(console_on(stderr=True), outcome.record.error or "")
+        print_error(console_of_failure(), outcome.record.error or "")
     if outcome.stopped_by is not None:
         return exit_status(outcome.stopped_by)
     return 1 if outcome.record.status == "failed" else 0

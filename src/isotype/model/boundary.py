@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from isotype.core.errors import PrecisionError, Problem
 from isotype.model.swapped import Swapped, swap, swapped_class
 
 
@@ -72,12 +73,24 @@ class Boundary(Swapped):
 def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
     """Give `module` a boundary, change it, or take it away (None). Returns whether it changed."""
     before = type(module)
+    if hasattr(module, "set_reshard_after_forward"):
+        _check_same_when_sharded(module, settings)
+        return False
     base: Any = original_class(module)
     made = base if settings is None else _boundary_class(base, settings)
     if made is before:
         return False
     swap(module, made)
     return True
+
+
+def _check_same_when_sharded(module: nn.Module, settings: BoundarySettings | None) -> None:
+    """FSDP2's class lies over the module's own: nothing can be put under it any more."""
+    if boundary_of(module) != settings:
+        given = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
+        fix = "isotype.enforce(model, policy) before it is sharded"
+        problem = Problem(given, "the policy that it was sharded under", fix)
+        raise PrecisionError("a sharded module cannot get another boundary", [problem])
 
 
 def boundary_of(module: nn.Module) -> BoundarySettings | None:
@@ -147,19 +160,30 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, out + bias.to(out.dtype))
 
 
+def _with_codes(self: Any) -> Any:
+    """An 8-bit layer whose codes are where bitsandbytes looks for them: FSDP2 gathers them into a plain parameter before each forward."""
+    if hasattr(self.weight, "CB"):
+        return self
+    from bitsandbytes.nn import Int8Params
+
+    self.state.CB = self.weight.data
+    return _sharing(self, {"weight": Int8Params(self.weight.data, requires_grad=False)})
+
+
 def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
     rows = x.to(self.boundary_settings.compute).reshape(-1, x.shape[-1])
     # Autocast would reach the float32 matmul that stands for an int8 one on a CPU without AVX512 (bitsandbytes
     # 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
-        out = _forward_bias(self, rows).reshape(*x.shape[:-1], -1)
+        out = _forward_bias(_with_codes(self), rows).reshape(*x.shape[:-1], -1)
     return cast(torch.Tensor, _cast(out, self.boundary_settings.returns))
 
 
 def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
     compute, factor = self.boundary_settings.compute, 2.0**self.boundary_settings.exponent
     bias = self.bias
-    layer = self if bias is None else _sharing(self, {"bias": None})
+    layer = _with_codes(self) if hasattr(self, "init_8bit_state") else self
+    layer = layer if bias is None else _sharing(layer, {"bias": None})
     low = (x.float() / factor).to(compute)  # exact but for subnormal numbers: only the exponent changes
     if hasattr(self, "init_8bit_state"):
         with torch.autocast(_device_type(self), enabled=False):

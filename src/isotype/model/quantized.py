@@ -18,7 +18,8 @@ def quantization_state(layer: nn.Module) -> Any:
 
 def row_scales(layer: Any) -> torch.Tensor | None:
     """The float32 row scales `[out_features]` of an int8 layer, or None where they were lost."""
-    scales = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+    own = getattr(layer.weight, "SCB", None)  # a sharded weight has none
+    scales = layer.state.SCB if own is None else own
     return scales if isinstance(scales, torch.Tensor) else None
 
 
@@ -33,7 +34,9 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     changes = []
     if quantization_state(layer) is None:
         raise _lost(name, layer, "packed 4-bit weight", "the absmax constants that its 4-bit codes")
-    storage = layer.weight.quant_storage
+    storage = getattr(
+        layer.weight, "quant_storage", layer.quant_storage
+    )  # a sharded weight has no attributes
     if layer.weight.dtype != storage:
         raise PrecisionError(
             "packed 4-bit codes were cast",
@@ -78,7 +81,7 @@ def align_8bit(name: str, layer: Any) -> list[str]:
     scales = row_scales(layer)
     if scales is None:
         raise _lost(name, layer, "int8 weight", "the row scales that its codes")
-    if layer.weight.CB is not None:
+    if getattr(layer.weight, "CB", None) is not None:
         # `Module.to` copies the weight without its scales; beside the layer they are safe.
         layer.init_8bit_state()
         layer.state.SCB = scales.to(layer.weight.device)

@@ -115,12 +115,15 @@ def is_pinned(name: str, patterns: Sequence[str]) -> bool:
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The float parameters that `module` holds itself (not its children), unquantized ones only."""
+    # A sharded weight has lost its class; its codes may be packed in a float dtype.
+    codes = "weight" if getattr(module, "quant_state", None) is not None else None
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
         if not isinstance(parameter, UninitializedParameter)  # of a lazy layer: it has no shape yet
         and parameter.is_floating_point()
         and not hasattr(parameter, "quant_state")
+        and name != codes
     }
 
 

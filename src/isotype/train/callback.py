@@ -26,6 +26,7 @@ from isotype.report.check.report import Report
 from isotype.train.diverged import measured, not_finite
 from isotype.train.first_step import before_first_step, is_assumed
 from isotype.train.governed import begin_loss_scale
+from isotype.train.sharded import has_shards
 from isotype.train.watch import StepWatch
 
 logger = logging.getLogger("isotype")
@@ -79,7 +80,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         _restore(model, policy)
         if hasattr(model, "save_pretrained"):
             save_policy_too(model)
-        if state.global_step > 0:
+        if state.global_step > 0 and not has_shards(model):
             self._judge(restore_rounded(model, optimizer, policy.master, _candidates(args, state)))
         raise_optimizer_state(optimizer, policy.master)
         self._judge(scaler_error(optimizer, policy))
@@ -88,7 +89,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             begin_loss_scale(scaler, policy)
         self._checked = False
         if self.check is not None:
-            before_first_step(model, args, optimizer, self._report)
+            report = partial(self._report, speaks=state.is_world_process_zero, whole=not has_shards(model))
+            before_first_step(model, args, optimizer, report)
         self._leave()
         trainer = _calling_trainer() if self.watch else None
         if trainer is not None:
@@ -155,16 +157,17 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._policy is not None and state.is_world_process_zero and missing:
             self._policy.save(directory)
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: Report, speaks: bool, whole: bool) -> None:
         """What the preflight found: its measured errors are judged, the rest is logged."""
         # What lies in the weights is the checkpoint's: the run's own checks of the loss speak of that.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         # What the machine is like was known, and said, when the policy was decided.
         known = ("device", "memory", "versions")
         costs = [finding for finding in report.warnings if finding.kind not in known]
-        for finding in (*assumed, *costs):
+        for finding in (*assumed, *costs) if speaks else ():
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
-        certain = tuple(finding for finding in report.errors if finding not in assumed)
+        # The twin of a sharded model holds all of it: its memory is not this process's.
+        certain = tuple(f for f in report.errors if f not in assumed and (whole or f.kind != "memory"))
         if certain:
             self._judge(replace(report, findings=certain).error())
 

@@ -37,6 +37,7 @@ from isotype.train.diverged import not_finite
 from isotype.train.head import use_own_head
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
+from isotype.train.sharded import Sharded, has_shards
 
 
 class _Governed:
@@ -64,6 +65,8 @@ class _Governed:
             # Not with isotype's loss: it smooths labels without whole logits.
             warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)
             super().__init__(*args, **kwargs)
+        # From here on: the Trainer refuses to be made to save such a model, which `Sharded` does.
+        self.is_distributed_loading_by_transformers = has_shards(self.model)
         use_own_head(self)
         self._free_inputs()
 
@@ -157,8 +160,10 @@ class _Governed:
         return loss, None if self._step_norm is None else norm
 
     def _check_trained(self: Any) -> None:
-        """Raise TrainingError rather than save weights that are not finite."""
-        if not all_finite(p for p in self.model.parameters() if p.requires_grad):
+        """Raise TrainingError, in every process, rather than save weights that are not finite in one."""
+        here = all_finite(p for p in self.model.parameters() if p.requires_grad)
+        broken = self.accelerator.reduce(torch.tensor(0.0 if here else 1.0, device=self.args.device))
+        if broken.item():
             raise not_finite(
                 "the trained weights are not finite",
                 self.args,
@@ -302,7 +307,8 @@ class _Governed:
 @cache
 def governed(trainer_class: type) -> type:
     """`trainer_class` with whole checkpoints, step measures and isotype's loss; the name is kept."""
-    return type(trainer_class.__name__, (_Governed, trainer_class), {"__module__": trainer_class.__module__})
+    bases = (_Governed, Sharded, trainer_class)
+    return type(trainer_class.__name__, bases, {"__module__": trainer_class.__module__})
 
 
 def needs_input_gradients(checkpointing: Mapping[str, Any] | None) -> bool:
@@ -360,6 +366,11 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         # (Accelerator.__init__: `self.device.type != "cpu"`); torch has both for it.
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.native_amp = True
+    if policy.loss_scaling and has_shards(trainer.model):
+        # Every process has to skip a step that overflows in one of them.
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        accelerator.scaler = ShardedGradScaler(accelerator.device.type)
     if policy.loss_scaling:
         begin_loss_scale(accelerator.scaler, policy)
 

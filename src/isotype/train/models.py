@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.load import load
+from isotype.checkpoint.shard import load_sharded
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.adapters import add_lora, remember_base
+from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.launched import Sharding
 from isotype.train.settings import Settings
 
 # What the policy decides; `read_precision_request` has heard what the arguments say about it.
@@ -36,20 +42,25 @@ def adapted_model(
         because a chat template brings new tokens that have to become trainable first.
     """
     import transformers
-    from trl import get_peft_config
 
     arguments, training, method = settings.model, settings.training, settings.method
     given = {k: v for k, v in (training.model_init_kwargs or {}).items() if k not in _DECIDED}
     training.model_init_kwargs = None
     named = {"revision": arguments.model_revision, "attn_implementation": arguments.attn_implementation}
-    kwargs = {**named, **given, **dict(method.model_kwargs)}
+    kwargs = {
+        "model_class": getattr(transformers, method.auto_class) if method.auto_class else None,
+        **named,
+        **given,
+        **dict(method.model_kwargs),
+    }
+    late = start is None and policy.trainable == "lora" and _brings_tokens(training)
+    adapt = None if late or policy.trainable == "full" else partial(_adapted, settings, policy, start)
     try:
-        model = load(
-            arguments.model_name_or_path,
-            policy,
-            model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
-            **kwargs,
-        )
+        if settings.sharding is not None:
+            model = _sharded(settings.sharding, arguments.model_name_or_path, policy, adapt, kwargs)
+        else:
+            model = load(arguments.model_name_or_path, policy, **kwargs)
+            model = model if adapt is None else adapt(model)
     except TypeError as error:
         if not given or "unexpected keyword argument" not in str(error):
             raise
@@ -64,25 +75,76 @@ def adapted_model(
             ],
         ) from error
     model.config.use_cache = False
-    if policy.trainable == "full":
+    if not late:
         return model, None
+    peft_config = _peft_config(settings, model)
+    remember_base(model, peft_config)
+    return model, peft_config
+
+
+def _brings_tokens(training: Any) -> bool:
+    """Whether a chat template of another model is taken over, with its tokens; sft and reward have the argument."""
+    template = getattr(training, "chat_template_path", None)
+    return template is not None and not Path(template).is_file()
+
+
+def _peft_config(settings: Settings, model: Any) -> Any:
+    from trl import get_peft_config
+
+    config = get_peft_config(settings.model)
+    config.bias = settings.extra.lora_bias
+    check_module_names(model, config)
+    return config
+
+
+def _adapted(settings: Settings, policy: PrecisionPolicy, start: Adapter | None, model: Any) -> Any:
     if start is not None:
-        return attach(model, start, policy), None
-    peft_config = get_peft_config(arguments)
-    peft_config.bias = settings.extra.lora_bias
-    check_module_names(model, peft_config)
-    template = getattr(training, "chat_template_path", None)  # sft and reward have it
-    if template is not None and not Path(template).is_file():
-        remember_base(model, peft_config)
-        return model, peft_config
+        return _with_reference(settings, policy, attach(model, start, policy))
     try:
-        return add_lora(model, policy, peft_config), None
+        return _with_reference(settings, policy, add_lora(model, policy, _peft_config(settings, model)))
     except (ValueError, NotImplementedError) as error:
         # PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt.
         raise UsageError(
             "the adapter cannot be made as asked",
             [Problem(first_sentence(error), "arguments that PEFT can adapt this model by", "see --lora_*")],
         ) from error
+
+
+_REFERENCE = "ref"
+"""TRL's name for the frozen copy of the adapter that a preference run, or one with a KL term, starts from."""
+
+
+def _with_reference(settings: Settings, policy: PrecisionPolicy, model: Any) -> Any:
+    """Add the adapter that TRL would add to a model that is not sharded: to one that is, none can be added any more."""
+    compares = settings.method.name in ("dpo", "kto") or getattr(settings.training, "beta", None)
+    if settings.sharding is not None and compares:
+        model.add_adapter(_REFERENCE, model.peft_config["default"])
+        enforce_model(model, policy)
+    return model
+
+
+@contextmanager
+def reference_there(model: Any) -> Iterator[None]:
+    """While a trainer is built: TRL finds the adapter `ref` of a sharded model there, and only copies values into it."""
+    if _REFERENCE not in (getattr(model, "peft_config", None) or {}):
+        yield
+        return
+    model.add_adapter = lambda *_: None
+    try:
+        yield
+    finally:
+        del model.add_adapter
+
+
+def _sharded(
+    sharding: Sharding, path: str, policy: PrecisionPolicy, adapt: Callable[[Any], Any] | None, kwargs: Any
+) -> Any:
+    model = load_sharded(path, policy, adapt, reshard=sharding.reshard, **kwargs)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base._is_fsdp_managed_module = True  # `generate` then goes on until every process has its end
+    # TRL casts the masters of a model with these to bfloat16, which no assignment to `.data` undoes where they are sharded.
+    base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
+    return model
 
 
 def check_module_names(model: Any, config: Any) -> None:

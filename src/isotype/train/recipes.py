@@ -36,8 +36,9 @@ from isotype.train.governed import (
     masters_of,
     mixed_precision_name,
 )
+from isotype.train.launched import lost_process_named, take_sharding
 from isotype.train.lengths import Lengths, lengths_of
-from isotype.train.models import adapted_model, first_sentence, processing_class
+from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
 from isotype.train.run_files import earlier_report, files_of_checkpoint, report_failure, write_report
@@ -88,6 +89,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     """
     with interrupts_kept():
         settings, start = start_of(settings)
+        settings = replace(settings, sharding=take_sharding(settings.training, settings.model))
         profile = _training_device(settings)
         rewards = _rewards(settings)
         _place_outputs(settings)
@@ -246,7 +248,11 @@ def _build(
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     asked = _first_answer(settings, data, model, tokenizer, resume, console)
     masters = masters_of(model)
-    with _arguments_of(method.trainer), _found_again(model, source, settings.model.model_revision):
+    with (
+        _arguments_of(method.trainer),
+        _found_again(model, source, settings.model.model_revision),
+        reference_there(model),
+    ):
         trainer = governed(method.trainer_class())(
             model=model,
             args=training,
@@ -260,7 +266,7 @@ def _build(
     if changes:
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
         console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
-    if settings.extra.fuse:
+    if settings.extra.fuse and settings.sharding is None:
         describe.show_fusion(console, fuse(trainer.model), settings.extra)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     notes = tuple(note for note in (lengths and lengths.cut(training.max_length), dropped) if note)
@@ -374,30 +380,32 @@ def _train(
             files_of_checkpoint, built.identity, partial(record_of, sample, "running")
         )
         trainer.card = lambda: model_card(record_of(sample, "finished"))
-        recorder.keep = Kept(lambda: write_report(record_of(sample, "running"), root, made_steps=True))
+        write = partial(write_report, root=root, writes=trainer.args.should_save)
+        recorder.keep = Kept(lambda: write(record_of(sample, "running"), made_steps=True))
         try:
-            stopped_by = _train_and_save(trainer, root, resume, console)
+            with lost_process_named(trainer):
+                stopped_by = _train_and_save(trainer, root, resume, console)
         except TrainingError as failure:
             record = record_of(sample, "failed", str(failure))
-            report = write_report(record, root, made_steps=recorder.made_steps)
+            report = write(record, made_steps=recorder.made_steps)
             return Outcome(record, None, report, trainer.last_checkpoint())
         except Exception as failure:
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
             )
             failed = record_of(sample, "failed", error)
-            report_failure(failed, root, console, made_steps=recorder.made_steps)
+            report_failure(failed, write, console, made_steps=recorder.made_steps)
             raise
     if stopped_by is not None:
         record = record_of(sample, "interrupted")
-        report = write_report(record, root, made_steps=recorder.made_steps)
+        report = write(record, made_steps=recorder.made_steps)
         return Outcome(record, None, report, trainer.last_checkpoint(), stopped_by)
     try:
         sample = _second_answer(trainer, sample, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
     record = record_of(sample, "finished")
-    report = write_report(record, root, made_steps=recorder.made_steps)
+    report = write(record, made_steps=recorder.made_steps)
     return Outcome(record, root, report, trainer.last_checkpoint())
 
 

@@ -42,7 +42,7 @@ def files_of_checkpoint(
     write_whole(checkpoint / JSON_NAME, to_json(record()))
 
 
-def write_report(record: RunRecord, root: Path, *, made_steps: bool) -> Path:
+def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
     """Write the report into the run's folder; returns the path of the HTML.
 
     A report with steps stays where this command has made none of its own: it may be that of a finished run.
@@ -51,22 +51,25 @@ def write_report(record: RunRecord, root: Path, *, made_steps: bool) -> Path:
         record: the run so far.
         root: output directory.
         made_steps: whether this command has made a step.
+        writes: whether this process writes: of several, the first of all.
 
     Raises:
         SaveError: it cannot be written; a former one is untouched.
     """
     tells_more = record.status == "finished" and bool(record.steps)
-    if not made_steps and not tells_more and _has_steps(root / JSON_NAME):
+    if not writes or (not made_steps and not tells_more and _has_steps(root / JSON_NAME)):
         return root / HTML_NAME
     html, _ = write_run_report(record, root)
     return html
 
 
-def report_failure(record: RunRecord, root: Path, console: Console, *, made_steps: bool) -> None:
+def report_failure(
+    record: RunRecord, write: Callable[..., Path], console: Console, *, made_steps: bool
+) -> None:
     """`write_report` of a failed run, unless the failure, a full disk for one, keeps it from being written too."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
-        write_report(record, root, made_steps=made_steps)
+        write(record, made_steps=made_steps)
     except SaveError as error:
         say(f"no run report: {error.headline}")
 

@@ -16,7 +16,13 @@ MANIFEST = "isotype_checkpoint.json"
 """File in a checkpoint that says when it was saved and how large each of its files is."""
 
 _STATE = "trainer_state.json"
-_WEIGHTS = ("adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*")
+_WEIGHTS = (
+    "adapter_model.*",
+    "*/adapter_model.*",
+    "model*.safetensors",
+    "pytorch_model*",
+    "sharded/*.safetensors",
+)
 
 # What a finished run leaves of each kind; `PrecisionPolicy.trainable` names the kind.
 RESULT_FILES = {

@@ -15,6 +15,7 @@ from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.config_file import apply_config, without_config
+from isotype.train.launched import Sharding
 from isotype.train.limits import number_problems
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.precision_flags import FLAGS, read_precision_request
@@ -44,6 +45,7 @@ class Settings:
         explicit: the names of the arguments that were really given.
         argv: the command line as typed.
         refused: the dtypes that `--bf16 False` and `--fp16 False` rule out.
+        sharding: how the model is sharded over processes; None where it is not.
     """
 
     method: Method
@@ -56,6 +58,7 @@ class Settings:
     explicit: frozenset[str]
     argv: tuple[str, ...]
     refused: frozenset[str] = frozenset()
+    sharding: Sharding | None = None
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from isotype.core.interrupt import terminate
@@ -34,13 +35,13 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if stopped:
+            if _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
         on_evaluate = on_step_end  # a signal during an evaluation need not wait for one more step
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if stopped:
+            if _agreed(trainer, stopped):
                 control.should_training_stop = True
 
     def ask_to_stop(signum: int, frame: FrameType | None) -> None:
@@ -63,6 +64,15 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         ending = bool(stopped) and before[signal.SIGTERM] is terminate
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if ending else handler)
+
+
+def _agreed(trainer: Any, stopped: list[int]) -> bool:
+    """Whether a process of the run was asked to stop; a signal reaches one before another, and all stop after the same step."""
+    if trainer.accelerator.num_processes > 1:
+        asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
+        numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
+        stopped.extend(number for number in numbers if number and not stopped)
+    return bool(stopped)
 
 
 def resume_command(settings: Settings, checkpoint: Path) -> str:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from isotype.model.copies import copied, empty_copies, fill_copies
+from isotype.model.walk import kind_of
 
 _CPU = torch.device("cpu")
 
@@ -76,7 +77,41 @@ def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             _fill(memo[id(tensor)], tensor, memo)
         fill_copies(model, memo)
     twin: nn.Module = memo[id(model)]
+    if any(hasattr(module, "set_reshard_after_forward") for module in model.modules()):
+        _unshard(twin)
     return twin
+
+
+def _unshard(twin: nn.Module) -> None:
+    """Take FSDP2 off a twin: its parameters are whole, and of the classes that they had before they were sharded."""
+    for module in twin.modules():
+        if hasattr(module, "set_reshard_after_forward"):
+            module.__class__ = type(module).__bases__[-1]
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for number, hook in list(hooks.items()):
+                    if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
+                        del hooks[number]
+        kind = kind_of(module)
+        if kind in ("linear4bit", "linear8bit"):
+            _with_class(module, kind)
+
+
+def _with_class(layer: Any, kind: str) -> None:
+    """Give the codes of a quantized layer bitsandbytes' class, with the attributes that it has for a quantized weight."""
+    from bitsandbytes.nn import Int8Params, Params4bit
+
+    weight = layer.weight
+    if kind == "linear8bit":
+        layer.state.CB = weight.detach()
+        weight.__class__ = _fake_class(Int8Params)
+        vars(weight).update(CB=None, SCB=None, has_fp16_weights=False)
+        return
+    state = layer.quant_state
+    weight.__class__ = _fake_class(Params4bit)
+    vars(weight).update(
+        quant_state=state, quant_type=state.quant_type, blocksize=state.blocksize, module=layer
+    )
+    vars(weight).update(quant_storage=weight.dtype, compress_statistics=state.nested, bnb_quantized=True)
 
 
 def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

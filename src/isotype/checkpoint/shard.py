@@ -1,0 +1,289 @@
+"""Load a checkpoint over several processes: each reads and keeps its rows of every tensor, and no process holds the whole."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import nn
+
+from isotype.checkpoint.blank import KeepsValues
+from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.finite import require_finite
+from isotype.checkpoint.formats.gguf_copy import dense_copy
+from isotype.checkpoint.formats.hub import downloaded
+from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.stream import StoredWeights, fill_buffers, stored_weights
+from isotype.checkpoint.weightless import model_config, skeleton, store
+from isotype.core.errors import CheckpointError, PrecisionError, Problem
+from isotype.core.names import base_name, listed, plural
+from isotype.model.quantized import quantization_state
+from isotype.model.shard import device_of, mesh_over_all, shard_model
+from isotype.model.walk import Place, places
+from isotype.precision.policy import PrecisionPolicy
+
+_MOST = 12
+
+
+def load_sharded(
+    path: str | Path,
+    policy: PrecisionPolicy,
+    adapt: Callable[[Any], Any] | None = None,
+    *,
+    mesh: Any = None,
+    reshard: bool = True,
+    model_class: type | None = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    **settings: Any,
+) -> Any:
+    """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
+
+    The model is built without weights, gets its adapters, is sharded, and is filled then: of every tensor each process reads, quantizes
+    and keeps its own rows. Quantized weights come out as those of `isotype.load`, bit by bit. All processes have to call this together.
+
+    Args:
+        path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`.
+        policy: from `isotype.resolve_precision`.
+        adapt: adds the adapters, as in `lambda model: isotype.add_lora(model, policy, r=16)`; the model that it is given has no values.
+            Adapters are drawn as in one process: with the same seed, in the same order.
+        mesh: a `DeviceMesh` of one dimension; by default all processes.
+        reshard: free a block's gathered weights after its forward and gather them again for its backward; False keeps them.
+        model_class: a transformers model class or auto class; by default the class that the config names.
+        revision: branch, tag or commit of a hub id.
+        attn_implementation: as in `from_pretrained`.
+        **settings: fields of the config to set, such as `num_labels`.
+
+    Returns:
+        The model (or what `adapt` returned), its class one of FSDP's. `precision_policy` is the policy, `bytes_read` the bytes that this
+        process has read of the files.
+
+    Raises:
+        CheckpointError: `path` is no checkpoint or lacks tensors that the model needs, or values are not finite.
+        PrecisionError: the checkpoint is saved quantized; its codes cannot be cut into rows.
+        UsageError: there is no process group.
+    """
+    device = device_of(policy)
+    mesh = mesh_over_all(device) if mesh is None else mesh
+    directory = _directory(path, policy, revision)
+    _check_dense(directory, mesh)
+    model = skeleton(
+        model_config(directory),
+        policy,
+        model_class=model_class,
+        attn_implementation=attn_implementation,
+        buffers=True,
+        **settings,
+    )
+    stored = stored_weights(model, directory)
+    model.name_or_path = model.config._name_or_path = str(path)
+    fill_buffers(model, stored)
+    model = store(model, policy)
+    if adapt is not None:
+        with KeepsValues():
+            model = adapt(model)
+    shard_model(model, policy, mesh, reshard=reshard)
+    _fill(model, _Rows(stored, policy, mesh, device, directory))
+    model.bytes_read = stored.bytes_read
+    return model
+
+
+def _directory(path: str | Path, policy: PrecisionPolicy, revision: str | None) -> Path:
+    """The directory with the files; what has to be made or downloaded first, the first process of a machine makes."""
+    with PartialState().local_main_process_first():
+        found = resolve_source(path)
+        if isinstance(found, str):
+            return downloaded(found, revision)
+        return dense_copy(found, policy.plain) if found.suffix == ".gguf" else found
+
+
+def _check_dense(directory: Path, mesh: Any) -> None:
+    saved = facts_of(directory).quantization
+    if saved is None:
+        return
+    given = f"{directory}, saved in {saved.format}, over {mesh.size()} processes"
+    fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
+    problem = Problem(given, "float weights, of which every process can read its rows", fix)
+    raise PrecisionError("a quantized checkpoint cannot be loaded sharded", [problem])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Reads the rows of this process.
+
+    Attributes:
+        stored: the files, by the model's names.
+        policy: what the rows are converted for.
+        mesh: the processes.
+        device: where the rows go.
+        source: the checkpoint, for messages.
+    """
+
+    stored: StoredWeights
+    policy: PrecisionPolicy
+    mesh: Any
+    device: torch.device
+    source: Path
+
+    def plain(self, name: str, parameter: Any) -> torch.Tensor:
+        """The rows of `parameter` that are this process's, in its dtype."""
+        return self._read(name, *self._own(parameter.shape[0]), parameter.dtype)
+
+    def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
+        """int8 rows; the scales of all rows go beside the layer."""
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        rows = parameter.shape[0]
+        start, stop = self._own(rows)
+        scales = torch.zeros(rows, device=self.device)
+        codes = torch.empty(0, parameter.shape[1], dtype=torch.int8, device=self.device)
+        if stop > start:
+            dense = self._read(name, start, stop, self.policy.plain, _turned(layer))
+            codes, scales[start:stop], _ = int8_vectorwise_quant(dense.to(torch.float16))
+        layer.state.SCB = self._from_all(scales)
+        return codes
+
+    def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
+        """Packed codes `[bytes of this process / size of the storage dtype, 1]`; the constants of all blocks go beside the layer."""
+        state = quantization_state(layer)
+        width, size = state.shape[1], state.blocksize
+        packed = 2 * parameter.dtype.itemsize  # elements in one of the storage dtype
+        start, stop = (min(each * packed, state.shape.numel()) for each in self._own(parameter.shape[0]))
+        absmax = torch.zeros(math.ceil(state.shape.numel() / size), device=self.device)
+        codes = torch.empty(0, 1, dtype=torch.uint8, device=self.device)
+        if stop > start:
+            # Whole blocks around the own elements, out of the rows that they lie in.
+            first, last = start // size * size, min(math.ceil(stop / size) * size, state.shape.numel())
+            top, bottom = first // width, math.ceil(last / width)
+            dense = self._read(name, top, bottom, self.policy.plain, _turned(layer)).flatten()
+            block = dense[first - top * width : last - top * width]
+            codes, found = torch.ops.bitsandbytes.quantize_4bit.default(
+                block, size, state.quant_type, torch.uint8
+            )
+            codes = codes[(start - first) // 2 : (stop - first + 1) // 2]
+            # A block that two processes share is the one's in which it begins.
+            skipped = math.ceil(start / size) - first // size
+            absmax[first // size + skipped : math.ceil(stop / size)] = found[skipped:]
+        layer.quant_state = _state_of(state, self._from_all(absmax))
+        return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
+
+    def _own(self, rows: int) -> tuple[int, int]:
+        """FSDP2's rows of this process: as `torch.chunk` cuts them."""
+        each = math.ceil(rows / self.mesh.size())
+        start = min(each * self.mesh.get_local_rank(), rows)
+        return start, min(start + each, rows)
+
+    def _read(
+        self, name: str, start: int, stop: int, dtype: torch.dtype, turned: bool = False
+    ) -> torch.Tensor:
+        rows = self.stored.read_rows(name, start, stop, dim=1 if turned else 0)
+        require_finite(self.source, [(name, rows)])
+        return (rows.T if turned else rows).to(device=self.device, dtype=dtype).contiguous()
+
+    def _from_all(self, part: torch.Tensor) -> torch.Tensor:
+        """Every process's entries, where each has filled in its own among zeros."""
+        torch.distributed.all_reduce(part, group=self.mesh.get_group())
+        return part
+
+
+def _turned(layer: Any) -> bool:
+    """Whether the checkpoint holds a quantized layer's weight as `[in, out]`: transformers' Conv1D does."""
+    return getattr(layer.source_cls, "__name__", "") == "Conv1D"
+
+
+def _state_of(blank: Any, absmax: torch.Tensor) -> Any:
+    """The quantization state with these constants, as `bitsandbytes.functional.quantize_4bit` makes it (0.50.2)."""
+    from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
+
+    offset = state2 = None
+    if blank.nested:
+        offset = absmax.mean()
+        absmax, state2 = quantize_blockwise(absmax - offset, blocksize=256)
+    return QuantState(
+        absmax=absmax,
+        shape=blank.shape,
+        dtype=blank.dtype,
+        blocksize=blank.blocksize,
+        code=get_4bit_type(blank.quant_type, device=absmax.device),
+        quant_type=blank.quant_type,
+        offset=offset,
+        state2=state2,
+    )
+
+
+_Owner = tuple[str, Place, str]
+"""Of a parameter: its name in the checkpoint, where it is, and its name in that module."""
+
+
+def _source(owners: Sequence[_Owner], rows: _Rows) -> _Owner:
+    return next(each for each in owners if each[0] in rows.stored.shapes)
+
+
+def _fill(model: nn.Module, rows: _Rows) -> None:
+    """Give every parameter on the meta device its rows."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    owners: dict[
+        Any, list[tuple[str, Any, str]]
+    ] = {}  # parameter -> (name in the checkpoint, place, name in the module)
+    for place in places(model):
+        for name, parameter in place.module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                full = base_name(f"{place.name}.{name}" if place.name else name)
+                owners.setdefault(parameter, []).append((full, place, name))
+    _check_complete(owners, rows)
+    sources = {parameter: _source(found, rows) for parameter, found in owners.items()}
+    copies = Counter(name for name, _, _ in sources.values())
+    read: dict[str, torch.Tensor] = {}  # rows that a second parameter, a trained copy of the first, takes too
+    for parameter, (name, place, own) in sources.items():
+        layer: Any = place.module
+        if place.kind == "linear4bit" and own == "weight":
+            values = rows.codes_4bit(name, parameter, layer)
+        elif place.kind == "linear8bit" and own == "weight":
+            values = rows.codes_8bit(name, parameter, layer)
+        elif name in read:
+            values = read[name].to(parameter.dtype, copy=True)
+        else:
+            values = rows.plain(name, parameter)
+            if copies[name] > 1:
+                read[name] = values
+        sharded = DTensor.from_local(
+            values, rows.mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        for _, holder, other in owners[parameter]:
+            holder.module._parameters[other] = made
+    model.load_state_dict({}, strict=False)  # FSDP2 looks for new parameters after a load
+
+
+def _check_complete(owners: Mapping[Any, Sequence[_Owner]], rows: _Rows) -> None:
+    """Whether the checkpoint has every weight, in the model's shape; all that it has not are named at once."""
+    shapes, problems = rows.stored.shapes, []
+    missing = [found[0][0] for found in owners.values() if not any(name in shapes for name, _, _ in found)]
+    if missing:
+        fix = "give the whole checkpoint of this architecture"
+        given = f"{rows.source} without {plural(len(missing), 'tensor')}: {listed(missing, _MOST)}"
+        problems.append(Problem(given, "every weight of the model", fix))
+    for parameter, found in owners.items():
+        for name, place, own in found:
+            state = (
+                quantization_state(place.module) if own == "weight" and place.kind == "linear4bit" else None
+            )
+            wanted = tuple(parameter.shape if state is None else state.shape)
+            if own == "weight" and place.kind in ("linear4bit", "linear8bit") and _turned(place.module):
+                wanted = wanted[::-1]
+            if name in shapes and tuple(shapes[name]) != wanted:
+                given = f"{name} of shape {list(shapes[name])} in {rows.source}"
+                problems.append(
+                    Problem(
+                        given, f"{list(wanted)}, as the config says", "give the config.json of these weights"
+                    )
+                )
+    if problems:
+        raise CheckpointError("the checkpoint does not fit the model", problems[:_MOST])

@@ -1,0 +1,173 @@
+"""Shard a model under a policy over processes, by FSDP2: every tensor keeps the dtype that the policy gives it.
+
+FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the parameters of a group together and reduces its gradients together, and asks that
+all trained parameters of a group have one dtype. A model under a policy is not of one dtype: pinned norms are float32 among bfloat16
+weights, quantized codes are integers, adapters are float32 masters. So nothing is cast where it is gathered (`param_dtype=None`: the
+model casts where it computes, sharded or not), and what is trained in another dtype than its block gets a group of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.model.walk import blocks_in, kind_of, places
+from isotype.precision.policy import PrecisionPolicy
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether a process holds a part of this parameter only."""
+    return hasattr(parameter, "placements")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lies in this process: all of it where it is not sharded."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def device_of(policy: PrecisionPolicy) -> torch.device:
+    """The device that a process's part lies on: the accelerator that is here, unless the policy is for a CPU."""
+    accelerator = torch.accelerator.current_accelerator() if policy.device != "cpu" else None
+    return accelerator or torch.device("cpu")
+
+
+def mesh_over_all(device: torch.device) -> Any:
+    """A mesh of one dimension over all processes of the default group.
+
+    Raises:
+        UsageError: there is no process group.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise UsageError(
+            "there are no processes to shard over",
+            [
+                Problem(
+                    "a process that was started alone",
+                    "a process group (torch.distributed)",
+                    "start the command with torchrun --nproc_per_node N or accelerate launch, or call "
+                    "torch.distributed.init_process_group() first",
+                )
+            ],
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, (distributed.get_world_size(),))
+
+
+def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshard: bool = True) -> Any:
+    """Shard `model`, which is under `policy`, in place by FSDP2; of every parameter each process keeps its rows only.
+
+    A group for each block, one for frozen input embeddings that nothing else shares, and one for all the rest (final norm, head), which
+    stays gathered from the forward to the end of the backward. Gradients are summed in the policy's reduce dtype.
+
+    Args:
+        model: any module; its parameters may lie on the meta device.
+        policy: the one that it is under.
+        mesh: a `DeviceMesh` of one dimension; by default all processes.
+        reshard: free a block's gathered weights after its forward and gather them again for its backward; False keeps them.
+
+    Returns:
+        The same model; its class is one of FSDP's.
+
+    Raises:
+        PrecisionError: parameters of different dtypes are trained in one module, which FSDP2 cannot reduce together.
+        UsageError: there is no process group, or the mesh has more than one dimension.
+    """
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    mesh = mesh_over_all(device_of(policy)) if mesh is None else mesh
+    if mesh.ndim != 1:
+        given, fix = f"a mesh of {mesh.ndim} dimensions", "give mesh['the dimension to shard over']"
+        raise UsageError("a mesh that cannot be sharded over", [Problem(given, "one dimension", fix)])
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None, reduce_dtype=policy.reduce, cast_forward_inputs=False
+        ),
+    }
+    _plain_codes(model)
+    blocks = _outermost_blocks(model)
+    for block in blocks:
+        for module in _of_another_dtype(block):
+            fully_shard(module, reshard_after_forward=reshard, **arguments)
+        fully_shard(block, reshard_after_forward=reshard, **arguments)
+    embedding = _lone_embedding(model)
+    if embedding is not None:
+        fully_shard(embedding, reshard_after_forward=True, **arguments)
+    for module in _of_another_dtype(model, outside=blocks):
+        fully_shard(module, reshard_after_forward=False, **arguments)
+    fully_shard(model, reshard_after_forward=False, **arguments)
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
+    return model
+
+
+def _plain_codes(model: nn.Module) -> None:
+    """Quantized codes as plain parameters, their constants beside the layer: FSDP keeps neither a class nor attributes of a parameter.
+
+    bitsandbytes finds the constants there again (`fix_4bit_weight_quant_state_from_module`); of an 8-bit layer, the boundary does.
+    """
+    for place in places(model):
+        layer: Any = place.module
+        if place.kind == "linear4bit":
+            layer.quant_state = getattr(layer.weight, "quant_state", None) or layer.quant_state
+        elif place.kind == "linear8bit":
+            layer.state.CB = None
+        else:
+            continue
+        layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
+def _outermost_blocks(model: nn.Module) -> list[nn.Module]:
+    blocks = blocks_in(model)
+    inner = {id(part) for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if id(block) not in inner]
+
+
+def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
+    """The modules whose trained parameters are of another dtype than most of the group's."""
+    apart = {id(part) for block in outside or () for part in block.modules()}
+    owners = [module for module in model.modules() if id(module) not in apart]
+    trained = {id(module): _trained_dtypes(module) for module in owners}
+    dtypes = Counter(dtype for found in trained.values() for dtype in found)
+    if len(dtypes) < 2:
+        return []
+    most = dtypes.most_common(1)[0][0]
+    for module in owners:
+        if len(trained[id(module)]) > 1:
+            found = " and ".join(sorted(map(dtype_name, trained[id(module)])))
+            given = f"{type(module).__name__} with trained parameters in {found}"
+            fix = "train it in one dtype: isotype.enforce(model, policy) before it is sharded"
+            raise PrecisionError(
+                "a module that FSDP2 cannot shard", [Problem(given, "trained parameters of one dtype", fix)]
+            )
+    return [module for module in owners if trained[id(module)] - {most}]
+
+
+def _trained_dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p)}
+
+
+def _lone_embedding(model: Any) -> nn.Module | None:
+    """The frozen input embedding that nothing else shares: it can be freed as soon as the tokens are looked up."""
+    found: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if found is None or kind_of(found) != "embedding" or found.weight.requires_grad:
+        return None
+    sharing = [
+        module
+        for module in model.modules()
+        if any(p is found.weight for p in module.parameters(recurse=False))
+    ]
+    return found if sharing == [found] else None

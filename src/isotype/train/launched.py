@@ -1,0 +1,138 @@
+"""Several processes: what a launcher (torchrun, accelerate) or `--fsdp` asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isotype.core.errors import Problem, TrainingError, UsageError
+
+# gloo's words, and NCCL's, where the process at the other end of a connection is gone.
+_GONE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|remote process exited|remote process has terminated|timed out",
+    re.I,
+)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded over processes, by FSDP2.
+
+    Attributes:
+        reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
+    """
+
+    reshard: bool = True
+
+
+def take_sharding(training: Any, arguments: Any) -> Sharding | None:
+    """What `--fsdp` or `accelerate launch` asks for, taken out of the training arguments and the environment; None without either.
+
+    The model is sharded when it is loaded (`isotype.checkpoint.shard`). accelerate would load it whole into every process first, and
+    shards nothing on a CPU, whatever its config says.
+
+    Args:
+        training: TrainingArguments; `fsdp` is taken out of them.
+        arguments: TRL's ModelConfig.
+
+    Raises:
+        UsageError: what is asked for cannot be done; all of it is named.
+    """
+    launched = os.environ.pop("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
+    if not training.fsdp and not launched:
+        return None
+    asked = _of_arguments(training) if training.fsdp else _of_launcher()
+    training.fsdp = training.fsdp_plugin_args = None
+    found = _problems(asked, training, arguments)
+    if found:
+        raise UsageError("the model cannot be sharded as asked", found)
+    if asked["activation_checkpointing"]:
+        training.gradient_checkpointing = True
+    return Sharding(reshard=asked["reshard"])
+
+
+def _of_arguments(training: Any) -> dict[str, Any]:
+    config = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
+    return {
+        "version": int(config.get("version", 2)),
+        "reshard": _true(config.get("reshard_after_forward", True)),
+        "offload": _true(config.get("cpu_offload", config.get("offload_params", False))),
+        "activation_checkpointing": _true(config.get("activation_checkpointing", False)),
+        "source": "--fsdp_config version",
+    }
+
+
+def _of_launcher() -> dict[str, Any]:
+    """What `accelerate launch` hands on of its config (`prepare_multi_gpu_env` in accelerate/utils/launch.py)."""
+    given = os.environ.get
+    return {
+        "version": int(given("FSDP_VERSION", "1")),
+        "reshard": _true(given("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        "offload": _true(given("FSDP_OFFLOAD_PARAMS", "false")),
+        "activation_checkpointing": _true(given("FSDP_ACTIVATION_CHECKPOINTING", "false")),
+        "source": "fsdp_version",
+    }
+
+
+def _true(value: Any) -> bool:
+    return str(value).lower() in ("true", "1", "full_shard")
+
+
+def _problems(asked: Mapping[str, Any], training: Any, arguments: Any) -> list[Problem]:
+    problems = []
+    if asked["version"] != 2:
+        fix = f"set {asked['source']} to 2; FSDP1 flattens parameters of several dtypes into one"
+        problems.append(Problem(f"{asked['source']} {asked['version']}", "FSDP2", fix))
+    if asked["offload"]:
+        expected = "weights on the device: parts in the memory of the CPU are not supported"
+        fix = "leave it out; --quantization nf4 or more processes take less memory on each"
+        problems.append(Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix))
+    if getattr(arguments, "use_dora", False):
+        fix = "leave it out, or train without --fsdp, where every process holds the model (DDP)"
+        expected = "plain LoRA: the norms of whole weights, which DoRA begins with, are on no process"
+        problems.append(Problem("--use_dora", expected, fix))
+    if getattr(training, "chat_template_path", None) is not None:
+        expected = "the model's own chat template: no tokens are added to a sharded embedding"
+        problems.append(
+            Problem(
+                f"--chat_template_path {training.chat_template_path}", expected, "train it without --fsdp"
+            )
+        )
+    return problems
+
+
+@contextmanager
+def lost_process_named(trainer: Any) -> Iterator[None]:
+    """The death of another process of a run, which ends a collective here, is told as that.
+
+    Raises:
+        TrainingError: another process is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if trainer.accelerator.num_processes == 1 or not _GONE.search(str(error)):
+            raise
+        # The launcher ends this process now; what is left is to say why.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _lost(trainer, trainer.last_checkpoint()) from error
+
+
+def _lost(trainer: Any, checkpoint: Path | None) -> TrainingError:
+    here = f"process {trainer.args.process_index} of {trainer.args.world_size} waited for another one, which has ended"
+    fix = (
+        "look above for its own message; one that the system has killed (out of memory: signal 9) leaves none"
+    )
+    hint = (
+        f"{checkpoint} is whole: start the same command with --resume_from_checkpoint {checkpoint}, at any number of processes"
+        if checkpoint
+        else "no checkpoint had been saved before; --save_steps N keeps one every N steps"
+    )
+    problem = Problem(f"step {trainer.state.global_step + 1}: {here}", "all processes of the run", fix)
+    return TrainingError("another process of the run has ended", [problem], hint)

@@ -1,0 +1,250 @@
+"""A trainer whose model is sharded: what it saves and goes on from, at any number of processes.
+
+A checkpoint of a sharded run holds the folder `sharded/`, written by all processes together through `torch.distributed.checkpoint` as
+safetensors: trained weights and optimizer states by the names of their parameters, each process its rows. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from isotype.core.errors import CheckpointError, Problem
+from isotype.core.names import base_name, listed
+from isotype.model.shard import is_sharded
+
+SHARDS = "sharded"
+"""Folder of a checkpoint with what each process has saved of its own."""
+
+_GROUPS = "optimizer_groups.json"
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Whether a process holds parts of this model only."""
+    return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """The weights that are saved, by name, gathered one after another into the memory of the CPU.
+
+    All processes call it together; those with `keep` False drop what they have gathered and return nothing.
+    """
+    # Of a model without adapters, buffers and frozen weights too: its file is the whole model.
+    named = _adapters(model) if hasattr(model, "peft_config") else model.state_dict()
+    state = {}
+    for name, tensor in named.items():
+        whole = whole_tensor(tensor.detach())
+        if keep:
+            state[name] = whole.cpu()
+    return state
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor gathered from all processes; one that is not sharded as it is."""
+    sharded: Any = tensor
+    found: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
+    return found
+
+
+def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
+    """Save trained weights and optimizer states into `directory`; all processes call it together."""
+    names = _trained(model)
+    state: dict[str, Any] = {f"{_MODEL}{name}": parameter for name, parameter in names.items()}
+    for name, parameter in names.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"{_OPTIMIZER}{name}.{key}"] = value
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    save(state, storage_writer=writer)
+    if distributed.get_rank() == 0:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        (directory / _GROUPS).write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
+
+
+def load_weights(directory: Path, model: nn.Module) -> None:
+    """Read trained weights from `directory` into a model, sharded over any number of processes or not at all."""
+    state = {f"{_MODEL}{name}": p.detach() for name, p in _trained(model).items()}
+    _read(directory, state)
+
+
+def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
+    """Read optimizer states from `directory`: as the parameters are sharded now."""
+    reader = HuggingFaceStorageReader(str(directory))
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    fused = {
+        id(p): group.get("fused") or group.get("capturable")
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in _trained(model).items():
+        prefix = f"{_OPTIMIZER}{name}."
+        for key, header in saved.items():
+            if not key.startswith(prefix):
+                continue
+            dtype, size = header.properties.dtype, tuple(header.size)
+            where = parameter.device if size or fused.get(id(parameter)) else "cpu"
+            like = size == tuple(parameter.shape)
+            found[key] = (
+                torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                if like
+                else torch.zeros(size, dtype=dtype, device=where)
+            )
+            optimizer.state[parameter][key.removeprefix(prefix)] = found[key]
+    _read(directory, found)
+    groups = json.loads((directory / _GROUPS).read_text(encoding="utf-8"))
+    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved_group.items()})
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained, and what TRL keeps beside it of where the training started."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}
+
+
+def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
+    """Read tensors in place, each process the rows that it holds."""
+    reader = HuggingFaceStorageReader(str(directory))
+    saved = reader.read_metadata().state_dict_metadata
+    missing = [name for name in state if name not in saved]
+    if missing:
+        fix = "go on with the settings of the run that saved it"
+        raise CheckpointError(
+            "a checkpoint of another run",
+            [Problem(f"{directory} without {listed(missing)}", "every trained weight", fix)],
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled", UserWarning
+        )  # one process is enough
+        load(state, storage_reader=reader, no_dist=not distributed.is_initialized())
+
+
+def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+    """Give sharded parameters the rows of whole tensors, which every process has read."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for name, parameter in _trained(model).items():
+        target: Any = parameter.detach()
+        value = whole[name].to(device=target.device, dtype=target.dtype)
+        made: Any = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(made.to_local())
+
+
+def shard_optimizer(optimizer: Any) -> None:
+    """Cut whole optimizer states, which every process has read, into the rows of their sharded parameters."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if is_sharded(parameter) and value.shape == parameter.shape and not is_sharded(value):
+                state[key] = distribute_tensor(
+                    value.to(parameter.device),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    src_data_rank=None,
+                )
+
+
+class Sharded:
+    """Mixin over `transformers.Trainer`: with a sharded model it saves and resumes as above; with another, a sharded run's checkpoint."""
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the trainer's own; a sharded model is gathered for it."""
+        if not has_shards(self.model):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        writes = self.args.should_save
+        # A checkpoint of a whole model holds the parts only: nobody has to gather it to go on.
+        adapter = hasattr(self.model, "peft_config")
+        state = whole_state(self.model, keep=writes) if adapter or not _in_checkpoint(output_dir) else {}
+        if writes and state:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        if not has_shards(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        save_state(Path(output_dir) / SHARDS, self.model, self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        if (checkpoint / SHARDS).is_dir():
+            load_weights(checkpoint / SHARDS, self.model)
+        elif has_shards(self.model):
+            put_weights(self.model, saved_weights(checkpoint, self.model))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self: Any) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if (best / SHARDS).is_dir():
+            load_weights(best / SHARDS, self.model)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        saved = Path(checkpoint)
+        if (saved / SHARDS).is_dir():
+            load_optimizer(saved / SHARDS, self.model, self.optimizer)
+            self.lr_scheduler.load_state_dict(torch.load(saved / SCHEDULER_NAME, weights_only=True))
+            return
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        shard_optimizer(self.optimizer)
+
+    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+        return whole_tensor(norm) if isinstance(norm, torch.Tensor) else norm
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self: Any) -> Iterator[None]:
+        # The Trainer's own asks the config how transformers has sharded the model.
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+
+def _in_checkpoint(directory: str | None) -> bool:
+    return directory is not None and Path(directory).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+
+
+def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
+    """The trained weights in the files that one process saves, by the names of `model`'s parameters."""
+    from safetensors.torch import load_file
+
+    found = {
+        k: v for path in sorted(checkpoint.glob("*model*.safetensors")) for k, v in load_file(path).items()
+    }
+    by_base = {base_name(name): value for name, value in found.items()}
+    names = {name: base_name(name) for name in _trained(model)}
+    missing = [name for name, base in names.items() if base not in by_base]
+    if missing:
+        fix = "go on with the settings of the run that saved it"
+        problem = Problem(f"{checkpoint} without {listed(missing)}", "every trained weight", fix)
+        raise CheckpointError("a checkpoint of another run", [problem])
+    return {name: by_base[base] for name, base in names.items()}

@@ -1,0 +1,110 @@
+"""Start processes that train together, and one that trains alone to compare with."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from isotype.data.methods import METHODS
+from isotype.train import recipes
+from isotype.train.settings import parse_settings
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+ROOT = Path(__file__).parents[2]
+ROWS_A_STEP = 4
+SHARDED = ("--fsdp", "full_shard")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+_BF16 = {"dtype": "bfloat16"}
+_LORA = {"r": 4}
+EVERY_LOAD: dict[str, dict[str, Any]] = {
+    "plain": {"precision": _BF16, "changes": {}, "lora": _LORA},
+    "pinned": {"precision": _BF16, "changes": {"pinned": ["norm"]}, "lora": _LORA},
+    "residual": {"precision": _BF16, "changes": {"wide_residual": True}, "lora": _LORA},
+    "nf4": {
+        "precision": {**_BF16, "quantization": "nf4", "double_quant": True},
+        "changes": {},
+        "lora": _LORA,
+    },
+    "float storage": {
+        "precision": {"dtype": "float32", "quantization": "nf4", "quant_storage": "bfloat16"},
+        "changes": {},
+        "lora": _LORA,
+    },
+    "int8": {"precision": {**_BF16, "quantization": "int8"}, "changes": {}, "lora": _LORA},
+    "copies": {
+        "precision": _BF16,
+        "changes": {},
+        "lora": {**_LORA, "modules_to_save": ["lm_head", "embed_tokens"]},
+    },
+    "full": {"precision": {**_BF16, "trainable": "full"}, "changes": {}, "lora": {}},
+}
+"""Arguments of `tests.distributed.ranks.load` by what is special."""
+
+
+def prepared(directory: Path) -> tuple[Path, Path]:
+    """A tiny chat model and its rows."""
+    return save_chat_model(directory / "model", "bfloat16"), save_rows(
+        directory / "rows.jsonl", rows("sft", 32)
+    )
+
+
+def argv(model: Path, data: Path, out: Path, processes: int, *more: object) -> list[str]:
+    """Arguments of `isotype sft` that take the same rows a step at any number of processes."""
+    fixed = {
+        "model_name_or_path": model,
+        "dataset_name": data,
+        "output_dir": out,
+        "per_device_train_batch_size": ROWS_A_STEP // processes,
+        "learning_rate": 1e-2,
+        "lora_r": 4,
+        "lora_dropout": 0,
+        "logging_steps": 1,
+        "seed": 0,
+        "device": "cpu",
+        "ranges": "known",
+    }
+    return [*(str(part) for name, value in fixed.items() for part in (f"--{name}", value)), *map(str, more)]
+
+
+def environment() -> dict[str, str]:
+    """What processes are started in: one thread each, and nothing of a launcher's."""
+    launcher = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def in_processes(count: int, jobs: Sequence[dict[str, Any]], directory: Path) -> tuple[list[list[Any]], str]:
+    """Run `jobs` (see `tests.distributed.ranks`) in `count` processes.
+
+    Returns:
+        (results, output): for each process its result of each job; what all of them printed.
+    """
+    described, results = directory / "jobs.json", directory / "results.json"
+    described.write_text(json.dumps(jobs))
+    command = [*TORCHRUN, str(count), "-m", "tests.distributed.ranks", str(described), str(results)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return json.loads(results.read_text()), done.stdout
+
+
+def alone(arguments: Sequence[str]) -> recipes.Outcome:
+    """Run a training in this process."""
+    return recipes.run(
+        parse_settings(METHODS["sft"], list(arguments)), Console(file=io.StringIO(), width=200)
+    )
+
+
+def losses(out: Path) -> list[float]:
+    """The losses of a run's steps, as its report has them."""
+    return [step["loss"] for step in json.loads((out / "run_report.json").read_text())["steps"]]

@@ -1,0 +1,107 @@
+"""What one of several processes does: jobs from a JSON file, one after another in one process group.
+
+usage: torchrun --standalone --nproc_per_node N -m tests.distributed.ranks JOBS RESULTS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+import isotype
+from isotype.checkpoint.shard import load_sharded
+from isotype.cli.main import main
+
+
+def train(argv: list[str]) -> int:
+    """Run a training command as the command line does; returns its exit status."""
+    return main(argv)
+
+
+def load(
+    path: str, precision: dict[str, Any], changes: dict[str, Any], lora: dict[str, Any]
+) -> dict[str, Any]:
+    """Load a model whole and sharded, take a step with each; returns how they differ and what was read.
+
+    Args:
+        path: checkpoint directory.
+        precision: arguments of `isotype.resolve_precision`.
+        changes: fields of the policy to change.
+        lora: arguments of `isotype.add_lora`; none for training every weight.
+    """
+    policy = replace(isotype.resolve_precision(path, device="cpu", **precision), **_dtypes(changes))
+    adapt = (lambda model: isotype.add_lora(model, policy, **lora)) if lora else None
+    torch.manual_seed(0)
+    whole = isotype.load(path, policy)
+    whole = whole if adapt is None else adapt(whole)
+    torch.manual_seed(0)
+    sharded = load_sharded(path, policy, adapt)
+    changed = isotype.enforce(sharded, policy)
+    return {
+        "differences": _differences(whole, sharded),
+        "changed": [str(change) for change in changed or ()],
+        "sharded": all(isinstance(parameter, DTensor) for parameter in sharded.parameters()),
+        "steps": [_step(model) for model in (whole, sharded)],
+        "read": sharded.bytes_read / sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
+    }
+
+
+def _dtypes(changes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: getattr(torch, value) if isinstance(value, str) and hasattr(torch, value) else value
+        for name, value in changes.items()
+    } | ({"pinned": tuple(changes["pinned"])} if "pinned" in changes else {})
+
+
+def _differences(whole: Any, sharded: Any) -> list[str]:
+    """Names of parameters and buffers that are not the same, bit by bit and in dtype."""
+    expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    found = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
+    names = sorted(set(expected) ^ set(found))
+    for name in sorted(set(expected) & set(found)):
+        tensor = found[name]
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        same = full.dtype == expected[name].dtype and full.shape == expected[name].shape
+        if not (same and torch.equal(_bits(full), _bits(expected[name].data))):
+            names.append(name)
+    return names
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # As bytes: codes that are packed in a float dtype may look like NaN, which equals nothing.
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _step(model: Any) -> list[float]:
+    """(loss, gradient norm) of a step; every process takes the same rows, so that gradients are those of one."""
+    ids = torch.arange(24).reshape(2, 12) % 60
+    model.train()
+    torch.manual_seed(1)  # dropout
+    autocast = model.precision_policy.autocast
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    return [float(loss.detach()), float(torch.cat([grad.double().flatten() for grad in whole]).norm())]
+
+
+JOBS: dict[str, Callable[..., Any]] = {"train": train, "load": load}
+
+if __name__ == "__main__":
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
+    results = [JOBS[job.pop("job")](**job) for job in jobs]
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, results)
+    if distributed.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(every))
