@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from isotype.cli.main import main
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -180,6 +181,20 @@ def test_a_config_that_contradicts_the_weights(capsys, folder, monkeypatch, tmp_
     assert "config.json contradicts the weights" in message
     part = "model.layers.*.mlp.down_proj.weight (2 tensors) are of shape [64, 96]"
     assert f"{part}, in model.safetensors expected shape [64, 128], as config.json says" in message
+
+
+@pytest.mark.parametrize(
+    "command", ["check {}", "sft --model_name_or_path {} --dataset_name sft.jsonl", "chat {} --ask a"]
+)
+def test_a_weight_under_another_name(capsys, folder, monkeypatch, tmp_path, command):
+    other = shutil.copytree(folder / "chat", tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.nrom.weight"] = weights.pop("model.norm.weight")
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    message = said(capsys, folder, monkeypatch, command.format(other))
+    assert "model.norm.weight is in no file" in message
+    assert "fix model.safetensors has model.nrom.weight of this shape: rename it there" in message
+    assert not (folder / "other").exists()
 
 
 @pytest.mark.parametrize("command", ["check chat", f"sft {SFT}"])

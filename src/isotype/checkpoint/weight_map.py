@@ -66,24 +66,24 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
         headers: of the checkpoint.
     """
     stored = stored_tensors(headers.tensors)
-    gathered: dict[str, Source] = {}
+    gathered: dict[str, list[tuple[StoredTensor, str]]] = {}
+    conversions: dict[str, Any] = {}
     surplus: list[StoredTensor] = []
     doubled: list[tuple[str, StoredTensor]] = []
     rename, in_order = _renaming(model, headers)
     for tensor in sorted(stored, key=lambda each: in_order(each.name)):
         target, pattern, conversion = rename(tensor.name)
-        known = gathered.get(target)
         if not target:
             surplus.append(tensor)
-        elif known is None:
-            gathered[target] = Source(target, ((tensor, pattern),), conversion)
-        elif known.conversion is None or conversion is None:
+        elif target not in gathered:
+            gathered[target], conversions[target] = [(tensor, pattern)], conversion
+        elif conversions[target] is None or conversion is None:
             doubled.append((target, tensor))
         else:
-            gathered[target] = replace(known, tensors=(*known.tensors, (tensor, pattern)))
+            gathered[target].append((tensor, pattern))
     sources: dict[str, Source] = {}
-    for source in gathered.values():
-        shaped = _shaped(model, source)
+    for target, tensors in gathered.items():
+        shaped = _shaped(model, Source(target, tuple(tensors), conversions[target]))
         sources.update(dict.fromkeys(shaped.shapes or (shaped.target,), shaped))
     return WeightMap(sources, tuple(surplus), tuple(doubled))
 
