@@ -335,3 +335,32 @@ def test_fp8_with_block_scales_is_dequantized(tmp_path):
     experts = {tensor.how for tensor in plan.tensors if ".experts.gate_up_proj" in tensor.name}
     assert experts == {"dequantized, stacked, joined"}
     assert {tensor.how for tensor in plan.tensors if tensor.name.endswith("o_proj.weight")} == {"dequantized"}
+
+
+def packed(name: str, shape: list[int]) -> Change:
+    """A weight as compressed-tensors packs it: eight 4-bit integers in an int32, scales, and the shape it had."""
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        rows, columns = weights.pop(name).shape
+        weights[f"{name}_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
+        weights[f"{name}_scale"] = torch.ones(rows, columns // 32, dtype=torch.bfloat16)
+        weights[f"{name}_shape"] = torch.tensor(shape)
+
+    return change
+
+
+def test_packed_integers_have_the_shape_that_is_written_beside_them(tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    plan = compared(changed("llama", tmp_path / "whole", packed(name, [64, 64])))
+    plan.require_complete()
+    (query,) = [tensor for tensor in plan.tensors if tensor.name == name]
+    assert (query.stored, query.how, len(query.sources)) == ("packed", "dequantized", 3)
+    for shape in ([64, 32], [-1, 2**62], [64]):
+        text = refused(compared(changed("llama", tmp_path / str(shape), packed(name, shape))))
+        assert f"{name} is of shape {shape}, made of {name}_packed in model.safetensors" in text
+
+
+def test_a_damaged_shape_of_a_packed_expert_is_refused(tmp_path):
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    text = refused(compared(changed("qwen3-moe", tmp_path, packed(name, [-3, 64]))))
+    assert "model.layers.0.mlp.experts.gate_up_proj is made of" in text

@@ -156,12 +156,12 @@ def _shaped(model: nn.Module, source: Source) -> Source:
     shapes = [dense_shape(tensor) for tensor, _ in source.tensors]
     if None in shapes or source.conversion is None:
         return replace(source, shapes={source.target: shapes[0]})
-    blank = {
-        tensor.name: torch.empty(shape, dtype=_dense_dtype(tensor), device="meta")
-        for (tensor, _), shape in zip(source.tensors, shapes, strict=True)
-        if shape is not None
-    }
     try:
+        blank = {
+            tensor.name: torch.empty(shape, dtype=_dense_dtype(tensor), device="meta")
+            for (tensor, _), shape in zip(source.tensors, shapes, strict=True)
+            if shape is not None
+        }
         made = converted(model, source, blank)
     except CONVERSION_ERRORS as error:
         return replace(source, failure=str(error).strip() or type(error).__name__)
