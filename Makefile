@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 OLDEST ?= .venv-oldest
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# What is imported is compiled then, once: compiling all that is installed would take longer than installing it.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 # What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
 CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
