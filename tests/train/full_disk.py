@@ -1,7 +1,7 @@
 """Runs and merges on a disk that becomes full at a chosen call; prints what came of each as JSON.
 
 usage: LD_PRELOAD=full_disk.so python -m tests.train.full_disk DIRECTORY CHOSEN
-CHOSEN: how many of the calls are tried; 0 for the first and the last one on every file.
+CHOSEN: how many of the calls are tried; 0 for one of each kind on every file.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def hidden(out: Path) -> list[str]:
 def chosen(calls: Path, number: int) -> list[tuple[int, str]]:
     """(call, what it is) of the calls to try."""
     lines = [line.split("\t") for line in calls.read_text().splitlines()]
-    named = [(int(at), f"{what} {re.sub(r'[0-9a-f]{32}|[0-9]{3,}', 'N', path)}") for at, what, path in lines]
-    first, last = {}, {}
-    for at, what in named:
-        first.setdefault(what, at)
-        last[what] = at
-    all_calls = sorted({(at, what) for each in (first, last) for what, at in each.items()})
-    return sorted(random.Random(0).sample(all_calls, min(number, len(all_calls)))) if number else all_calls
+    draw, kinds = random.Random(0), {}
+    for at, what, path in lines:
+        # Steps, process ids and random names are left out of it.
+        kind = f"{what} {re.sub(r'[0-9a-f]{32}|(?<=checkpoint-)[0-9]+|[0-9]{3,}|(?<=tmp)[0-9A-Za-z]{6}', 'N', path)}"
+        kinds.setdefault(kind, []).append(int(at))
+    calls_tried = [(draw.choice(each), kind) for kind, each in kinds.items()]
+    return sorted(draw.sample(calls_tried, min(number, len(calls_tried))) if number else calls_tried)
 
 
 def digests(out: Path) -> dict[str, str]:
