@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from isotype.checkpoint.export.gguf_model import write_gguf
+from tests.checkpoint.test_gguf_export import byte_level, tiny
 from tests.train.forked import start
-from tests.train.tiny import rows, save_chat_model, save_rows
+from tests.train.tiny import TEMPLATE, rows, save_rows
 
 disk = ctypes.CDLL(None)
 
@@ -33,8 +35,21 @@ def sft(root: Path, *more: str) -> list[str]:
     )
 
 
-def merge(root: Path) -> list[str]:
-    return ["merge", str(root / "adapter"), "-o", str(root / "out" / "merged")]
+def merge(root: Path, *more: str) -> list[str]:
+    return ["merge", str(root / "adapter"), "-o", str(root / "out" / "merged"), *more]
+
+
+def chat(root: Path) -> list[str]:
+    return ["chat", str(root / "model.gguf"), "--ask", "w1 w2", "--max_new_tokens", "2"]
+
+
+def save_model(root: Path) -> None:
+    """A model with a tokenizer that GGUF takes, and its GGUF file."""
+    model, tokenizer = tiny("llama", max_position_embeddings=512), byte_level("smollm")
+    tokenizer.chat_template = TEMPLATE
+    for each in (model, tokenizer):
+        each.save_pretrained(root / "model")
+    write_gguf(model, tokenizer, root / "model.gguf", "f16", "tiny")
 
 
 def run(argv: Sequence[str], log: Path, allowed: int = -1, calls: Path | None = None) -> int:
@@ -45,9 +60,9 @@ def run(argv: Sequence[str], log: Path, allowed: int = -1, calls: Path | None = 
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def hidden(out: Path) -> list[str]:
+def hidden(*folders: Path) -> list[str]:
     """What is half done: staging folders, temporary files, locks."""
-    return sorted(str(path.relative_to(out)) for path in out.rglob(".*"))
+    return sorted(str(path) for folder in folders for path in folder.rglob(".*"))
 
 
 def chosen(calls: Path, number: int) -> list[tuple[int, str]]:
@@ -73,17 +88,16 @@ def tried(root: Path, argv: Sequence[str], again: Sequence[str], at: int, what: 
     """What came of a command on a disk that became full at call `at`, and of the one that goes on."""
     from isotype.train.saved import all_checkpoints, damage
 
-    out, log = root / "out", root / "log"
-    for path in (out, log):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    out.mkdir()
+    out, cache, log = root / "out", root / "cache", root / "log"
+    clear(out, cache)
+    log.unlink()
     status = run(argv, log, at - 1)
     found = {
         "at": at,
         "what": what.replace(str(root), "ROOT"),
         "status": status,
         "printed": log.read_text(),
-        "hidden": hidden(out),
+        "hidden": hidden(out, cache),
         "damaged": [
             (path.name, why) for path in all_checkpoints(out) if (why := damage(path, contents=True))
         ],
@@ -91,32 +105,42 @@ def tried(root: Path, argv: Sequence[str], again: Sequence[str], at: int, what: 
     log.unlink()
     found["again"] = run(again, log)
     found["printed again"] = log.read_text()
-    found["hidden again"] = hidden(out)
+    found["hidden again"] = hidden(out, cache)
     return found
+
+
+def clear(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+
+
+def points(root: Path, argv: Sequence[str], number: int) -> list[tuple[int, str]]:
+    """The calls of a command that are to be tried."""
+    calls = root / "calls"
+    clear(root / "out", root / "cache")
+    calls.unlink(missing_ok=True)
+    assert run(argv, root / "log", calls=calls) == 0, (root / "log").read_text()
+    return chosen(calls, number)
 
 
 def main() -> None:
     root, number = Path(sys.argv[1]), int(sys.argv[2])
-    save_chat_model(root / "model")
+    save_model(root)
     save_rows(root / "train.jsonl", rows("sft"))
-    disk.disk_folder(f"{root}/out".encode())
-    calls = root / "calls"
-    (root / "out").mkdir()
-    assert run(sft(root), root / "log", calls=calls) == 0, (root / "log").read_text()
+    for folder in ("out", "cache"):
+        disk.disk_folder(f"{root}/{folder}".encode())
+    chosen_points = points(root, sft(root), number)
     expected = digests(root / "out")
-    points = chosen(calls, number)
     shutil.copytree(root / "out", root / "adapter", ignore=shutil.ignore_patterns("checkpoint-*"))
-    results = []
-    for at, what in points:
+    found: dict[str, list[dict[str, Any]]] = {"runs": []}
+    for at, what in chosen_points:
         result = tried(root, sft(root), sft(root, "--resume_from_checkpoint", "true"), at, what)
-        result["same"] = digests(root / "out") == expected
-        results.append(result)
-    shutil.rmtree(root / "out")
-    (root / "out").mkdir()
-    calls.unlink()
-    assert run(merge(root), root / "log", calls=calls) == 0, (root / "log").read_text()
-    merges = [tried(root, merge(root), merge(root), at, what) for at, what in chosen(calls, number)]
-    (root / "found.json").write_text(json.dumps({"runs": results, "merges": merges}))
+        found["runs"].append(result | {"same": digests(root / "out") == expected})
+    others = {"merges": merge(root), "exports": merge(root, "--gguf", "f16"), "caches": chat(root)}
+    for name, command in others.items():
+        found[name] = [tried(root, command, command, *point) for point in points(root, command, number)]
+    (root / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

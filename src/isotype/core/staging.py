@@ -40,19 +40,23 @@ def fsync_tree(directory: Path) -> None:
 
 
 def publish_directory(built: Path, final: Path) -> None:
-    """Rename `built` to `final`, in place of an older `final`."""
+    """Rename `built` to `final`, in place of an older `final`; where it cannot be brought to the disk, all is as before."""
     old = final.with_name(f".{final.name}{_OLD}")
+    published = False
     try:
         if final.exists():
             if old.exists():
                 discard(old)
             final.rename(old)
         built.rename(final)
+        published = True
+        bring_to_disk(final.parent)
     except BaseException:
+        if published:
+            final.rename(built)
         if old.exists() and not final.exists():
             old.rename(final)
         raise
-    bring_to_disk(final.parent)
     if old.exists():
         discard(old)
 

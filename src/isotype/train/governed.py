@@ -245,7 +245,8 @@ class _Governed:
                 require_readable(staging / "model")
                 fsync_tree(staging / "model")
                 publish_files(staging / "model", directory)
-        self.create_model_card()
+        with self._save_errors(directory, "model card, beside the trained model, which is whole,"):
+            self.create_model_card()
         if self.args.push_to_hub:
             self.push_to_hub()
 
@@ -262,19 +263,26 @@ class _Governed:
             if self.args.should_save:
                 if staging.exists():
                     shutil.rmtree(staging)
-                staging.mkdir(parents=True)
+                with self._save_errors(directory, what):
+                    staging.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             self._staging = staging
-            yield staging
-        except Exception as error:
-            failure = write_failure(error, staging)
-            if failure is None:
-                raise
-            raise self._save_error(directory, what, *failure) from error
+            with self._save_errors(directory, what):
+                yield staging
         finally:
             self._staging = None
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)  # what is left of it goes at the next save
+
+    @contextmanager
+    def _save_errors(self: Any, directory: Path, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            failure = write_failure(error, directory)
+            if failure is None:
+                raise
+            raise self._save_error(directory, what, *failure) from error
 
     def _save_error(self: Any, directory: Path, what: str, number: int | None, reason: str) -> SaveError:
         full = number in NO_ROOM

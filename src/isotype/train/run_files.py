@@ -59,7 +59,13 @@ def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: boo
     tells_more = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not tells_more and _has_steps(root / JSON_NAME)):
         return root / HTML_NAME
-    html, _ = write_run_report(record, root)
+    try:
+        html, _ = write_run_report(record, root)
+    except SaveError as error:
+        if record.status != "finished":
+            raise
+        hint = f"the trained model is whole in {root}, and so is what was saved before; only the report is missing"
+        raise SaveError(error.headline, error.problems, hint) from error
     return html
 
 
