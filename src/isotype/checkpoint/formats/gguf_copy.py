@@ -23,6 +23,7 @@ from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.core.cache import default_cache_dir
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, SaveError
+from isotype.core.staging import fsync_tree, write_failure
 
 _MIB = 1 << 20
 # Part of a copy's fingerprint: raise it whenever what dense_copy() writes changes, so that no stale copy is used.
@@ -79,6 +80,7 @@ def _copy(path: Path, dtype: torch.dtype | None, cache_dir: Path | None) -> Path
     try:
         scratch.mkdir()
         _convert(path, metadata, dtype, scratch)
+        fsync_tree(scratch)
         try:
             scratch.rename(target)
         except OSError:
@@ -86,10 +88,12 @@ def _copy(path: Path, dtype: torch.dtype | None, cache_dir: Path | None) -> Path
                 raise
             # Another process was faster; its copy is as good.
         return target
-    except OSError as error:
-        problem = Problem(
-            f"{target}: {error}", "a directory that can be written", "set ISOTYPE_CACHE to another one"
-        )
+    except Exception as error:
+        failure = write_failure(error, root)
+        if failure is None:
+            raise
+        fix = "free some room, or set ISOTYPE_CACHE to another directory"
+        problem = Problem(f"{target}: {failure[1]}", "a directory that can be written, with room", fix)
         what = "dense copy" if dtype else "tokenizer"
         raise SaveError(f"the {what} of a GGUF file cannot be written", [problem]) from error
     finally:
