@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from isotype.checkpoint.formats.headers import read_headers
@@ -58,7 +59,10 @@ def test_headers_are_those_of_safetensors(saved, tmp_path, shards):
 
 
 @pytest.mark.parametrize(("shards", "quantization"), [(1, None), (3, "nf4")])
-def test_it_loads_with_the_same_values(saved, tmp_path, shards, quantization):
+def test_it_is_streamed_with_the_same_values(saved, tmp_path, monkeypatch, shards, quantization):
+    monkeypatch.delattr(
+        transformers.modeling_utils, "load_state_dict"
+    )  # what transformers would read it with
     other = saved("llama", torch.bfloat16)
     path = as_torch(save_tiny("llama", tmp_path, torch.bfloat16), shards)
     with quiet():

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.fill import Placement, fill
-from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.formats.safetensors import read_safetensors_header
+from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_file_headers
 from isotype.checkpoint.gguf_values import turning
 from isotype.checkpoint.match import Match, match
 from isotype.checkpoint.unpack import Packing
@@ -40,16 +39,17 @@ def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -
     return (
         state_dict is None
         and bool(files)
-        and all(str(file).endswith(".safetensors") for file in files or ())
+        and all(str(file).endswith((".safetensors", ".bin")) for file in files or ())
         and not (elsewhere or foreign or settings.ignore_mismatched_sizes or settings.disable_mmap)
         and not (is_deepspeed_zero3_enabled() or is_fsdp_enabled())
     )
 
 
 def headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
-    """The headers of safetensors files that `from_pretrained` has found for `source`."""
-    tensors = tuple(tensor for file in files for tensor in read_safetensors_header(Path(file)))
-    return CheckpointHeaders(Path(str(source)), "safetensors", "model", tensors, {})
+    """The headers of the files that `from_pretrained` has found for `source`."""
+    tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
+    form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
+    return CheckpointHeaders(Path(str(source)), form, "model", tensors, {})
 
 
 def stream(

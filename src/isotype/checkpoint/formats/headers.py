@@ -63,8 +63,7 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
     file, kind = _file_of(path)
     for suffix, form in _INDEX_SUFFIXES.items():
         if file.name.endswith(suffix):
-            read = read_safetensors_header if form == "safetensors" else read_torch_header
-            tensors, metadata = read_sharded_headers(file, read)
+            tensors, metadata = read_sharded_headers(file, read_file_headers)
             return CheckpointHeaders(
                 path, "safetensors" if form == "safetensors" else "torch", kind, tensors, metadata
             )
@@ -86,6 +85,17 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
         )
     tensors, metadata = read_safetensors(file)
     return CheckpointHeaders(path, "safetensors", kind, by_name(tensors), metadata)
+
+
+def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
+    """The tensors of one .safetensors or torch file.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds other things than tensors.
+    """
+    if file.name.endswith(_TORCH_SUFFIXES):
+        return read_torch_header(file)
+    return read_safetensors_header(file)
 
 
 def _file_of(path: Path) -> tuple[Path, Kind]:
