@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,7 +39,7 @@ def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
     def piece(first: int) -> None:
         values[first : first + step] = dequantize(blocks[first : first + step], kind)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), rows // (4 * step)))) as pool:
         list(pool.map(piece, range(0, rows, step)))  # a list: errors are raised here
     return torch.from_numpy(values).view(header.shape)
 

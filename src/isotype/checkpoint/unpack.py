@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ Read = Callable[[TensorHeader], torch.Tensor]
 # The 16 values of an OCP MXFP4 code: sign, two bits of exponent, one of mantissa (OCP MX specification 1.0, 5.3.3).
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MXFP4 = torch.cat([_E2M1, -_E2M1])
-_PIECE = 1 << 20
-"""Elements that are dequantized at a time, as float32."""
+_PIECE = 7 << 12
+"""Elements that are dequantized at a time, as float32: they stay in the caches, and torch takes one thread for them."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +103,26 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     A byte holds two values, the lower half first; a group of 32 shares the factor 2 ** (exponent - 127).
     """
     *outer, rows, groups, width = blocks.shape
-    pairs = torch.stack([_MXFP4.repeat(16), _MXFP4.repeat_interleave(16)], dim=1)  # [256, 2]
-    values = torch.empty(*outer, groups * width * 2, rows, dtype=dtype)
-    flat = values.view(-1, groups * width * 2, rows)
-    factors = _factors(scales)
-    step = max(1, _PIECE // (groups * width * 2))
-    for at, (block, factor) in enumerate(
-        zip(blocks.view(-1, rows, groups, width), factors.view(-1, rows, groups, 1), strict=True)
+    columns = groups * width * 2
+    # Two digits times a power of two: bfloat16 has every such number that float32 has.
+    work = dtype if dtype == torch.bfloat16 else torch.float32
+    pairs = torch.stack([_MXFP4.repeat(16), _MXFP4.repeat_interleave(16)], dim=1).to(work)  # [256, 2]
+    words = pairs.view(torch.int32 if work.itemsize == 2 else torch.int64).view(256)  # a pair in one
+    values = torch.empty(*outer, columns, rows, dtype=dtype)
+    turned = torch.empty(rows, columns, dtype=dtype)
+    step = max(1, _PIECE // columns)
+    for block, scale, made in zip(
+        blocks.view(-1, rows, groups * width),
+        scales.view(-1, rows, groups, 1),
+        values.view(-1, columns, rows),
+        strict=True,
     ):
         for first in range(0, rows, step):
             codes = block[first : first + step].reshape(-1).to(torch.int32)
-            piece = pairs.index_select(0, codes).view(-1, groups, width * 2)
-            piece *= factor[first : first + step]
-            flat[at, :, first : first + step] = piece.view(-1, groups * width * 2).T
+            piece = words.index_select(0, codes).view(work).view(-1, groups, width * 2)
+            piece *= _factors(scale[first : first + step]).to(work)
+            turned[first : first + step] = piece.view(-1, columns)
+        made.copy_(turned.T)
     return values
 
 
@@ -128,7 +136,8 @@ def _scaled(
     height = block[0] if block else -(-rows // grid.shape[1])
     width = block[1] if block else -(-columns // grid.shape[2])
     values = torch.empty(codes.shape, dtype=dtype)
-    tall = max(1, _PIECE // max(1, columns) // height) * height
+    step = max(1, _PIECE // max(1, columns))
+    line = torch.arange(rows) // height
     for part, made, factor in zip(
         codes.view(-1, rows, columns),
         values.view(-1, rows, columns),
@@ -136,11 +145,24 @@ def _scaled(
         strict=True,
     ):
         wide = factor.repeat_interleave(width, dim=1)[:, :columns] if width < columns else factor
-        for first in range(0, rows, tall):
-            lines = wide[first // height : -(-min(first + tall, rows) // height)]
-            lines = lines.repeat_interleave(height, dim=0)[: min(tall, rows - first)]
-            made[first : first + tall] = part[first : first + tall].to(torch.float32).mul_(lines)
+        for first in range(0, rows, step):
+            piece = _float32(part[first : first + step])
+            made[first : first + step] = piece.mul_(wide[line[first : first + step]])
     return values
+
+
+def _float32(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as numbers. Those of float8 are looked up: torch converts them one by one."""
+    if not codes.is_floating_point():
+        return codes.to(torch.float32)
+    table = _table(codes.dtype)
+    places = codes.contiguous().view(torch.uint8).view(-1).to(torch.int32)
+    return table.index_select(0, places).view(codes.shape)
+
+
+@functools.cache
+def _table(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:

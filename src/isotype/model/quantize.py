@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-_PIECE = 1 << 15
-"""Elements that are in work at a time: no more than torch computes in one thread, so that threads here do not nest."""
+_PIECE = 7 << 12
+"""Elements that are in work at a time: fewer than torch's own threads share (32768), so that threads here do not nest."""
 _SEARCHED = 8 * _PIECE
 """Elements after which those without a code are searched together."""
 _UNDECIDED = 0x80
@@ -149,7 +149,7 @@ def _span(
     last: int,
 ) -> None:
     """Quantize `flat[first:last]`, whole blocks that begin at a multiple of `_SEARCHED`; stops where a value is not finite."""
-    single = torch.zeros(_SEARCHED, dtype=torch.uint8)
+    single = torch.empty(_SEARCHED, dtype=torch.uint8)
     scratch = _Scratch.of(_PIECE, blocksize)
     for begin in range(first, last, _SEARCHED):
         end = min(begin + _SEARCHED, last)
@@ -215,7 +215,12 @@ def _search(
 
 def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
     """The codes of scaled elements; of two values that are equally near, the lower one's."""
-    return form.codes[torch.bucketize(scaled.clamp(-1, 1), form.bounds)]
+    scaled = scaled.clamp(-1, 1)
+    if (
+        scaled.numel() * len(form.bounds) < _PIECE
+    ):  # bucketize has threads of its own for a few hundred elements
+        return form.codes[(scaled.unsqueeze(1) > form.bounds).sum(1)]
+    return form.codes[torch.bucketize(scaled, form.bounds)]
 
 
 def _last_block(flat: torch.Tensor, form: _Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,8 +249,8 @@ def _format(name: str) -> _Format:
 def _in_threads(run: Callable[[int, int], None], total: int, step: int) -> None:
     """`run(first, last)` over `range(total)`, in as many threads as torch uses, parts of whole `step`s."""
     steps = -(-total // step)
-    threads = min(torch.get_num_threads(), steps)
-    if threads == 1:
+    threads = min(torch.get_num_threads(), steps // 2)
+    if threads < 2:
         run(0, total)
         return
     edges = [min(steps * part // threads * step, total) for part in range(threads + 1)]
