@@ -13,6 +13,7 @@ from isotype.core.package import VERSION
 
 if TYPE_CHECKING:
     from isotype.checkpoint.load import load
+    from isotype.checkpoint.modules import StateDictAdapter, load_module
     from isotype.checkpoint.resolve import resolve_precision
     from isotype.core.errors import (
         CheckpointError,
@@ -37,6 +38,8 @@ _HOME = {
     "resolve_precision": "isotype.checkpoint.resolve",
     "PrecisionPolicy": "isotype.precision.policy",
     "load": "isotype.checkpoint.load",
+    "load_module": "isotype.checkpoint.modules",
+    "StateDictAdapter": "isotype.checkpoint.modules",
     "add_lora": "isotype.model.adapters",
     "fuse": "isotype.lora.fuse",
     "unfuse": "isotype.lora.fuse",
@@ -61,12 +64,14 @@ __all__ = [
     "PrecisionError",
     "PrecisionPolicy",
     "SaveError",
+    "StateDictAdapter",
     "UsageError",
     "add_lora",
     "check",
     "enforce",
     "fuse",
     "load",
+    "load_module",
     "measure_ranges",
     "repair",
     "resolve_precision",

@@ -104,7 +104,12 @@ def _place(
         made = placement.turn(source, values)
     else:
         made = converted(model, source, values)
-    return {name: _put(model, name, _stored(model, name, value, placement)) for name, value in made.items()}
+    return {name: place(model, name, value, placement) for name, value in made.items()}
+
+
+def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Make a dense tensor the tensor `name` of a model, cast or quantized; returns it as it is stored."""
+    return _put(model, name, _stored(model, name, value, placement))
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:

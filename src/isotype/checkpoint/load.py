@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.bnb import wanted_quantization
 from isotype.checkpoint.complete import require_complete_gguf
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import not_finite, refuse
@@ -224,23 +225,6 @@ def _streaming(
     )
     subclass.__module__ = cls.__module__
     return subclass
-
-
-def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
-    if saved is not None or not policy.quantized:
-        return None
-    from transformers import BitsAndBytesConfig
-
-    if policy.storage == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=policy.storage,
-        bnb_4bit_compute_dtype=policy.compute,
-        bnb_4bit_use_double_quant=policy.double_quant,
-        bnb_4bit_quant_storage=policy.quant_storage,
-    )
 
 
 def _default_device_map(policy: PrecisionPolicy) -> Any:

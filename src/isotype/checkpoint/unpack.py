@@ -147,7 +147,7 @@ def _scaled(
         wide = factor.repeat_interleave(width, dim=1)[:, :columns] if width < columns else factor
         for first in range(0, rows, step):
             piece = _float32(part[first : first + step])
-            made[first : first + step] = piece.mul_(wide[line[first : first + step]])
+            made[first : first + step] = piece.mul_(wide.index_select(0, line[first : first + step]))
     return values
 
 

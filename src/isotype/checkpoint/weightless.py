@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.bnb import wanted_quantization
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.formats.config import BUILD_ERRORS, read_config
 from isotype.checkpoint.formats.gguf_config import gguf_config
@@ -25,7 +26,6 @@ from isotype.checkpoint.load import (
     forget_quantization,
     note_quantization,
     pinning,
-    wanted_quantization,
 )
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.errors import CheckpointError, Problem

@@ -1,0 +1,149 @@
+"""Loading into any `nn.Module`: by its own names, or through an adapter that its author gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.bnb import wanted_quantization
+from isotype.checkpoint.fill import Placement, fill, place
+from isotype.checkpoint.finite import not_finite, refuse
+from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
+from isotype.checkpoint.formats.json_file import read_json
+from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.match import match
+from isotype.checkpoint.plan import quantized_weights
+from isotype.checkpoint.stored import dense_shape, stored_tensors
+from isotype.checkpoint.unpack import Packing, dense, packing_of
+from isotype.core.dtypes import to_safetensors_name
+from isotype.core.errors import CheckpointError, Problem
+from isotype.core.names import listed
+from isotype.model.enforce import enforce_model, wanted_dtypes
+from isotype.model.range_boundaries import range_boundaries
+from isotype.model.walk import is_pinned, places
+from isotype.precision.policy import PrecisionPolicy
+
+
+class StateDictAdapter(Protocol):
+    """From the tensors of a checkpoint to those of a module, and back.
+
+    `to_hf(from_hf(state))` has to equal `state`. Renaming, splitting, joining, stacking and turning are all fine.
+    """
+
+    def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The module's tensors by name, of those of the checkpoint, which are mapped; also asked with meta tensors."""
+
+    def to_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The checkpoint's tensors by name, of those of the module."""
+
+
+def load_module(
+    model: nn.Module,
+    path: Path,
+    policy: PrecisionPolicy,
+    *,
+    adapter: StateDictAdapter | None = None,
+    device: Any = "cpu",
+) -> None:
+    """Fill `model` from the checkpoint at `path` in place, and bring it under the policy.
+
+    Its linear layers become bitsandbytes' where the policy is quantized. The values that its tensors had are dropped, so
+    parameters may lie on the meta device; buffers that no file has may not.
+
+    Args:
+        model: any module.
+        path: checkpoint directory or .safetensors file.
+        policy: from `isotype.resolve_precision`.
+        adapter: for names and shapes that differ from the checkpoint's.
+        device: where the tensors go.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape than the module's, there twice, or not finite; a buffer
+            without values is in no file.
+    """
+    headers = read_headers(path)
+    packing = _packing(path)
+    found = match(model, _adapted(headers, adapter) if adapter is not None else headers)
+    found.require_complete()
+    blank = [name for name in found.buffers if model.get_buffer(name).is_meta]
+    if blank:
+        given = f"{type(model).__name__} with {listed(blank, 6)} on the meta device"
+        fix = "build the module with accelerate.init_empty_weights(include_buffers=False), or on the CPU"
+        raise CheckpointError(
+            "buffers without values", [Problem(given, "values: no file has these buffers", fix)]
+        )
+    if policy.quantized:
+        _quantize(model, policy)
+    placement = Placement(*_dtypes(model, policy), policy.plain, lambda name: device, packing)
+    if adapter is None:
+        _, broken = fill(model, found.weights, placement)
+    else:
+        files = MappedFiles()
+        state = {
+            tensor.name: dense(tensor, files.tensor, policy.plain, packing)
+            for tensor in stored_tensors(headers.tensors)
+        }
+        made = {name: place(model, name, value, placement) for name, value in adapter.from_hf(state).items()}
+        broken = not_finite((name, value) for name, value in made.items() if isinstance(value, nn.Parameter))
+    refuse(path, broken)
+    for name, source in found.tied.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
+    model.requires_grad_(policy.trainable != "lora")
+    model.eval()
+    enforce_model(model, policy)
+
+
+def _packing(path: Path) -> Packing:
+    config = path / "config.json"
+    quantization = read_json(config).get("quantization_config") if config.is_file() else None
+    return packing_of(SimpleNamespace(quantization_config=quantization))
+
+
+def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
+    """Headers of what the adapter makes of the checkpoint's tensors, learned on the meta device."""
+    blank = {
+        tensor.name: torch.empty(
+            dense_shape(tensor) or (), dtype=tensor.weight.dtype or torch.float32, device="meta"
+        )
+        for tensor in stored_tensors(headers.tensors)
+    }
+    made = adapter.from_hf(blank)
+    tensors = tuple(
+        TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)
+        for name, value in made.items()
+    )
+    return CheckpointHeaders(headers.path, headers.format, headers.kind, tensors, headers.metadata)
+
+
+def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
+    from transformers.integrations import replace_with_bnb_linear
+
+    chosen = {name.removesuffix(".weight") for name in quantized_weights(model)}
+    chosen -= {name for name in chosen if is_pinned(f"{name}.weight", policy.pinned)}
+    left = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    replace_with_bnb_linear(
+        model,
+        modules_to_not_convert=[name for name in left if name not in chosen],
+        quantization_config=wanted_quantization(policy, None),
+    )
+
+
+def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.dtype], frozenset[str]]:
+    """The dtypes of a module's dense float tensors, and the names of its quantized weights."""
+    found = tuple(places(model))
+    quantized = {f"{each.name}.weight" for each in found if each.kind in ("linear4bit", "linear8bit")}
+    ranges = range_boundaries(model, found, policy)
+    wanted = wanted_dtypes(found, policy, ranges, frozen=policy.trainable == "lora")
+    dtypes = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in quantized:
+            kept = torch.float32 if is_pinned(name, policy.pinned) else value.dtype
+            dtypes[name] = wanted.get(value, kept)  # type: ignore[call-overload]
+    return dtypes, frozenset(quantized)
