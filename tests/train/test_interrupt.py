@@ -94,6 +94,7 @@ def test_a_signal_before_the_training_says_so_and_nothing_else(found: dict[str, 
 class Trainer:
     def __init__(self) -> None:
         self.callbacks: list[Any] = []
+        self.accelerator = SimpleNamespace(num_processes=1)
 
     def add_callback(self, callback: Any) -> None:
         self.callbacks.append(callback())
@@ -187,8 +188,24 @@ def test_a_signal_during_an_evaluation_or_a_save_needs_no_further_step():
     ],
 )
 def test_the_resume_command(argv: list[str], explicit: set[str], command: str):
+    assert resume_command(given(argv, explicit), Path("my runs/checkpoint-2")) == command
+
+
+def test_the_resume_command_of_several_processes(monkeypatch: pytest.MonkeyPatch):
+    settings, checkpoint = given(["--bf16"], set()), Path("out/checkpoint-2")
+    alone = resume_command(settings, checkpoint)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert resume_command(settings, checkpoint) == f"torchrun --standalone --nproc_per_node 2 -m {alone}"
+    monkeypatch.setenv("FSDP_VERSION", "2")  # accelerate launch has stood for the flag
+    assert "--fsdp full_shard --resume_from_checkpoint" in resume_command(settings, checkpoint)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert resume_command(settings, checkpoint).startswith("torchrun --nnodes 2 --rdzv_backend c10d ")
+
+
+def given(argv: list[str], explicit: set[str]) -> Settings:
     training = SimpleNamespace(output_dir="my runs")
-    settings = Settings(
+    return Settings(
         METHODS["sft"],
         None,
         training,
@@ -199,4 +216,3 @@ def test_the_resume_command(argv: list[str], explicit: set[str], command: str):
         frozenset(explicit),
         tuple(argv),
     )
-    assert resume_command(settings, Path("my runs/checkpoint-2")) == command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,27 @@ def _problems(asked: Mapping[str, Any], training: Any, arguments: Any) -> list[P
     return problems
 
 
+def under_launcher(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """(what stands before a command, its arguments) to start it again as this process and its others were started.
+
+    Args:
+        argv: the arguments, without those that a launcher's config has stood for.
+    """
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    machines = int(os.environ.get("WORLD_SIZE", "1")) // max(machine, 1)
+    more = list(argv)
+    if "FSDP_VERSION" in os.environ and not any(token.startswith("--fsdp") for token in argv):
+        more += ["--fsdp", "full_shard"]
+    if machine * machines <= 1:
+        return "", list(argv)
+    where = (
+        f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+        if machines > 1
+        else "--standalone"
+    )
+    return f"torchrun {where} --nproc_per_node {machine} -m ", more
+
+
 @contextmanager
 def lost_process_named(trainer: Any) -> Iterator[None]:
     """The death of another process of a run, which ends a collective here, is told as that.
@@ -130,7 +151,7 @@ def _lost(trainer: Any, checkpoint: Path | None) -> TrainingError:
         "look above for its own message; one that the system has killed (out of memory: signal 9) leaves none"
     )
     hint = (
-        f"{checkpoint} is whole: start the same command with --resume_from_checkpoint {checkpoint}, at any number of processes"
+        f"{checkpoint} is whole: go on with\n    {trainer.goes_on(checkpoint)}"
         if checkpoint
         else "no checkpoint had been saved before; --save_steps N keeps one every N steps"
     )

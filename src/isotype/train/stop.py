@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,11 @@ from rich.console import Console
 
 from isotype.core.interrupt import terminate
 from isotype.train import describe
+from isotype.train.launched import under_launcher
 from isotype.train.settings import Settings
+
+_ECHO_SECONDS = 2.0
+"""Time after a signal in which a launcher may hand on the one that the terminal has sent to its processes already."""
 
 
 @contextmanager
@@ -31,6 +36,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
     from transformers import TrainerCallback
 
     stopped: list[int] = []
+    began: list[float] = []
     owner = os.getpid()
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -48,7 +54,10 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         if os.getpid() != owner:
             return  # a data loader's worker: the terminal sends Ctrl-C to it as well, and it ends with its parent
         if stopped:
+            if trainer.accelerator.num_processes > 1 and time.monotonic() - began[0] < _ECHO_SECONDS:
+                return
             raise KeyboardInterrupt
+        began.append(time.monotonic())
         stopped.append(signum)
         console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
 
@@ -88,4 +97,8 @@ def resume_command(settings: Settings, checkpoint: Path) -> str:
             next(tokens, None)
     if "output_dir" not in settings.explicit:
         argv += ["--output_dir", settings.training.output_dir]
-    return describe.command_line([settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)])
+    launcher, argv = under_launcher(argv)
+    command = describe.command_line(
+        [settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)]
+    )
+    return launcher + command

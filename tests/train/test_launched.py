@@ -1,0 +1,73 @@
+"""What a launcher or `--fsdp` asks for, and what is refused with its reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isotype.core.errors import TrainingError, UsageError
+from isotype.train.launched import Sharding, lost_process_named, take_sharding
+
+
+def training(fsdp: bool = False, **settings: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        fsdp=fsdp, fsdp_config=settings.pop("fsdp_config", None), gradient_checkpointing=False, **settings
+    )
+
+
+def taken(arguments: SimpleNamespace, **model: Any) -> Sharding | None:
+    return take_sharding(
+        arguments, SimpleNamespace(use_dora=False, **model) if not model else SimpleNamespace(**model)
+    )
+
+
+def test_nothing_is_sharded_unless_it_is_asked_for() -> None:
+    assert taken(training()) is None
+
+
+def test_the_arguments_are_taken_out_of_the_training() -> None:
+    arguments = training(True, fsdp_config={"version": 2, "reshard_after_forward": "false"})
+    assert taken(arguments) == Sharding(reshard=False)
+    assert not arguments.fsdp
+    assert arguments.fsdp_plugin_args is None
+
+
+def test_the_config_of_accelerate_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    arguments = training()
+    assert taken(arguments) == Sharding(reshard=True)
+    assert arguments.gradient_checkpointing
+    assert taken(training()) is None  # accelerate finds nothing there any more
+
+
+def test_everything_that_cannot_be_done_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # and no FSDP_VERSION: accelerate means 1
+    with pytest.raises(UsageError) as raised:
+        taken(training(chat_template_path="other/model"), use_dora=True)
+    text = str(raised.value)
+    for named in ("fsdp_version 1", "fsdp_offload_params", "--use_dora", "--chat_template_path other/model"):
+        assert named in text
+
+
+def trainer(processes: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=processes),
+        args=SimpleNamespace(process_index=0, world_size=processes),
+        state=SimpleNamespace(global_step=4),
+        last_checkpoint=lambda: None,
+    )
+
+
+def test_a_lost_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    words = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4825"
+    with pytest.raises(TrainingError, match="step 5: process 0 of 2 waited"), lost_process_named(trainer(2)):
+        raise RuntimeError(words)
+    for processes, message in ((1, words), (2, "mat1 and mat2 shapes cannot be multiplied")):
+        with pytest.raises(RuntimeError, match=message[-9:-1]), lost_process_named(trainer(processes)):
+            raise RuntimeError(message)
