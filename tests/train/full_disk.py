@@ -92,8 +92,11 @@ def tried(root: Path, argv: Sequence[str], again: Sequence[str], at: int, what: 
     out, cache, log = root / "out", root / "cache", root / "log"
     clear(out, cache)
     log.unlink()
-    status = run(argv, log, at - 1)
+    calls = root / "tried"
+    calls.unlink(missing_ok=True)
+    status = run(argv, log, at - 1, calls)
     found = {
+        "reached": len(calls.read_text().splitlines()) >= at,
         "at": at,
         "what": what.replace(str(root), "ROOT"),
         "status": status,

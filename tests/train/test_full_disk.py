@@ -39,11 +39,13 @@ def test_a_full_disk_at_any_call(number: int, library: Path, tmp_path: Path):
     assert all(len(results) >= (number or 10) for results in found.values())
     for result in (each for results in found.values() for each in results):
         told = f"{result['what']}: {result['printed']}"
-        assert result["status"] == 1, told
+        # Where a text was written in fewer calls than before, the disk has never been full.
+        assert result["status"] == int(result["reached"]), told
         assert "Traceback" not in told
         assert "was not expected" not in told
-        assert "No space left on device" in told
-        assert str(tmp_path / "out") in told or str(tmp_path / "cache") in told
+        if result["reached"]:
+            assert "No space left on device" in told
+            assert str(tmp_path / "out") in told or str(tmp_path / "cache") in told
         # Nothing half-written remains, and what was saved before is whole.
         assert result["hidden"] == [], told
         assert result["damaged"] == [], told
@@ -61,4 +63,4 @@ def test_a_full_disk_at_any_call(number: int, library: Path, tmp_path: Path):
             or not whole
         )
     for result in found["merges"] + found["exports"]:
-        assert "the same command goes on" in result["printed"] or result["what"].startswith("mkdir")
+        assert not result["reached"] or "the same command goes on" in result["printed"]

@@ -70,7 +70,11 @@ def publish_files(built: Path, final: Path) -> None:
     if ready.exists():
         _move_files(ready, final)
     built.rename(ready)
-    bring_to_disk(final)
+    try:
+        bring_to_disk(final)
+    except OSError:
+        ready.rename(built)
+        raise
     _move_files(ready, final)
 
 

@@ -87,7 +87,11 @@ class _Governed:
         self._began = time.time()
         self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         with memory_meter(self.args.device) as self._memory:
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        last = self.last_checkpoint()
+        if self.args.should_save and last is not None and last.parent == Path(self.args.output_dir):
+            self._rotate(last.parent, last)  # a run that was killed after its last save has deleted none
+        return result
 
     def last_checkpoint(self: Any) -> Path | None:
         """The whole checkpoint to go on from: the last that this run saved, else the one it went on from."""
