@@ -9,6 +9,8 @@ model casts where it computes, sharded or not), and what is trained in another d
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,7 +104,8 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
     for block in blocks:
         for module in _of_another_dtype(block):
             fully_shard(module, reshard_after_forward=reshard, **arguments)
-        fully_shard(block, reshard_after_forward=reshard, **arguments)
+        with integers_named():
+            fully_shard(block, reshard_after_forward=reshard, **arguments)
     embedding = _lone_embedding(model)
     if embedding is not None:
         fully_shard(embedding, reshard_after_forward=True, **arguments)
@@ -112,6 +115,24 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+@contextmanager
+def integers_named() -> Iterator[None]:
+    """Older releases of torch (2.10 among them) make every sharded parameter one with a gradient first, which integers cannot have.
+
+    Raises:
+        PrecisionError: a quantized weight is stored as integers, and this torch is one of them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "floating point" not in str(error):
+            raise
+        fix = "torch 2.13 shards integers; 4-bit codes can be stored as floats: --bnb_4bit_quant_storage bfloat16"
+        given = f"weights stored as integers under torch {torch.__version__}"
+        problem = Problem(given, "weights stored in a float dtype, or a newer torch", fix)
+        raise PrecisionError("this torch cannot shard quantized weights", [problem]) from error
 
 
 def _plain_codes(model: nn.Module) -> None:
