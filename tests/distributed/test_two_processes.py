@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
+from isotype.core.files import write_whole
 from isotype.train.saved import damage
 from isotype.train.sharded import SHARDS
 from tests.distributed.launch import EVERY_LOAD, SHARDED, alone, argv, in_processes, losses, prepared
@@ -43,10 +45,23 @@ class Together:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path]) -> Together:
-    """One process group for all: its start costs more than what it does."""
-    root = tmp_path_factory.mktemp("together")
+def together(
+    tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path], worker_id: str
+) -> Together:
+    """One process group for all, and for all workers of pytest: its start costs more than what it does."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base if worker_id == "master" else base.parent) / "together"
+    kept = root / "together.json"
+    root.mkdir(exist_ok=True)
+    with FileLock(root / "lock"):
+        if not kept.exists():
+            write_whole(kept, json.dumps(_run_together(root, saved)))
+    return Together(root, root / "model", root / "rows.jsonl", **json.loads(kept.read_text()))
+
+
+def _run_together(root: Path, saved: Callable[..., Path]) -> dict[str, Any]:
     model, data = prepared(root)
+    assert (model, data) == (root / "model", root / "rows.jsonl")
     wanted = {name: (saved("llama", torch.bfloat16), arguments) for name, arguments in LOADS.items()}
     for name, architecture in MODELS.items():
         wanted[name] = (saved(architecture, torch.bfloat16), LOADS["nf4"])
@@ -58,7 +73,7 @@ def together(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path
     results, printed = in_processes(2, jobs, root)
     loads = {name: [each[place] for each in results] for place, name in enumerate(wanted)}
     statuses = [status for each in results for status in each[len(wanted) :]]
-    return Together(root, model, data, loads, statuses, printed)
+    return {"loads": loads, "statuses": statuses, "printed": printed}
 
 
 @pytest.mark.slow

@@ -15,9 +15,10 @@ from torch import nn
 
 import isotype
 from isotype.checkpoint.dequantize import dequantize
+from isotype.core import bar
 from isotype.core.errors import UsageError
 from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
-from isotype.ranges import bar, sources
+from isotype.ranges import sources
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.ranges.test_measure import agrees, reference
 

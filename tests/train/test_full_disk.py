@@ -28,7 +28,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(0, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [4, 0])
 def test_a_full_disk_at_any_call(number: int, library: Path, tmp_path: Path):
     surroundings = os.environ | {"LD_PRELOAD": str(library), "ISOTYPE_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "tests.train.full_disk", str(tmp_path), str(number)]

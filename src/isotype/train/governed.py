@@ -35,6 +35,7 @@ from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.diverged import not_finite
 from isotype.train.head import use_own_head
+from isotype.train.recompute import needs_input_gradients
 from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 from isotype.train.sharded import Sharded, has_shards
@@ -321,11 +322,6 @@ def governed(trainer_class: type) -> type:
     """`trainer_class` with whole checkpoints, step measures and isotype's loss; the name is kept."""
     bases = (_Governed, Sharded, trainer_class)
     return type(trainer_class.__name__, bases, {"__module__": trainer_class.__module__})
-
-
-def needs_input_gradients(checkpointing: Mapping[str, Any] | None) -> bool:
-    """Whether gradient checkpointing with these arguments needs a gradient of the embeddings: torch's reentrant kind does."""
-    return bool((checkpointing or {}).get("use_reentrant"))
 
 
 def enforce_trainer(

@@ -18,10 +18,10 @@ from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.train.fit import fitting
-from isotype.train.governed import needs_input_gradients
 from isotype.train.head import put_head
 from isotype.train.plan import DEFAULT_LENGTH, Plan
 from isotype.train.ranges import policy_by_ranges
+from isotype.train.recompute import checkpoint_gradients
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
 
@@ -90,23 +90,11 @@ def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
     )
     model.config.use_cache = False
     if plan.checkpointing is not None:
-        _checkpoint_gradients(model, plan)
+        checkpoint_gradients(model, plan.checkpointing, adapters=plan.lora is not None)
     model.train()
     if method.loss != "reward":
         put_head(model)
     return model
-
-
-def _checkpoint_gradients(model: Any, plan: Plan) -> None:
-    if not getattr(model, "supports_gradient_checkpointing", True):
-        return
-    arguments = dict(plan.checkpointing or {}) or None
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers' name for it, as in its Trainer
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-    if plan.lora is not None and not needs_input_gradients(plan.checkpointing):
-        model.disable_input_require_grads()  # as the trainer's does
 
 
 def row_length(plan: Plan, config: Any) -> int:
