@@ -273,6 +273,7 @@ def test_llama_cpp_gives_the_same_logits(architecture: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2_comes_out_as_it_went_in(tmp_path: Path):
     """Numbers, vocabulary and merges of the embedded model's own GGUF file, which llama.cpp's converter wrote."""
     source = embedded_file("smollm2")

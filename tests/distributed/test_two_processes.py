@@ -34,52 +34,77 @@ pytestmark = pytest.mark.newest  # torch 2.10 shards no integers
 
 @dataclass(frozen=True)
 class Together:
-    """What two processes did."""
+    """What two processes did.
+
+    Attributes:
+        root: with what they wrote, each training in a folder of its name, the model and its rows.
+        results: of each process, what each job gave.
+        printed: by both.
+    """
 
     root: Path
-    model: Path
-    data: Path
-    loads: dict[str, list[dict[str, Any]]]
-    statuses: list[int]
+    results: list[list[Any]]
     printed: str
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "rows.jsonl"
+
+
+def _once(root: Path, jobs: Callable[[], list[dict[str, Any]]]) -> Together:
+    """One process group for all jobs, and for all workers of pytest: its start costs more than what it does."""
+    kept = root / "together.json"
+    root.mkdir(exist_ok=True)
+    with FileLock(root.parent / "processes.lock"):  # two groups that start at once can take one port
+        if not kept.exists():
+            prepared(root)
+            write_whole(kept, json.dumps(in_processes(2, jobs(), root)))
+    return Together(root, *json.loads(kept.read_text()))
 
 
 @pytest.fixture(scope="module")
-def together(
-    tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path], worker_id: str
-) -> Together:
-    """One process group for all, and for all workers of pytest: its start costs more than what it does."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base if worker_id == "master" else base.parent) / "together"
-    kept = root / "together.json"
-    root.mkdir(exist_ok=True)
-    with FileLock(root / "lock"):
-        if not kept.exists():
-            write_whole(kept, json.dumps(_run_together(root, saved)))
-    return Together(root, root / "model", root / "rows.jsonl", **json.loads(kept.read_text()))
+def base(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
 
 
-def _run_together(root: Path, saved: Callable[..., Path]) -> dict[str, Any]:
-    model, data = prepared(root)
-    assert (model, data) == (root / "model", root / "rows.jsonl")
-    wanted = {name: (saved("llama", torch.bfloat16), arguments) for name, arguments in LOADS.items()}
-    for name, architecture in MODELS.items():
-        wanted[name] = (saved(architecture, torch.bfloat16), LOADS["nf4"])
-    jobs = [{"job": "load", "path": str(path), **arguments} for path, arguments in wanted.values()]
-    jobs += [
-        {"job": "train", "argv": ["sft", *argv(model, data, root / name, 2, *STEPS, *more)]}
-        for name, more in TRAININGS.items()
-    ]
-    results, printed = in_processes(2, jobs, root)
-    loads = {name: [each[place] for each in results] for place, name in enumerate(wanted)}
-    statuses = [status for each in results for status in each[len(wanted) :]]
-    return {"loads": loads, "statuses": statuses, "printed": printed}
+@pytest.fixture(scope="module")
+def together(base: Path) -> Together:
+    root = base / "together"
+    return _once(
+        root,
+        lambda: [
+            {
+                "job": "train",
+                "argv": ["sft", *argv(root / "model", root / "rows.jsonl", root / name, 2, *STEPS, *more)],
+            }
+            for name, more in TRAININGS.items()
+        ],
+    )
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def loads(base: Path, saved: Callable[..., Path]) -> dict[str, list[dict[str, Any]]]:
+    wanted = {name: ("llama", arguments) for name, arguments in LOADS.items()}
+    wanted |= {name: (architecture, LOADS["nf4"]) for name, architecture in MODELS.items()}
+    found = _once(
+        base / "loads",
+        lambda: [
+            {"job": "load", "path": str(saved(architecture, torch.bfloat16)), **arguments}
+            for architecture, arguments in wanted.values()
+        ],
+    )
+    return {name: [each[place] for each in found.results] for place, name in enumerate(wanted)}
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*LOADS, *MODELS])
-def test_a_sharded_load_holds_the_bits_of_a_whole_one_and_reads_its_share(together, name):
-    for found in together.loads[name]:
+def test_a_sharded_load_holds_the_bits_of_a_whole_one_and_reads_its_share(loads, name):
+    for found in loads[name]:
         assert found["sharded"]
         assert found["differences"] == []
         assert found["changed"] == []  # TRL's and our own restoring leaves it alone
@@ -98,7 +123,7 @@ def test_two_processes_train_as_one(together, tmp_path, name):
 
 
 def test_one_process_speaks_writes_and_succeeds(together):
-    assert together.statuses == [0] * 2 * len(TRAININGS)
+    assert together.results == [[0] * len(TRAININGS)] * 2
     for step in range(1, 5):
         assert together.printed.count(f"step {step}/4") == len(TRAININGS)
 
