@@ -452,6 +452,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2_answers(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

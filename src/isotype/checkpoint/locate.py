@@ -92,7 +92,7 @@ def _local(text: str) -> Path | None:
     try:
         path = Path(text).expanduser()
         return path if text and path.exists() else None
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):  # too long, a user that does not exist, a null byte
         return None
 
 
