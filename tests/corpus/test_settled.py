@@ -43,7 +43,13 @@ def checked(
         return check_broken(all_scenarios()[case].build()), traces
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.exhaustive) if case == "llamafactory-3807" else case
+        for case in CASES
+    ],
+)
 def test_the_report_is_that_of_whole_traces(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(report: Any) -> list[Any]:
         return [(each.key, each.message, each.notes, each.fixes) for each in report.findings]

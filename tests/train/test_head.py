@@ -343,7 +343,9 @@ def test_quantized_head(kind: str) -> None:
     assert model(**batch, fused_lm_head=True).loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize(
+    "method", ["sft", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("dpo", "grpo"))]
+)
 def test_a_check_foretells_the_memory_of_this_loss(method: str) -> None:
     """With a vocabulary of which whole logits would be most of the memory."""
     torch.manual_seed(0)
