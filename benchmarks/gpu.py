@@ -11,8 +11,8 @@
 A part that fails or runs out of time says so in its file, and the others go on. On a CPU (`--device cpu --small`) the whole
 script runs in some minutes, to see that it works; its figures mean nothing there.
 
-Run: python benchmarks/gpu.py [--device cuda] [--out build/gpu] [--parts contracts agreement …] [--small] [--layers 32]
-     [--rows 4] [--tokens 2048] [--steps 8] [--minutes 9]
+Run: python benchmarks/gpu.py [--device cuda] [--out build/gpu] [--parts contracts agreement …] [--small] [--minutes 9]
+     [--train "--layers 32 --rows 4 --tokens 2048 --steps 8"]
 Prints a line for each part and one line of JSON.
 """
 
@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import threading
@@ -55,10 +56,7 @@ class Asked:
     device: str
     out: str
     small: bool
-    layers: int
-    rows: int
-    tokens: int
-    steps: int
+    train: tuple[str, ...]
 
 
 # ------------------------------------------------------------------------------------------ parts
@@ -278,13 +276,8 @@ def _at_once(
 
 def train(asked: Asked) -> dict[str, Any]:
     """The last line of the benchmark."""
-    more = ["--device", asked.device, "--out", asked.out, "--steps", str(asked.steps)]
-    sizes = (
-        ["--small"]
-        if asked.small
-        else ["--layers", str(asked.layers), "--rows", str(asked.rows), "--tokens", str(asked.tokens)]
-    )
-    return _last_json(_call([sys.executable, "benchmarks/gpu_train.py", *more, *sizes]))
+    more = ["--device", asked.device, "--out", asked.out, *(["--small"] if asked.small else asked.train)]
+    return _last_json(_call([sys.executable, "benchmarks/gpu_train.py", *more]))
 
 
 PARTS: dict[str, Callable[[Asked], dict[str, Any]]] = {
@@ -332,6 +325,11 @@ def run_parts(asked: Asked, parts: Sequence[str], minutes: float) -> Iterator[di
         yield row
 
 
+def _asked(text: str) -> Asked:
+    found = json.loads(text)
+    return Asked(**{**found, "train": tuple(found["train"])})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -340,21 +338,18 @@ def main() -> int:
     parser.add_argument(
         "--small", action="store_true", help="a toy model and short samples: to see that the script works"
     )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--train", default="", metavar="OPTIONS", help="options of gpu_train.py, as one text")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
-        print(json.dumps(PARTS[given.part[0]](Asked(**json.loads(given.part[1])))))
+        print(json.dumps(PARTS[given.part[0]](_asked(given.part[1]))))
         return 0
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU here; --device cpu --small shows that the script works")
     given.out.mkdir(parents=True, exist_ok=True)
     out = str(given.out.resolve())
-    asked = Asked(given.device, out, given.small, given.layers, given.rows, given.tokens, given.steps)
+    asked = Asked(given.device, out, given.small, tuple(shlex.split(given.train)))
     rows_made = []
     for row in run_parts(asked, given.parts, given.minutes):
         rows_made.append(row)

@@ -20,12 +20,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from step_clock import watch
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"isotype": "isotype", "trl": "trl", "trl+liger": "liger_kernel", "unsloth": "unsloth"}
@@ -79,7 +80,7 @@ def _save_random(asked: Asked, folder: Path) -> None:
 
 def peer_run(peer: str, storage: str, asked: Asked) -> dict[str, Any]:
     """Train as one peer: seconds of each step, memory, loss."""
-    seconds, losses = _clock()
+    seconds, losses = watch()
     trainer = _trainer(peer, storage, asked)
     if asked.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -102,36 +103,6 @@ def peer_run(peer: str, storage: str, asked: Asked) -> dict[str, Any]:
         "peak": torch.cuda.max_memory_allocated() if asked.device == "cuda" else None,
         "losses": losses,
     }
-
-
-def _clock() -> tuple[list[float], list[float]]:
-    from transformers import TrainerCallback, trainer
-
-    seconds: list[float] = []
-    losses: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        began = 0.0
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            _wait()
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            _wait()
-            seconds.append(time.perf_counter() - self.began)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if logs and "loss" in logs:
-                losses.append(float(logs["loss"]))
-
-    trainer.DEFAULT_CALLBACKS.append(Clock)
-    return seconds, losses
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _trainer(peer: str, storage: str, asked: Asked) -> Any:

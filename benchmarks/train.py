@@ -36,6 +36,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from step_clock import watch
+
 MODEL = "embedded:smollm2"
 ROWS = 2
 WARM_UP = 2
@@ -83,30 +85,6 @@ def write_rows(path: Path, setup: Setup) -> None:
         text = " ".join((turned * (1 + setup.tokens // len(words)))[:length])
         rows.append(json.dumps({"text": text}))
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
-
-
-def watch() -> tuple[list[float], list[float]]:
-    """Seconds of every optimizer step and its loss, of any Trainer that is made from now on."""
-    from transformers import TrainerCallback, trainer
-
-    seconds: list[float] = []
-    losses: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        began = 0.0
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            seconds.append(time.perf_counter() - self.began)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if logs and "loss" in logs:
-                losses.append(float(logs["loss"]))
-
-    trainer.DEFAULT_CALLBACKS.append(Clock)
-    return seconds, losses
 
 
 def by_isotype(setup: Setup, rows: Path, out: Path) -> None:

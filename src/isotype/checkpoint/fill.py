@@ -19,6 +19,7 @@ from isotype.checkpoint.unpack import Packing, dense
 from isotype.checkpoint.weight_map import TURNED, Source, WeightMap, converted
 from isotype.core.bar import Bar
 from isotype.model.quantize import quantize_4bit, quantize_int8
+from isotype.model.quantized import holds_turned
 
 _BNB = ("nf4", "fp4", "int8")
 
@@ -88,7 +89,7 @@ def _headers(source: Source) -> Iterator[TensorHeader]:
 def _place(
     model: nn.Module, source: Source, files: MappedFiles, placement: Placement
 ) -> dict[str, torch.Tensor]:
-    """Read, convert and place what comes of a source; returns the placed tensors by name."""
+    """Read, convert and place what a source makes; returns the placed tensors by name."""
     target = source.target
     first, _ = source.tensors[0]
     if first.form in _BNB and first.constants and target in placement.quantized:
@@ -138,10 +139,8 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
 
 def _quantized(layer: Any, value: torch.Tensor) -> torch.Tensor:
     """The quantized weight of a bitsandbytes layer, as its own parameter class makes it when it is moved to a device."""
-    from transformers.pytorch_utils import Conv1D
-
-    if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):
-        value = value.T  # GPT-2's layers hold theirs turned
+    if holds_turned(layer):
+        value = value.T
     old = layer.weight
     settings = dict(vars(old))
     if type(old).__name__ == "Int8Params":

@@ -24,8 +24,7 @@ from isotype.checkpoint.unpack import Packing, dense, packing_of
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
-from isotype.model.enforce import enforce_model, wanted_dtypes
-from isotype.model.range_boundaries import range_boundaries
+from isotype.model.enforce import dtypes_to_load, enforce_model
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -139,8 +138,7 @@ def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.
     """The dtypes of a module's dense float tensors, and the names of its quantized weights."""
     found = tuple(places(model))
     quantized = {f"{each.name}.weight" for each in found if each.kind in ("linear4bit", "linear8bit")}
-    ranges = range_boundaries(model, found, policy)
-    wanted = wanted_dtypes(found, policy, ranges, frozen=policy.trainable == "lora")
+    wanted = dtypes_to_load(model, found, policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in quantized:

@@ -19,8 +19,7 @@ from isotype.checkpoint.stored import StoredTensor
 from isotype.checkpoint.weight_map import Source, steps
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.core.errors import CheckpointError, Problem
-from isotype.model.enforce import wanted_dtypes
-from isotype.model.range_boundaries import range_boundaries
+from isotype.model.enforce import dtypes_to_load
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -191,10 +190,7 @@ def _form(source: Source) -> str:
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     """How the policy stores each tensor of a dense model: the float parameters, and the buffers that are pinned."""
-    found = tuple(places(model))
-    dtypes = wanted_dtypes(
-        found, policy, range_boundaries(model, found, policy), frozen=policy.trainable == "lora"
-    )
+    dtypes = dtypes_to_load(model, tuple(places(model)), policy)
     quantized = quantized_weights(model) if policy.quantized else frozenset()
     storage = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -23,7 +23,8 @@ from isotype.checkpoint.stream import StoredWeights, fill_buffers, stored_weight
 from isotype.checkpoint.weightless import model_config, skeleton, store
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.core.names import base_name, listed, plural
-from isotype.model.quantized import quantization_state
+from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
+from isotype.model.quantized import holds_turned, quantization_state
 from isotype.model.shard import device_of, mesh_over_all, shard_model
 from isotype.model.walk import Place, places
 from isotype.precision.policy import PrecisionPolicy
@@ -137,15 +138,13 @@ class _Rows:
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
         """int8 rows; the scales of all rows go beside the layer."""
-        from bitsandbytes.functional import int8_vectorwise_quant
-
         rows = parameter.shape[0]
         start, stop = self._own(rows)
         scales = torch.zeros(rows, device=self.device)
         codes = torch.empty(0, parameter.shape[1], dtype=torch.int8, device=self.device)
         if stop > start:
-            dense = self._read(name, start, stop, self.policy.plain, _turned(layer))
-            codes, scales[start:stop], _ = int8_vectorwise_quant(dense.to(torch.float16))
+            dense = self._read(name, start, stop, self.policy.plain, holds_turned(layer))
+            codes, scales[start:stop] = quantize_int8(dense)
         layer.state.SCB = self._from_all(scales)
         return codes
 
@@ -161,16 +160,20 @@ class _Rows:
             # Whole blocks around the own elements, out of the rows that they lie in.
             first, last = start // size * size, min(math.ceil(stop / size) * size, state.shape.numel())
             top, bottom = first // width, math.ceil(last / width)
-            dense = self._read(name, top, bottom, self.policy.plain, _turned(layer)).flatten()
+            dense = self._read(name, top, bottom, self.policy.plain, holds_turned(layer)).flatten()
             block = dense[first - top * width : last - top * width]
-            codes, found = torch.ops.bitsandbytes.quantize_4bit.default(
-                block, size, state.quant_type, torch.uint8
-            )
+            codes, made = quantize_4bit(block, state.quant_type, blocksize=size)
             codes = codes[(start - first) // 2 : (stop - first + 1) // 2]
             # A block that two processes share is the one's in which it begins.
             skipped = math.ceil(start / size) - first // size
-            absmax[first // size + skipped : math.ceil(stop / size)] = found[skipped:]
-        layer.quant_state = _state_of(state, self._from_all(absmax))
+            absmax[first // size + skipped : math.ceil(stop / size)] = made.absmax[skipped:]
+        constants = {
+            "shape": state.shape,
+            "dtype": state.dtype,
+            "blocksize": size,
+            "quant_type": state.quant_type,
+        }
+        layer.quant_state = state_4bit(self._from_all(absmax), double_quant=state.nested, **constants)
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def _own(self, rows: int) -> tuple[int, int]:
@@ -190,31 +193,6 @@ class _Rows:
         """Every process's entries, where each has filled in its own among zeros."""
         torch.distributed.all_reduce(part, group=self.mesh.get_group())
         return part
-
-
-def _turned(layer: Any) -> bool:
-    """Whether the checkpoint holds a quantized layer's weight as `[in, out]`: transformers' Conv1D does."""
-    return getattr(layer.source_cls, "__name__", "") == "Conv1D"
-
-
-def _state_of(blank: Any, absmax: torch.Tensor) -> Any:
-    """The quantization state with these constants, as `bitsandbytes.functional.quantize_4bit` makes it (0.50.2)."""
-    from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
-
-    offset = state2 = None
-    if blank.nested:
-        offset = absmax.mean()
-        absmax, state2 = quantize_blockwise(absmax - offset, blocksize=256)
-    return QuantState(
-        absmax=absmax,
-        shape=blank.shape,
-        dtype=blank.dtype,
-        blocksize=blank.blocksize,
-        code=get_4bit_type(blank.quant_type, device=absmax.device),
-        quant_type=blank.quant_type,
-        offset=offset,
-        state2=state2,
-    )
 
 
 _Owner = tuple[str, Place, str]
@@ -276,7 +254,7 @@ def _check_complete(owners: Mapping[Any, Sequence[_Owner]], rows: _Rows) -> None
                 quantization_state(place.module) if own == "weight" and place.kind == "linear4bit" else None
             )
             wanted = tuple(parameter.shape if state is None else state.shape)
-            if own == "weight" and place.kind in ("linear4bit", "linear8bit") and _turned(place.module):
+            if own == "weight" and place.kind in ("linear4bit", "linear8bit") and holds_turned(place.module):
                 wanted = wanted[::-1]
             if name in shapes and tuple(shapes[name]) != wanted:
                 given = f"{name} of shape {list(shapes[name])} in {rows.source}"

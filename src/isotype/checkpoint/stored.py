@@ -38,19 +38,8 @@ _CONSTANTS: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
 )
 # How their names end: most tensors are none of them, and a large checkpoint has 10^5.
 _ENDINGS = (
-    *(
-        "absmax",
-        "quant_map",
-        "SCB",
-        "weight_format",
-        "scales",
-        "scale",
-        "scale_inv",
-        "shape",
-        "zero_point",
-        "zeros",
-    ),
-    *("g_idx", "nf4", "fp4"),
+    *("absmax", "quant_map", "SCB", "weight_format", "scales", "scale", "scale_inv", "shape", "zero_point"),
+    *("zeros", "g_idx", "nf4", "fp4"),
 )
 # How the file calls a weight of these formats, and how its model does.
 _NAMES = {"mxfp4": (r"_blocks$", ""), "packed": (r"_packed$|(?<=\.)q(?=weight$)", "")}

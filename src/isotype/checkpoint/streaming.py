@@ -18,8 +18,8 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_f
 from isotype.checkpoint.gguf_values import turning
 from isotype.checkpoint.match import Match, match
 from isotype.checkpoint.unpack import Packing
-from isotype.model.enforce import wanted_dtypes
-from isotype.model.range_boundaries import range_boundaries
+from isotype.model.enforce import dtypes_to_load
+from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -88,9 +88,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     from transformers.integrations.accelerate import get_device
 
     quantizer, plan = settings.hf_quantizer, tuple(settings.dtype_plan)
-    found = tuple(places(model))
-    ranges = range_boundaries(model, found, policy)
-    wanted = wanted_dtypes(found, policy, ranges, frozen=policy.trainable == "lora")
+    wanted = dtypes_to_load(model, tuple(places(model)), policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -116,10 +114,8 @@ def _is_bnb(quantizer: Any) -> bool:
 
 def _is_turned(model: Any, wrong: Any) -> bool:
     """Whether a tensor fits once it is turned: those of GPT-2's layers, where bitsandbytes' take their place."""
-    from transformers.pytorch_utils import Conv1D
-
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
-    return issubclass(getattr(layer, "source_cls", object), Conv1D) and wrong.found == wrong.wanted[::-1]
+    return holds_turned(layer) and wrong.found == wrong.wanted[::-1]
 
 
 def _info(missing: set[str], found: Match) -> Any:

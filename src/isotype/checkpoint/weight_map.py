@@ -150,7 +150,7 @@ def _converts_gguf(architecture: str) -> bool:
 
 
 def _shaped(model: nn.Module, source: Source) -> Source:
-    """The source with the shapes that come of it, learned on the meta device."""
+    """The source with the shapes of what it makes, learned on the meta device."""
     if source.conversion is TURNED:
         return replace(source, shapes={source.target: None})
     shapes = [dense_shape(tensor) for tensor, _ in source.tensors]
@@ -174,7 +174,7 @@ def _dense_dtype(tensor: StoredTensor) -> torch.dtype:
 
 
 def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of the model that come of a source.
+    """The tensors of the model that a source makes.
 
     Args:
         model: whose conversion it is.

@@ -18,6 +18,7 @@ from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.shard import is_sharded
 from isotype.model.walk import LINEAR_KINDS, kind_of
 from isotype.precision.devices.cpu import this_cpu, this_onednn, why_not_native
 
@@ -94,7 +95,7 @@ def _reached(layer: nn.Module) -> bool:
             or hasattr(part, "_hf_hook")
         ):
             return True
-        if any(hasattr(parameter, "placements") for parameter in part._parameters.values()):
+        if any(is_sharded(parameter) for parameter in part._parameters.values() if parameter is not None):
             return True
         parts += [child for child in part._modules.values() if child is not None]
     return False

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.model.modes import in_evaluation
+
 _TOKENS = 4
 
 
@@ -28,21 +30,15 @@ def same_input(
         The groups, in which every layer occurs once, and why nothing was seen; empty where the model could be run.
     """
     calls: list[tuple[str, Any]] = []
-    modes = {module: module.training for module in model.modules()}
     try:
         with ExitStack() as stack:
             for name, layer in layers.items():
                 stack.callback(layer.register_forward_pre_hook(_noting(calls, name)).remove)
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng())
-            model.eval()
+            stack.enter_context(in_evaluation(model))
             model(**(_tokens(model) if inputs is None else inputs))
         unseen = ""
     except Exception as error:  # noqa: BLE001 - whatever a model raises that was given too little
         calls, unseen = [], f"{type(model).__name__} could not be run: {str(error).partition(chr(10))[0]}"
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return _groups(list(layers), calls), unseen
 
 

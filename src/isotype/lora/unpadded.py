@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.model.modes import in_evaluation
+
 _KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
 _LEAST_SHARE = 0.05
 _MOST_TOKENS = 8192
@@ -102,16 +104,11 @@ def unpadded_sides(model: Any) -> frozenset[str]:
         or _is_encoder_decoder(model)
     ):
         return frozenset()
-    modes = {module: module.training for module in model.modules()}
     try:
-        with torch.no_grad(), torch.random.fork_rng():
-            model.eval()
+        with in_evaluation(model):
             return _sound_sides(backbone)
     except Exception:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
         return frozenset()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _is_encoder_decoder(model: Any) -> bool:

@@ -58,7 +58,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     found = tuple(places(model))
     _check_storage(model, found, policy)
     by_ranges = range_boundaries(model, found, policy)
-    wanted = wanted_dtypes(found, policy, by_ranges)
+    wanted = _wanted_dtypes(found, policy, by_ranges)
     for place in found:
         changes += _parameters(place, wanted)
         changes += _quantization(place, policy, by_ranges.get(place.name))
@@ -126,7 +126,21 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
     return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
 
-def wanted_dtypes(
+def dtypes_to_load(
+    model: nn.Module, found: Sequence[Place], policy: PrecisionPolicy
+) -> dict[nn.Parameter, torch.dtype]:
+    """The dtype that each unquantized float parameter is to be loaded in: under the policy at once.
+
+    Args:
+        model: that is about to get its weights; adapters come later.
+        found: its `places`.
+        policy: from `isotype.resolve_precision`.
+    """
+    by_ranges = range_boundaries(model, found, policy)
+    return _wanted_dtypes(found, policy, by_ranges, frozen=policy.trainable == "lora")
+
+
+def _wanted_dtypes(
     found: Sequence[Place],
     policy: PrecisionPolicy,
     by_ranges: Mapping[str, BoundarySettings],

@@ -73,19 +73,27 @@ def quantize_4bit(
             quant_storage=storage,
         )
     codes, absmax = found
-    settings = {
-        "shape": weight.shape,
-        "dtype": weight.dtype,
-        "blocksize": blocksize,
-        "code": functional.get_4bit_type(form, device=weight.device),
-        "quant_type": form,
-    }
+    packed = codes.unsqueeze(1) if storage == torch.uint8 else codes.view(storage).unsqueeze(1)
+    settings = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": blocksize, "quant_type": form}
+    return packed, state_4bit(absmax, double_quant=double_quant, **settings)
+
+
+def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> Any:
+    """bitsandbytes' `QuantState` of a weight whose blocks have these float32 `absmax`, as `quantize_4bit` makes it (0.50.2).
+
+    Args:
+        absmax: `[blocks]`.
+        double_quant: as of `quantize_4bit`.
+        **settings: `shape` and `dtype` of the weight, `blocksize` and `quant_type`.
+    """
+    from bitsandbytes import functional
+
+    settings["code"] = functional.get_4bit_type(settings["quant_type"], device=absmax.device)
     if double_quant:
         offset = absmax.mean()
         absmax, nested = functional.quantize_blockwise(absmax - offset, blocksize=256)
         settings |= {"offset": offset, "state2": nested}
-    packed = codes.unsqueeze(1) if storage == torch.uint8 else codes.view(storage).unsqueeze(1)
-    return packed, functional.QuantState(absmax=absmax, **settings)
+    return functional.QuantState(absmax=absmax, **settings)
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

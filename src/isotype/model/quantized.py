@@ -23,6 +23,12 @@ def row_scales(layer: Any) -> torch.Tensor | None:
     return scales if isinstance(scales, torch.Tensor) else None
 
 
+def holds_turned(layer: Any) -> bool:
+    """Whether a bitsandbytes layer took the place of transformers' Conv1D, whose checkpoints hold its weight as `[in, out]`."""
+    replaced = getattr(layer, "source_cls", None)
+    return any(cls.__name__ == "Conv1D" for cls in getattr(replaced, "__mro__", ()))
+
+
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     """Bring a `Linear4bit` under a compute dtype: its own, its quantization state's and the constants' dtypes.
 

@@ -205,7 +205,7 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     projects = _projects(model)
     labels = named["shift_labels"]
     labels = nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if labels is None else labels
-    found, states, place = _run(model, labels != -100, args, kwargs)
+    found, states, place = _run(model, projects, labels != -100, args, kwargs)
     if named["shift_labels"] is None:  # the last token has none
         labels, place = labels[:, :-1], None if place is None else place[:, :-1]
         states = states[:, :-1] if place is None else states
@@ -236,13 +236,13 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
 
 
 def _run(
-    model: Any, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
+    model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
     """(what the model returns; its states, or logits where they are not projected states; the places of tokens among them).
 
     Places are of a batch that was run without its padding, see `Unpadded`; the states are `[1, tokens, hidden]` then.
     """
-    if not _projects(model):
+    if not projects:
         found = model.__dict__[_THEIRS](*args, **kwargs)
         return found, found.logits, None
     packed = None if args else unpadded(kwargs, sides_of(model), labelled)

@@ -122,13 +122,7 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
     """Read tensors in place, each process the rows that it holds."""
     reader = HuggingFaceStorageReader(str(directory))
     saved = reader.read_metadata().state_dict_metadata
-    missing = [name for name in state if name not in saved]
-    if missing:
-        fix = "go on with the settings of the run that saved it"
-        raise CheckpointError(
-            "a checkpoint of another run",
-            [Problem(f"{directory} without {listed(missing)}", "every trained weight", fix)],
-        )
+    _require(directory, [name for name in state if name not in saved])
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled", UserWarning
@@ -242,9 +236,12 @@ def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
     }
     by_base = {base_name(name): value for name, value in found.items()}
     names = {name: base_name(name) for name in _trained(model)}
-    missing = [name for name, base in names.items() if base not in by_base]
+    _require(checkpoint, [name for name, base in names.items() if base not in by_base])
+    return {name: by_base[base] for name, base in names.items()}
+
+
+def _require(checkpoint: Path, missing: list[str]) -> None:
     if missing:
         fix = "go on with the settings of the run that saved it"
         problem = Problem(f"{checkpoint} without {listed(missing)}", "every trained weight", fix)
         raise CheckpointError("a checkpoint of another run", [problem])
-    return {name: by_base[base] for name, base in names.items()}

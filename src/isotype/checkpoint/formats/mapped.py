@@ -64,7 +64,7 @@ class MappedFiles:
                 str(header.file), False, size
             )
         # A storage of its own: what is saved, shared or compared by storage is this tensor and not the file.
-        span = self._storages[header.file][header.begin : header.begin + header.bytes]
+        span = whole[header.begin : header.begin + header.bytes]
         return torch.empty(0, dtype=torch.uint8).set_(span)
 
     def _advise(self, headers: Iterable[TensorHeader], advice: int | None) -> None:
