@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from dense_folder import dense_folder
+
 _BLOCK = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -147,9 +149,7 @@ def text(model: str) -> None:
 
 
 def _checkpoint(model: str) -> Path:
-    from isotype.ranges.sources import checkpoint_directory
-
-    return checkpoint_directory(model)
+    return dense_folder(model) if model.startswith("embedded:") else Path(model)
 
 
 def main(model: str) -> None:

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 import isotype
-from isotype.checkpoint.formats.gguf_copy import dense_copy
-from isotype.checkpoint.locate import resolve_source
+from dense_folder import dense_folder
 from isotype.core.dtypes import dtype_name
 
 MODEL = "embedded:smollm2"
@@ -161,7 +160,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     from transformers import AutoTokenizer
 
-    source = dense_copy(resolve_source(MODEL))
+    source = dense_folder(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(source)
     data, held_back = examples("train", tokenizer), examples("test", tokenizer)[:HELD_BACK]
     runs: dict[tuple[str, str, str, int], Run] = {}

@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dense_folder import dense_folder
 from step_clock import watch
 
 MODEL = "embedded:smollm2"
@@ -136,11 +137,8 @@ def arguments(setup: Setup, out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def source(setup: Setup) -> Path | str:
-    from isotype.checkpoint.formats.gguf_copy import dense_copy
-    from isotype.checkpoint.locate import resolve_source
-
-    return dense_copy(resolve_source(MODEL), model_settings(setup)["dtype"])
+def source(setup: Setup) -> Path:
+    return dense_folder(MODEL, model_settings(setup)["dtype"])
 
 
 def by_trl(setup: Setup, rows: Path, out: Path) -> None:
@@ -249,7 +247,7 @@ def child(peer: str, setup: Setup) -> None:
     if peer == "floor":
         print("RESULT " + json.dumps(floor(setup)))
         return
-    source(setup)  # the dense copy of the packaged model is made once
+    source(setup)  # made once
     seconds, losses = watch()
     with tempfile.TemporaryDirectory() as folder:
         rows, out = Path(folder) / "rows.jsonl", Path(folder) / "out"

@@ -1,4 +1,4 @@
-"""GGUF headers, and the dense copy that transformers can load."""
+"""GGUF headers, weights, and the tokenizer as transformers reads it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from gguf.quants import dequantize, quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isotype.checkpoint.formats import gguf_copy as module
+import isotype
+from isotype.checkpoint.formats import gguf_tokenizer as module
 from isotype.checkpoint.formats.gguf import read_gguf_header
-from isotype.checkpoint.formats.gguf_copy import dense_copy
+from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.stream import blank_model, stored_weights
+from isotype.checkpoint.weightless import model_config
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, SaveError
 
@@ -127,7 +130,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def copied(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dense_copy(tiny, cache_dir=tmp_path_factory.mktemp("cache"))
+    return tokenizer_copy(tiny, cache_dir=tmp_path_factory.mktemp("cache"))
 
 
 # Headers
@@ -247,14 +250,12 @@ def test_a_part_of_a_split_file(tmp_path: Path) -> None:
     assert caught.value.problems[0].fix == "join them with llama.cpp: llama-gguf-split --merge"
 
 
-# The dense copy
+# Weights
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_weight_is_the_files(tiny: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(dense_copy(tiny, dtype, tmp_path), dtype=dtype)
+def test_every_weight_is_the_files(tiny: Path, dtype: torch.dtype) -> None:
+    model = isotype.load(tiny, isotype.resolve_precision(tiny, dtype, device="cpu"))
     held = dict(model.named_parameters())
     expected = weights()
     assert len(held) == len(expected)
@@ -265,16 +266,43 @@ def test_every_weight_is_the_files(tiny: Path, tmp_path: Path, dtype: torch.dtyp
         )
 
 
+@pytest.mark.parametrize("kind", [KIND.F32, KIND.BF16, KIND.Q8_0])
+def test_stored_weights_and_their_rows_are_the_models(tmp_path: Path, kind: KIND) -> None:
+    path = write_gguf(tmp_path / "m.gguf", kind=kind)
+    model = isotype.load(path, isotype.resolve_precision(path, torch.float32, device="cpu"))
+    stored = stored_weights(blank_model(model_config(path)), path)
+    expected = dict(model.named_parameters())
+    assert stored.shapes.keys() >= expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(stored.read(name).float(), value), name
+        rows = len(value) // 2
+        assert torch.equal(stored.read_rows(name, rows, len(value)).float(), value[rows:])
+        assert stored.read_rows(name, rows, rows).shape == (0, *value.shape[1:])
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert torch.equal(stored.read_rows(name, 3, 9, dim=1).float(), expected[name][:, 3:9])
+
+
+def test_a_measurement_leaves_the_weights_in_the_file(tiny: Path, tmp_path: Path) -> None:
+    batch = {"input_ids": torch.tensor([[1, 5, 9, 7]]), "labels": torch.tensor([[1, 5, 9, 7]])}
+    ranges = isotype.measure_ranges(tiny, batch)
+    path = tmp_path / "dense"
+    isotype.load(tiny, isotype.resolve_precision(tiny, torch.float32, device="cpu")).save_pretrained(path)
+    expected = isotype.measure_ranges(path, batch)
+    assert ranges.modules == expected.modules
+    assert ranges.notes == expected.notes == ()
+
+
+# The tokenizer and the config
+
+
 def test_the_config_is_the_files(copied: Path) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(copied)
-    assert config.architectures == ["LlamaForCausalLM"]
     assert config.rope_parameters["rope_theta"] == 100000.0
     assert config.rms_norm_eps == pytest.approx(1e-5)
     assert config.tie_word_embeddings is True
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
-    assert config.dtype == torch.bfloat16
     assert getattr(config, "quantization_config", None) is None
 
 
@@ -315,7 +343,7 @@ def test_pre_tokenizers_that_transformers_knows_stay(tmp_path: Path, pre: str) -
 
     path = write_gguf(tmp_path / "m.gguf", pre=pre)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    ours = AutoTokenizer.from_pretrained(dense_copy(path, cache_dir=tmp_path / "cache"))
+    ours = AutoTokenizer.from_pretrained(tokenizer_copy(path, cache_dir=tmp_path / "cache"))
     for text in ("h  12", "h\n 1", "don't  HI", "12345"):
         assert ours.tokenize(text) == theirs.tokenize(text)
 
@@ -323,7 +351,7 @@ def test_pre_tokenizers_that_transformers_knows_stay(tmp_path: Path, pre: str) -
 def test_a_pre_tokenizer_that_nobody_knows_is_warned_of(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", pre="falcon")
     with pytest.warns(UserWarning, match="pre-tokenizer") as caught:
-        dense_copy(path, cache_dir=tmp_path / "cache")
+        tokenizer_copy(path, cache_dir=tmp_path / "cache")
     assert [str(warning.message) for warning in caught] == [
         "transformers does not know the pre-tokenizer 'falcon' of this GGUF file and splits text as GPT-2 does: "
         "some texts become other tokens than in training; use the tokenizer of the original model"
@@ -332,52 +360,48 @@ def test_a_pre_tokenizer_that_nobody_knows_is_warned_of(tmp_path: Path) -> None:
 
 def test_the_copy_is_made_once(copied: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_convert", None)
-    before = (copied / "model.safetensors").stat().st_mtime_ns
-    assert dense_copy(tiny, cache_dir=copied.parent) == copied
-    assert (copied / "model.safetensors").stat().st_mtime_ns == before
+    before = (copied / "tokenizer.json").stat().st_mtime_ns
+    assert tokenizer_copy(tiny, cache_dir=copied.parent) == copied
+    assert (copied / "tokenizer.json").stat().st_mtime_ns == before
 
 
-def fake_convert(path: Path, metadata: object, dtype: torch.dtype, target: Path) -> None:
+def fake_convert(path: Path, metadata: object, target: Path) -> None:
     (target / "config.json").write_text("{}")
 
 
-def test_another_file_or_dtype_is_another_copy(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_file_is_another_copy(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_convert", fake_convert)
     changed = tmp_path / tiny.name
     content = bytearray(tiny.read_bytes())
     content[-1] ^= 1
     changed.write_bytes(content)
     cache = tmp_path / "cache"
-    copies = {dense_copy(tiny, cache_dir=cache), dense_copy(changed, cache_dir=cache)}
-    copies |= {dense_copy(tiny, torch.float16, cache), dense_copy(tiny, cache_dir=cache)}
-    assert len(copies) == 3
-    assert {path.name.rpartition("-")[2] for path in copies} == {"bfloat16", "float16"}
+    copies = {tokenizer_copy(tiny, cache_dir=cache), tokenizer_copy(changed, cache_dir=cache)}
+    assert len(copies | {tokenizer_copy(tiny, cache_dir=cache)}) == 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupted_conversion_leaves_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def interrupted(path: Path, metadata: object, dtype: torch.dtype, target: Path) -> None:
-        (target / "model.safetensors").touch()
+    def interrupted(path: Path, metadata: object, target: Path) -> None:
+        (target / "tokenizer.json").touch()
         raise error
 
     monkeypatch.setattr(module, "_convert", interrupted)
     with pytest.raises(error):
-        dense_copy(tiny, cache_dir=tmp_path)
+        tokenizer_copy(tiny, cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_losing_the_race_is_no_error(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slower(path: Path, metadata: object, dtype: torch.dtype, target: Path) -> None:
+    def slower(path: Path, metadata: object, target: Path) -> None:
         (target / "mine").touch()
         monkeypatch.setattr(module, "_convert", fake_convert)
-        (dense_copy(path, dtype, target.parent) / "theirs").touch()
+        (tokenizer_copy(path, target.parent) / "theirs").touch()
 
     monkeypatch.setattr(module, "_convert", slower)
-    target = dense_copy(tiny, cache_dir=tmp_path)
+    target = tokenizer_copy(tiny, cache_dir=tmp_path)
     assert sorted(file.name for file in target.iterdir()) == ["config.json", "theirs"]
     assert list(tmp_path.iterdir()) == [target]
 
@@ -385,7 +409,7 @@ def test_losing_the_race_is_no_error(tiny: Path, tmp_path: Path, monkeypatch: py
 def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", arch="plamo")
     with pytest.raises(CheckpointError) as caught:
-        dense_copy(path, cache_dir=tmp_path / "cache")
+        tokenizer_copy(path, cache_dir=tmp_path / "cache")
     problem = caught.value.problems[0]
     assert caught.value.headline == "transformers cannot read this GGUF file"
     assert problem.expected == "an architecture that transformers reads from GGUF (this one: plamo)"
@@ -396,9 +420,9 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None
 def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(SaveError) as caught:
-        dense_copy(tiny, cache_dir=tmp_path)
+        tokenizer_copy(tiny, cache_dir=tmp_path)
     assert str(caught.value) == (
-        f"not enough disk space\n  - {tmp_path} has 0.0 GB left\n    expected  0.0 GB for the dense copy\n"
+        f"not enough disk space\n  - {tmp_path} has 0.0 MiB left\n    expected  room for the tokenizer of a GGUF file\n"
         "    fix       free some space, or set ISOTYPE_CACHE to another disk"
     )
 
@@ -406,7 +430,7 @@ def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_cache_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SaveError) as caught:
-        dense_copy(tiny, cache_dir=tmp_path / "file")
+        tokenizer_copy(tiny, cache_dir=tmp_path / "file")
     assert caught.value.headline == "no cache directory"
     assert caught.value.problems[0].fix == "set ISOTYPE_CACHE to another one"
 
@@ -431,7 +455,7 @@ def test_no_progress_bar_is_shown_and_the_setting_is_kept(
 
     (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
     try:
-        dense_copy(tiny, cache_dir=tmp_path)
+        tokenizer_copy(tiny, cache_dir=tmp_path)
         assert logging.is_progress_bar_enabled() == shown
         assert are_progress_bars_disabled() != shown
     finally:
@@ -443,21 +467,27 @@ def test_no_progress_bar_is_shown_and_the_setting_is_kept(
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2() -> Path:
     try:
-        file = resolve_source("embedded:smollm2")
+        found = resolve_source("embedded:smollm2")
     except CheckpointError as error:
         pytest.skip(str(error))
-    return dense_copy(file, cache_dir=tmp_path_factory.mktemp("smollm2"))
+    assert isinstance(found, Path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def smollm2_tokenizer(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_copy(smollm2, tmp_path_factory.mktemp("smollm2")))
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_smollm2_answers(smollm2: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+def test_smollm2_answers(smollm2: Path, smollm2_tokenizer: Any) -> None:
+    tokenizer = smollm2_tokenizer
+    model = isotype.load(smollm2, isotype.resolve_precision(smollm2, torch.float32, device="cpu")).eval()
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,
@@ -469,11 +499,9 @@ def test_smollm2_answers(smollm2: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_tokenizer(smollm2: Path) -> None:
+def test_smollm2_splits_as_published(smollm2_tokenizer: Any) -> None:
     """As the tokenizer published with SmolLM2-135M-Instruct, which isolates digits."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer = smollm2_tokenizer
     assert tokenizer.tokenize("a\n 1. foo\n   2. bar") == [
         *("a", "ĊĠ", "1", ".", "Ġfoo", "ĊĠĠĠ", "2", ".", "Ġbar"),
     ]

@@ -14,9 +14,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import GgufConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+import isotype
 from isotype.checkpoint.export.gguf_model import ARCHITECTURES, write_gguf
 from isotype.checkpoint.export.gguf_tokenizer import _LLAMA3
-from isotype.checkpoint.formats.gguf_copy import dense_copy
+from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.locate import embedded_file
 from isotype.core.dtypes import GGUF_TYPES
 from isotype.core.errors import PrecisionError, UsageError
@@ -277,9 +278,8 @@ def test_llama_cpp_gives_the_same_logits(architecture: str, tmp_path: Path):
 def test_smollm2_comes_out_as_it_went_in(tmp_path: Path):
     """Numbers, vocabulary and merges of the embedded model's own GGUF file, which llama.cpp's converter wrote."""
     source = embedded_file("smollm2")
-    copy = dense_copy(source)
-    model = transformers.AutoModelForCausalLM.from_pretrained(copy)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(copy)
+    model = isotype.load(source, isotype.resolve_precision(source, torch.bfloat16, device="cpu"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_copy(source))
     write_gguf(model, tokenizer, tmp_path / "model.gguf", "q8_0", "smollm2")
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "model.gguf")
     numbers = [key for key in before.fields if key.startswith("llama.")]

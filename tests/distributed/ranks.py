@@ -32,7 +32,7 @@ def load(
     """Load a model whole and sharded, take a step with each; returns how they differ and what was read.
 
     Args:
-        path: checkpoint directory.
+        path: checkpoint directory or GGUF file.
         precision: arguments of `isotype.resolve_precision`.
         changes: fields of the policy to change.
         lora: arguments of `isotype.add_lora`; none for training every weight.
@@ -45,12 +45,13 @@ def load(
     torch.manual_seed(0)
     sharded = load_sharded(path, policy, adapt)
     changed = isotype.enforce(sharded, policy)
+    files = [Path(path)] if Path(path).is_file() else Path(path).glob("*.safetensors")
     return {
         "differences": _differences(whole, sharded),
         "changed": [str(change) for change in changed or ()],
         "sharded": all(isinstance(parameter, DTensor) for parameter in sharded.parameters()),
         "steps": [_step(model) for model in (whole, sharded)],
-        "read": sharded.bytes_read / sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
+        "read": sharded.bytes_read / sum(file.stat().st_size for file in files),
     }
 
 

@@ -15,6 +15,7 @@ import isotype
 from isotype.checkpoint.measured import kept_ranges
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
+from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 
 BF16 = torch.bfloat16
@@ -182,6 +183,15 @@ def test_a_checkpoint_that_is_saved_quantized_is_loaded_whole(tmp_path: Path) ->
     assert ranges.by_module["model.layers.0"].output == pytest.approx(
         in_memory.by_module["model.layers.0"].output, rel=1e-3
     )
+
+
+def test_a_checkpoint_whose_weights_are_dequantized_is_measured_block_by_block(tmp_path: Path) -> None:
+    path, _ = mxfp4_checkpoint(tmp_path)
+    batch = {"input_ids": torch.tensor([[1, 5, 9, 7]]), "labels": torch.tensor([[1, 5, 9, 7]])}
+    ranges = isotype.measure_ranges(path, batch)
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
+    assert ranges.modules == isotype.measure_ranges(model, batch).modules
+    assert ranges.notes == ()
 
 
 def test_what_a_checkpoint_may_lack_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

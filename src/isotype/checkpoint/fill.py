@@ -97,15 +97,33 @@ def _place(
     dtype = (
         placement.plain if target in placement.quantized else placement.dtypes.get(target, placement.plain)
     )
-    values = {
-        tensor.name: dense(tensor, files.tensor, dtype, placement.packing) for tensor, _ in source.tensors
-    }
-    if source.conversion is TURNED:
-        assert placement.turn is not None
-        made = placement.turn(source, values)
-    else:
-        made = converted(model, source, values)
+    made = read_source(model, source, files, dtype, placement.packing, placement.turn)
     return {name: place(model, name, value, placement) for name, value in made.items()}
+
+
+def read_source(
+    model: nn.Module,
+    source: Source,
+    files: MappedFiles,
+    dtype: torch.dtype,
+    packing: Packing,
+    turn: Turn | None,
+) -> dict[str, torch.Tensor]:
+    """The dense tensors of a model that a source makes.
+
+    Args:
+        model: whose names and shapes they have; it may lie on the meta device.
+        source: of its `weight_map`.
+        files: where the source's tensors are.
+        dtype: what dequantized values are rounded to; values that are stored plainly keep their dtype.
+        packing: what the checkpoint's config says of its own quantization.
+        turn: how tensors of a GGUF file are converted.
+    """
+    values = {tensor.name: dense(tensor, files.tensor, dtype, packing) for tensor, _ in source.tensors}
+    if source.conversion is not TURNED:
+        return converted(model, source, values)
+    assert turn is not None
+    return turn(source, values)
 
 
 def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:

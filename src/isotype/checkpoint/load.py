@@ -16,7 +16,7 @@ from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import not_finite, refuse
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.gguf_config import gguf_config
-from isotype.checkpoint.formats.gguf_copy import tokenizer_copy
+from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.locate import resolve_source
@@ -69,7 +69,7 @@ def load(
         given["config"] = config
     if headers is not None:
         name, given["state_dict"] = None, {}  # weights "in memory": transformers looks for no file
-    given.setdefault("quantization_config", wanted_quantization(policy, _saved_format(facts)))
+    given.setdefault("quantization_config", wanted_quantization(policy, saved_format(facts)))
     if given["quantization_config"] is None:
         del given["quantization_config"]
     cls = concrete_class(config, model_class)
@@ -93,12 +93,12 @@ def load(
 
 
 def _check_saved_format(facts: ModelFacts, policy: PrecisionPolicy) -> None:
-    saved = _saved_format(facts)
+    saved = saved_format(facts)
     if saved not in (None, policy.storage):
         raise contradiction(f"{facts.source}, saved in {saved},", policy)
 
 
-def _saved_format(facts: ModelFacts) -> str | None:
+def saved_format(facts: ModelFacts) -> str | None:
     """The quantization that a checkpoint is saved in and that its weights keep."""
     quantization = facts.quantization
     return None if quantization is None or quantization.dequantized else quantization.format

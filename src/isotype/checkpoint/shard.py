@@ -16,8 +16,8 @@ from torch import nn
 from isotype.checkpoint.blank import KeepsValues
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.finite import require_finite
-from isotype.checkpoint.formats.gguf_copy import dense_copy
 from isotype.checkpoint.formats.hub import downloaded
+from isotype.checkpoint.load import forget_quantization
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.stream import StoredWeights, fill_buffers, stored_weights
 from isotype.checkpoint.weightless import model_config, skeleton, store
@@ -67,22 +67,24 @@ def load_sharded(
 
     Raises:
         CheckpointError: `path` is no checkpoint or lacks tensors that the model needs, or values are not finite.
-        PrecisionError: the checkpoint is saved quantized; its codes cannot be cut into rows.
+        PrecisionError: the checkpoint is saved in bitsandbytes' format, whose codes cannot be cut into rows.
         UsageError: there is no process group.
     """
     device = device_of(policy)
     mesh = mesh_over_all(device) if mesh is None else mesh
-    directory = _directory(path, policy, revision)
-    _check_dense(directory, mesh)
+    files = _files(path, revision)
+    _check_dense(files, mesh)
+    config = model_config(files)
+    forget_quantization(config)  # what is dequantized has none any more
     model = skeleton(
-        model_config(directory),
+        config,
         policy,
         model_class=model_class,
         attn_implementation=attn_implementation,
         buffers=True,
         **settings,
     )
-    stored = stored_weights(model, directory)
+    stored = stored_weights(model, files)
     model.name_or_path = model.config._name_or_path = str(path)
     fill_buffers(model, stored)
     model = store(model, policy)
@@ -90,25 +92,23 @@ def load_sharded(
         with KeepsValues():
             model = adapt(model)
     shard_model(model, policy, mesh, reshard=reshard)
-    _fill(model, _Rows(stored, policy, mesh, device, directory))
+    _fill(model, _Rows(stored, policy, mesh, device, files))
     model.bytes_read = stored.bytes_read
     return model
 
 
-def _directory(path: str | Path, policy: PrecisionPolicy, revision: str | None) -> Path:
-    """The directory with the files; what has to be made or downloaded first, the first process of a machine makes."""
+def _files(path: str | Path, revision: str | None) -> Path:
+    """The directory or GGUF file; what has to be downloaded first, the first process of a machine downloads."""
     with PartialState().local_main_process_first():
         found = resolve_source(path)
-        if isinstance(found, str):
-            return downloaded(found, revision)
-        return dense_copy(found, policy.plain) if found.suffix == ".gguf" else found
+        return downloaded(found, revision) if isinstance(found, str) else found
 
 
-def _check_dense(directory: Path, mesh: Any) -> None:
-    saved = facts_of(directory).quantization
-    if saved is None:
+def _check_dense(files: Path, mesh: Any) -> None:
+    saved = facts_of(files).quantization
+    if saved is None or saved.dequantized:
         return
-    given = f"{directory}, saved in {saved.format}, over {mesh.size()} processes"
+    given = f"{files}, saved in {saved.format}, over {mesh.size()} processes"
     fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
     problem = Problem(given, "float weights, of which every process can read its rows", fix)
     raise PrecisionError("a quantized checkpoint cannot be loaded sharded", [problem])

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.fill import read_source
 from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.gguf_values import turning
 from isotype.checkpoint.load import concrete_class
 from isotype.checkpoint.stored import StoredTensor
-from isotype.checkpoint.weight_map import Source, converted, weight_map
+from isotype.checkpoint.unpack import packing_of
+from isotype.checkpoint.weight_map import TURNED, Source, converted, weight_map
 from isotype.core.errors import CheckpointError, Problem
 
 
@@ -24,7 +27,7 @@ class StoredWeights:
     """The tensors of a checkpoint by the names that `model` has for them.
 
     transformers renames, splits, stacks and turns tensors while it loads them; the steps are its own
-    (`transformers.core_model_loading`), for one tensor of the model at a time.
+    (`transformers.core_model_loading`), for one tensor of the model at a time. What is stored in blocks (GGUF, mxfp4, FP8) is unpacked.
 
     Attributes:
         shapes: shape of every tensor of the model that the checkpoint has.
@@ -35,41 +38,48 @@ class StoredWeights:
         self._model = model
         self.bytes_read = 0
         self._sources = weight_map(model, headers).sources
-        self.shapes = {
-            name: torch.Size(shape)
-            for name, source in self._sources.items()
-            if (shape := source.shapes.get(name)) is not None
-        }
+        gguf = headers.format == "gguf"
+        self._turn = turning(model, str(headers.metadata.get("general.architecture"))) if gguf else None
+        self._packing = packing_of(model.config)
+        own = model.state_dict(keep_vars=True)
+        self.shapes: dict[str, torch.Size] = {}
+        for name, source in self._sources.items():
+            # A GGUF file does not say what its tensors are turned into: they are read for the model's own shape.
+            shape = own[name].shape if source.conversion is TURNED else source.shapes.get(name)
+            if shape is not None:
+                self.shapes[name] = torch.Size(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor that the model calls `name`, in the dtype it is stored in; memory-mapped where it is stored so."""
-        source = self._sources[name]
-        # Mapped for this call: pages of a file that stays mapped count as memory in use.
-        files = MappedFiles()
-        values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in source.tensors}
-        return converted(self._model, source, values)[name]
+        """The tensor that the model calls `name`, in the dtype it is stored in, dequantized ones in float32; memory-mapped where it is stored so."""
+        return self._made(self._sources[name])[name]
 
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Rows `start` to `stop` (columns, with `dim` 1) of what `read` gives, and no more of the file than they take.
 
         Where the conversion stacks tensors (experts), only those that the rows are made of are read; where it does anything else than
-        rename or stack, all of them are.
+        rename or stack, and where values are dequantized, all of them are.
         """
-        source, files = self._sources[name], MappedFiles()
+        source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)
-        if source.conversion is None or start == stop:
+        if start == stop:
+            shape = list(self.shapes[name])
+            shape[dim] = 0
+            return torch.empty(shape)
+        if source.conversion is None and not source.tensors[0][0].quantized:
             # Only the pages that the rows lie in are read from the disk.
-            rows = files.tensor(source.tensors[0][0].weight)
-            if source.conversion is not None:
-                rows = rows.new_empty(self.shapes[name])
-            rows = rows[where].clone()
+            rows = MappedFiles().tensor(source.tensors[0][0].weight)[where].clone()
             self.bytes_read += rows.nbytes
             return rows
         part = self._stacked(source, name, start, stop) if dim == 0 else None
-        values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in (part or source).tensors}
-        self.bytes_read += sum(value.nbytes for value in values.values())
-        made = converted(self._model, part or source, values)[name]
+        made = self._made(part or source)[name]
+        self.bytes_read += sum(
+            header.bytes for tensor, _ in (part or source).tensors for header in tensor.parts
+        )
         return made if part else made[where].clone()
+
+    def _made(self, source: Source) -> dict[str, torch.Tensor]:
+        # Mapped for this call: pages of a file that stays mapped count as memory in use.
+        return read_source(self._model, source, MappedFiles(), torch.float32, self._packing, self._turn)
 
     def _stacked(self, source: Source, name: str, start: int, stop: int) -> Source | None:
         """The part of a source that makes these rows, if it makes one row of each tensor; None if not."""
@@ -126,6 +136,6 @@ def fill_buffers(model: nn.Module, stored: StoredWeights) -> None:
             buffer.copy_(stored.read(name))
 
 
-def stored_weights(model: Any, directory: Path) -> StoredWeights:
-    """The weights in `directory` for `model`, which may lie on the meta device."""
-    return StoredWeights(model, read_headers(directory))
+def stored_weights(model: Any, path: Path) -> StoredWeights:
+    """The weights in a directory or a GGUF file for `model`, which may lie on the meta device."""
+    return StoredWeights(model, read_headers(path))

@@ -12,14 +12,13 @@ from torch import nn
 
 from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.formats.config import read_config
-from isotype.checkpoint.formats.gguf_copy import some_copy
 from isotype.checkpoint.formats.headers import find_weights
 from isotype.checkpoint.formats.hub import downloaded, local_snapshot
-from isotype.checkpoint.load import load
+from isotype.checkpoint.load import load, saved_format, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stream import blank_model, fill_buffers, stored_weights
+from isotype.checkpoint.weightless import model_config
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.walk import blocks_in, kind_of
 from isotype.precision.facts import ModelFacts
@@ -38,7 +37,7 @@ class Measured:
         model: the module; on the meta device where its weights stay on disk.
         source: what it is, in words.
         device: where it is.
-        directory: where its tokenizer may be; None where nobody knows.
+        files: the directory or GGUF file in which its tokenizer may be; None where nobody knows.
         read: how a parameter's values are had; None where they are the parameter's own.
         notes: what there is to say about it.
     """
@@ -46,13 +45,13 @@ class Measured:
     model: nn.Module
     source: str
     device: torch.device
-    directory: Path | None = None
+    files: Path | None = None
     read: Read | None = None
     notes: tuple[str, ...] = ()
 
     def tokenizer(self) -> Any | None:
         """The tokenizer that lies beside the weights, or None."""
-        return None if self.directory is None else tokenizer_of(self.directory)
+        return None if self.files is None else tokenizer_of(tokenizer_source(self.files))
 
     def fitting_dtype(self, device: torch.device) -> torch.dtype:
         """float32, or bfloat16 where the largest block does not fit into the free memory of `device` in float32."""
@@ -61,9 +60,9 @@ class Measured:
         return torch.bfloat16 if free is not None and needed > free else torch.float32
 
 
-def largest_part(directory: Path) -> int:
+def largest_part(source: str | Path) -> int:
     """Weights of the largest part of a checkpoint that has to be in memory at one time, see `_parts`."""
-    return max(_parts(blank_model(read_config(directory))), default=0)
+    return max(_parts(blank_model(model_config(source))), default=0)
 
 
 def _parts(model: nn.Module) -> list[int]:
@@ -110,24 +109,24 @@ def of_module(model: nn.Module) -> Measured:
             raise UsageError("this model cannot be measured in memory", [problem])
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     named = str(getattr(base, "name_or_path", "") or "")
-    directory: Path | None = None
+    files: Path | None = None
     if named:
         try:
-            directory = _directory(named, None, local_snapshot)
+            files = _files(named, None, local_snapshot)
         except CheckpointError:
-            directory = None  # it has been moved since, or lies on a hub that nobody can reach
-    return Measured(model, type(base).__name__, device, directory)
+            files = None  # it has been moved since, or lies on a hub that nobody can reach
+    return Measured(model, type(base).__name__, device, files)
 
 
 def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
     """A checkpoint, its weights left on disk where transformers' own conversions allow to read them one by one."""
-    directory = checkpoint_directory(source, revision)
-    facts = facts_of(directory)
-    cpu = torch.device("cpu")
-    if facts.quantization is not None:
-        return _loaded(source, directory, facts, f"its weights are stored in {facts.quantization.format}")
-    model = blank_model(read_config(directory))
-    stored = stored_weights(model, directory)
+    files = _files(source, revision, downloaded)
+    assert files is not None
+    facts = facts_of(files)
+    if facts.quantization is not None and not facts.quantization.dequantized:
+        return _loaded(source, files, facts, f"its weights are stored in {facts.quantization.format}")
+    model = blank_model(model_config(files))
+    stored = stored_weights(model, files)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -136,7 +135,7 @@ def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
     }
     missing = [names[each][0] for each, name in held.items() if name is None]
     if missing:
-        return _loaded(source, directory, facts, f"it has no {missing[0]}, which transformers draws")
+        return _loaded(source, files, facts, f"it has no {missing[0]}, which transformers draws")
     fill_buffers(model, stored)
 
     def read(_: nn.Module, __: str, parameter: torch.Tensor) -> Weight:
@@ -144,37 +143,22 @@ def of_checkpoint(source: str | Path, revision: str | None) -> Measured:
         assert name is not None
         return Weight(id(parameter), parameter.shape, lambda: stored.read(name))
 
-    return Measured(model, str(source), cpu, directory, read)
+    return Measured(model, str(source), torch.device("cpu"), files, read)
 
 
-def _loaded(source: str | Path, directory: Path, facts: ModelFacts, why: str) -> Measured:
-    saved = facts.quantization.format if facts.quantization else None
-    policy = resolve_precision(
-        directory, quantization=saved if saved in ("nf4", "fp4", "int8") else None, device="cpu"
-    )
-    model = load(directory, policy, device_map=None)
+def _loaded(source: str | Path, files: Path, facts: ModelFacts, why: str) -> Measured:
+    policy = resolve_precision(files, quantization=saved_format(facts), device="cpu")
+    model = load(files, policy, device_map=None)
     note = f"loaded whole, not block by block: {why}"
-    return Measured(model.requires_grad_(False), str(source), torch.device("cpu"), directory, None, (note,))
+    return Measured(model.requires_grad_(False), str(source), torch.device("cpu"), files, None, (note,))
 
 
-def checkpoint_directory(source: str | Path, revision: str | None = None) -> Path:
-    """The directory with a checkpoint's safetensors and tokenizer; a hub id is downloaded, a GGUF file unpacked.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or the hub cannot be reached.
-    """
-    found = _directory(source, revision, downloaded)
-    assert found is not None
-    return found
-
-
-def _directory(
+def _files(
     source: str | Path, revision: str | None, of_hub: Callable[[str, str | None], Path | None]
 ) -> Path | None:
+    """The directory with a checkpoint's safetensors, or its GGUF file."""
     found = resolve_source(source)
     if isinstance(found, str):
         return of_hub(found, revision)
-    if found.is_dir():
-        weights = find_weights(found)
-        found = weights[0] if weights is not None and weights[0].suffix == ".gguf" else found
-    return some_copy(found) if found.suffix == ".gguf" else found
+    weights = find_weights(found) if found.is_dir() else None
+    return weights[0] if weights is not None and weights[0].suffix == ".gguf" else found

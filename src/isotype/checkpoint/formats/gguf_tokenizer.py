@@ -1,8 +1,4 @@
-"""A dense copy of a GGUF file's model that transformers loads like any other.
-
-A GGUF's blocks cannot be loaded straight into nf4 or int8, and unpacking them takes long, so the unpacked model is
-kept on disk.
-"""
+"""The tokenizer and the config of a GGUF file's model, written once as transformers reads them."""
 
 from __future__ import annotations
 
@@ -17,16 +13,13 @@ from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.core.cache import default_cache_dir
-from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.core.staging import fsync_tree, write_failure
 
 _MIB = 1 << 20
-# Part of a copy's fingerprint: raise it whenever what dense_copy() writes changes, so that no stale copy is used.
+# Part of a copy's fingerprint: raise it whenever what tokenizer_copy() writes changes, so that no stale copy is used.
 _REVISION = 1
 # transformers 5.23 does not know these values of tokenizer.ggml.pre and splits text as GPT-2 does. Their merges were
 # learned on text whose digits were isolated first, "\p{N}" in llama.cpp's llama-vocab.cpp; without that
@@ -38,48 +31,31 @@ _ISOLATED_DIGITS = frozenset(
 _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 
 
-def dense_copy(
-    gguf_path: str | Path, dtype: torch.dtype = torch.bfloat16, cache_dir: Path | None = None
-) -> Path:
-    """A directory with the model of a GGUF file unpacked to `dtype`, and its tokenizer, as save_pretrained() writes.
+def tokenizer_copy(gguf_path: str | Path, cache_dir: Path | None = None) -> Path:
+    """A directory with the tokenizer and the config of a GGUF file's model, as save_pretrained() writes them.
 
     The copy is made once and kept: it is found again by the file's size and first and last MiB. It appears whole or
     not at all, also when several processes make it at the same time.
 
     Args:
         gguf_path: the GGUF file.
-        dtype: storage dtype of the copy's weights.
         cache_dir: where copies are kept; default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`.
 
     Raises:
         CheckpointError: the file is damaged, or of an architecture that transformers cannot read from GGUF.
         SaveError: the copy cannot be written.
     """
-    return _copy(Path(gguf_path), dtype, cache_dir)
-
-
-def tokenizer_copy(gguf_path: str | Path, cache_dir: Path | None = None) -> Path:
-    """A directory with the tokenizer and the config of a GGUF file's model, kept as `dense_copy` keeps its own.
-
-    Raises:
-        CheckpointError: the file is damaged, or of an architecture that transformers cannot read from GGUF.
-        SaveError: the copy cannot be written.
-    """
-    return _copy(Path(gguf_path), None, cache_dir)
-
-
-def _copy(path: Path, dtype: torch.dtype | None, cache_dir: Path | None) -> Path:
-    """The copy with weights in `dtype`, or without weights."""
-    tensors, metadata = read_gguf_header(path)
-    target = _copy_path(path, dtype, cache_dir)
-    root = target.parent
+    path = Path(gguf_path)
+    _, metadata = read_gguf_header(path)
+    root = cache_dir or default_cache_dir() / "gguf"
+    target = root / f"{path.stem}-{_fingerprint(path)}-tokenizer"
     if target.is_dir():
         return target
-    _check_room(root, sum(tensor.elements for tensor in tensors) * dtype.itemsize if dtype else _MIB)
+    _check_room(root)
     scratch = root / f".{target.name}.{uuid.uuid4().hex}"
     try:
         scratch.mkdir()
-        _convert(path, metadata, dtype, scratch)
+        _convert(path, metadata, scratch)
         fsync_tree(scratch)
         try:
             scratch.rename(target)
@@ -94,21 +70,9 @@ def _copy(path: Path, dtype: torch.dtype | None, cache_dir: Path | None) -> Path
             raise
         fix = "free some room, or set ISOTYPE_CACHE to another directory"
         problem = Problem(f"{target}: {failure[1]}", "a directory that can be written, with room", fix)
-        what = "dense copy" if dtype else "tokenizer"
-        raise SaveError(f"the {what} of a GGUF file cannot be written", [problem]) from error
+        raise SaveError("the tokenizer of a GGUF file cannot be written", [problem]) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def some_copy(gguf_path: str | Path) -> Path:
-    """As `dense_copy`, in whichever dtype there is a copy already: float32, bfloat16, else a new one in bfloat16."""
-    copies = (_copy_path(Path(gguf_path), dtype) for dtype in (torch.float32, torch.bfloat16))
-    return next((copy for copy in copies if copy.is_dir()), None) or dense_copy(gguf_path)
-
-
-def _copy_path(path: Path, dtype: torch.dtype | None, cache_dir: Path | None = None) -> Path:
-    root = cache_dir or default_cache_dir() / "gguf"
-    return root / f"{path.stem}-{_fingerprint(path)}-{dtype_name(dtype) if dtype else 'tokenizer'}"
 
 
 def _fingerprint(path: Path) -> str:
@@ -122,7 +86,7 @@ def _fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check_room(root: Path, needed: int) -> None:
+def _check_room(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(root).free
@@ -131,30 +95,21 @@ def _check_room(root: Path, needed: int) -> None:
             f"{root}: {error}", "a directory that can be written", "set ISOTYPE_CACHE to another one"
         )
         raise SaveError("no cache directory", [problem]) from error
-    if free < needed:
+    if free < _MIB:
         problem = Problem(
-            f"{root} has {free / 1e9:.1f} GB left",
-            f"{needed / 1e9:.1f} GB for the dense copy",
+            f"{root} has {free / _MIB:.1f} MiB left",
+            "room for the tokenizer of a GGUF file",
             "free some space, or set ISOTYPE_CACHE to another disk",
         )
         raise SaveError("not enough disk space", [problem])
 
 
-def _convert(path: Path, metadata: Mapping[str, object], dtype: torch.dtype | None, target: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
+def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
 
     with _quiet_bars():
         try:
-            if dtype is None:
-                model = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-            else:
-                model = AutoModelForCausalLM.from_pretrained(
-                    path.parent,
-                    gguf_file=path.name,
-                    quantization_config=GgufConfig(dequantize=True),
-                    dtype=dtype,
-                )
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         except (ValueError, KeyError, NotImplementedError) as error:
             problem = Problem(
@@ -164,7 +119,7 @@ def _convert(path: Path, metadata: Mapping[str, object], dtype: torch.dtype | No
             )
             raise CheckpointError("transformers cannot read this GGUF file", [problem]) from error
         _mend_tokenizer(tokenizer, metadata)
-        model.save_pretrained(target)
+        config.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
 
