@@ -114,8 +114,7 @@ def test_storage_dtypes() -> None:
 
 
 def test_rows_narrower_than_a_block_keep_flat_blocks() -> None:
-    """Blocks of 64 run on over the ends of rows. bitsandbytes (0.50.2) reads the constants of such weights by rows when it
-    dequantizes on a CPU with AVX512; the codes and constants themselves are those that every other device reads."""
+    """Blocks of 64 run on over the ends of rows (see `isotype.model.bnb_blocks`)."""
     torch.manual_seed(0)
     weight = torch.randn(4, 48)
     codes, state = quantize_4bit(weight, "nf4")

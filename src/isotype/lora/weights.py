@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from isotype.lora.workspace import Workspace
+from isotype.model.bnb_blocks import dequantize_4bit
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
 
@@ -160,11 +161,8 @@ def _write(layer: Any, out: torch.Tensor) -> None:
 
 
 def _dequantized(layer: Any, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
     state = quantization_state(layer)
     if state.dtype != dtype:  # what the layer's own kernel takes; here the product decides
         state = copy.copy(state)
         state.dtype = dtype
-    made: torch.Tensor = dequantize_4bit(layer.weight.data, state, out=out)
-    return made
+    return dequantize_4bit(layer.weight.data, state, out)

@@ -9,6 +9,7 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
+from isotype.model.bnb_blocks import dequantize_by_blocks
 
 
 def quantization_state(layer: nn.Module) -> Any:
@@ -38,6 +39,7 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     Returns what was changed. Raises PrecisionError where the state was lost or the packed bytes were cast.
     """
     changes = []
+    dequantize_by_blocks()
     if quantization_state(layer) is None:
         raise _lost(name, layer, "packed 4-bit weight", "the absmax constants that its 4-bit codes")
     storage = getattr(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from isotype.core.names import base_name
+from isotype.model.bnb_blocks import dequantize_4bit
 from isotype.model.boundary import set_boundary
 from isotype.model.copies import empty_copies, fill_copies
 from isotype.model.quantized import quantization_state, row_scales
@@ -136,20 +137,13 @@ def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
     )
     if state is not None:
         shape: Any = state.shape
-        values: Callable[[], torch.Tensor] = functools.partial(_dequantized_4bit, parameter, state)
+        values: Callable[[], torch.Tensor] = functools.partial(dequantize_4bit, parameter.detach(), state)
     elif kind == "linear8bit" and row_scales(module) is not None:
         shape = parameter.shape
         values = functools.partial(_dequantized_8bit, parameter, row_scales(module))
     else:
         shape, values = parameter.shape, lambda: parameter.detach()
     return Weight(id(parameter), torch.Size(shape), values, parameter.requires_grad)
-
-
-def _dequantized_4bit(parameter: torch.Tensor, state: Any) -> torch.Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
-    values: torch.Tensor = dequantize_4bit(parameter.detach(), state)
-    return values
 
 
 def _dequantized_8bit(parameter: torch.Tensor, scales: Any) -> torch.Tensor:

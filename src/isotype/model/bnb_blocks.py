@@ -1,0 +1,59 @@
+"""4-bit weights whose rows end inside of a block, dequantized rightly on CPUs with AVX512.
+
+bitsandbytes quantizes blocks of the flattened weight. Its AVX512 kernel (0.50.2, `dequantizeBlockwise4bitCpu` in
+csrc/cpu_ops.cpp; https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072 says how the others count) takes a row's
+constants as if every row began a block. Where rows have another length, such as the 4,304 columns of SigLIP in Gemma 3, PaliGemma
+and Idefics, nearly every weight comes out with another's constant, without a word. The kernel is given the same bytes as
+rows of one block each. tests/model/test_bnb_blocks.py says when this can go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
+
+
+def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`bitsandbytes.functional.dequantize_4bit`, right for every shape."""
+    from bitsandbytes import functional
+
+    dequantize_by_blocks()
+    made: torch.Tensor = functional.dequantize_4bit(weight, state, out=out)
+    return made
+
+
+def dequantize_by_blocks() -> None:
+    """Give bitsandbytes' CPU kernels rows of one block from now on, in this process; a second call changes nothing."""
+    from bitsandbytes.backends.cpu import ops
+
+    if not isinstance(ops.lib, _ByBlocks):
+        ops.lib = _ByBlocks(ops.lib)
+
+
+class _ByBlocks:
+    """bitsandbytes' native library, with other rows for its 4-bit kernels."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.library, name)
+        return _by_blocks(found) if _KERNEL.fullmatch(name) else found
+
+
+def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
+    def run(codes: Any, absmax: Any, out: Any, blocksize: Any, rows: Any, columns: Any) -> None:
+        size, total = blocksize.value, rows.value * columns.value
+        if columns.value % size:
+            # A kernel's threads share rows; a last block that is not full ends the only row there is.
+            columns = ctypes.c_longlong(total if total % size else size)
+            rows = ctypes.c_longlong(total // columns.value)
+        kernel(codes, absmax, out, blocksize, rows, columns)
+
+    return run

@@ -1,0 +1,88 @@
+"""4-bit weights dequantized on this CPU, whatever their rows' length, against constants and codes looked up by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import transformers
+from bitsandbytes import functional
+from bitsandbytes.backends.cpu import ops
+
+import isotype
+from isotype.model import bnb_blocks
+from isotype.model.bnb_blocks import dequantize_4bit
+from tests.models import quiet
+from tests.pairwise import pairwise
+
+COLUMNS = (16, 30, 48, 64, 80, 96, 200, 4304)
+
+
+def by_hand(codes: torch.Tensor, state: Any) -> torch.Tensor:
+    """Code x absmax of its block, float32, from the flattened weight."""
+    size = state.shape.numel()
+    single = torch.stack([codes.view(-1) >> 4, codes.view(-1) & 15], dim=1).view(-1)[:size]
+    absmax = state.absmax
+    if state.nested:
+        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
+    scales = absmax.repeat_interleave(state.blocksize)[:size]
+    return (state.code[single.long()] * scales).view(state.shape)
+
+
+@pairwise(
+    "rows, columns, form, blocksize, dtype",
+    (1, 2, 5, 64),
+    COLUMNS,
+    ("nf4", "fp4"),
+    (32, 64, 128),
+    (torch.float32, torch.bfloat16, torch.float16),
+)
+def test_rows_that_end_inside_of_a_block(
+    rows: int, columns: int, form: str, blocksize: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(columns)
+    weight = torch.randn(rows, columns).to(dtype)
+    codes, state = functional.quantize_4bit(weight, quant_type=form, blocksize=blocksize)
+    # A product is rounded once to its dtype, half a step of it; the kernel may round it twice.
+    torch.testing.assert_close(
+        dequantize_4bit(codes, state).float(), by_hand(codes, state), rtol=torch.finfo(dtype).eps, atol=1e-7
+    )
+
+
+def test_a_layer_computes_with_them_with_and_without_gradients() -> None:
+    bnb_blocks.dequantize_by_blocks()
+    torch.manual_seed(0)
+    layer = bitsandbytes.nn.Linear4bit(80, 24, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer = layer.to("cpu")
+    weight = by_hand(layer.weight.data, layer.weight.quant_state)
+    hidden = torch.randn(3, 80, requires_grad=True)
+    made = layer(hidden)
+    torch.testing.assert_close(made, hidden @ weight.T)
+    made.sum().backward()
+    torch.testing.assert_close(hidden.grad, weight.sum(0).expand(3, 80))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(hidden), hidden @ weight.T)
+
+
+def test_a_loaded_model_has_them(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=112, num_key_value_heads=2)
+    with quiet():
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "float32", "nf4", device="cpu")
+    layer = isotype.load(tmp_path, policy).model.layers[0].mlp.down_proj
+    hidden = torch.randn(2, 112)
+    weight = by_hand(layer.weight.data, layer.weight.quant_state)
+    torch.testing.assert_close(layer(hidden), hidden @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="a CPU without AVX512 counts rightly")
+def test_it_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, bitsandbytes counts rightly: `isotype.model.bnb_blocks` can go."""
+    bnb_blocks.dequantize_by_blocks()
+    monkeypatch.setattr(ops, "lib", ops.lib.library)
+    codes, state = functional.quantize_4bit(torch.randn(8, 96), quant_type="nf4")
+    assert not torch.allclose(functional.dequantize_4bit(codes, state), by_hand(codes, state), atol=1e-3)
