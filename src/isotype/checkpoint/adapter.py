@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from isotype.checkpoint.blank import KeepsValues
 from isotype.checkpoint.finite import require_finite
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.json_file import read_json
+from isotype.checkpoint.later import Later
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, Problem, UsageError
@@ -211,6 +213,8 @@ def load_for_inference(
     quantization: str | None = None,
     device: str = "auto",
     revision: str | None = None,
+    *,
+    block_by_block: bool = False,
 ) -> tuple[Any, Any, PrecisionPolicy]:
     """A model or an adapter on its base, ready to be called without autocast, in evaluation mode.
 
@@ -221,6 +225,7 @@ def load_for_inference(
         device: a device of this machine.
         revision: branch, tag or commit of a hub id: of `path`, or of the base that the adapter names, instead of the
             one it was trained on.
+        block_by_block: read the base's blocks at each forward and drop them after it, where `waiting` allows it.
 
     Returns:
         (model, tokenizer, policy); tokenizer is None where neither adapter nor base has one.
@@ -248,7 +253,10 @@ def load_for_inference(
     revision = revision or adapter.revision
     policy = base_policy(adapter, dtype, quantization, profile.name, revision)
     base = str(adapter.base)
-    model = attach(load_base(adapter, base, policy, device_map, revision), adapter, policy)
+    later = waiting(adapter) if block_by_block and profile.kind == "cpu" else None
+    model = attach(load_base(adapter, base, policy, device_map, revision, later), adapter, policy)
+    if later is not None:
+        later.on_forward()
     tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(tokenizer_source(base), revision)
     return model.eval(), tokenizer, policy
 
@@ -264,6 +272,7 @@ def load_base(
     policy: PrecisionPolicy,
     device_map: Any = None,
     revision: str | None = None,
+    later: Later | None = None,
 ) -> Any:
     """The base model with the head and the vocabulary that the adapter was trained with."""
     import transformers
@@ -273,11 +282,27 @@ def load_base(
     labels = [t.shape[0] for t in adapter.headers.tensors if _CLASSIFIER.search(t.name)]
     kwargs: dict[str, Any] = dict(at_revision(revision))
     kwargs |= {"num_labels": labels[0]} if labels and task in ("SEQ_CLS", "TOKEN_CLS") else {}
-    model = load(base, policy, model_class=head, device_map=device_map, **kwargs)
+    model = load(base, policy, model_class=head, device_map=device_map, later=later, **kwargs)
     rows = _vocabulary(adapter, model)
     if rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
     return model
+
+
+# Initialisations of LoRA that draw values, or take zeros; every other one computes them from the base's weights.
+_DRAWN = (True, False, None, "gaussian", "orthogonal")
+
+
+def waiting(adapter: Adapter) -> Later:
+    """The weights of the base that may wait until their block is needed.
+
+    All but those that the adapter's file replaces; none where PEFT looks at the base's weights while it puts adapters on it
+    (DoRA; PiSSA, OLoRA and other initialisations from the weights), and none for adapters other than LoRA.
+    """
+    config = adapter.config
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    drawn = kind == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
+    return Later(drawn, [base_name(tensor.name) for tensor in adapter.headers.tensors])
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
@@ -311,7 +336,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     config.inference_mode = False  # trainable parameters are what the policy keeps as masters
     config.base_model_name_or_path = None  # PEFT warns where the base has another name now
     try:
-        with quiet_peft():
+        with quiet_peft(), KeepsValues():  # of a base that waits, weights lie on the meta device
             return add_lora(model, policy, config)
     except ValueError as error:
         raise _incompatible(

@@ -18,20 +18,42 @@ def dequantize(model: Any, dtype: torch.dtype) -> None:
         dtype: dtype of the dense weights. 4-bit layers dequantize to the dtype of their quantization state; int8
             ones to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
     """
-    quantized = [place for place in places(model) if place.kind in ("linear4bit", "linear8bit")]
-    if not quantized:
-        return
+    for place in list(places(model)):
+        if place.kind not in ("linear4bit", "linear8bit"):
+            continue
+        linear = dense_layer(place.module, dtype)
+        linear.weight = nn.Parameter(dense_weight(place.module, dtype), requires_grad=False)
+        model.set_submodule(place.name, linear)
+    _forget_bnb(model)
+
+
+def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Linear:
+    """A dense layer with the bias of a quantized one, its weight on the meta device."""
+    with torch.device("meta"):
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
+    linear.requires_grad_(False)
+    if layer.bias is not None:
+        linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
+    return linear
+
+
+def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight of a quantized layer in `dtype`, on the CPU."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    weight: torch.Tensor = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None))
+    return weight.to("cpu", dtype)
+
+
+def _forget_bnb(model: Any) -> None:
+    """Bring a model that is dense now to the CPU, without what transformers keeps of its quantization by bitsandbytes."""
     from transformers.integrations import bitsandbytes as integration
 
-    for place in quantized:
-        layer: Any = place.module
-        with torch.device("meta"):
-            linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        weight = integration.dequantize_bnb_weight(layer.weight, getattr(layer, "state", None))
-        linear.weight = nn.Parameter(weight.to("cpu", dtype), requires_grad=False)
-        if layer.bias is not None:
-            linear.bias = nn.Parameter(layer.bias.data, requires_grad=False)
-        model.set_submodule(place.name, linear)
+    if getattr(model, "hf_quantizer", None) is None:
+        return
+    for value in (*model.parameters(), *model.buffers()):
+        if not value.is_meta:
+            value.data = value.data.to("cpu")
     model.hf_quantizer.remove_quantization_config(model)
     # Saving reverses what loading did to the tensors; assembling packed weights has no reverse (transformers 5.23).
     conversions = getattr(model, "_weight_conversions", None)
@@ -44,4 +66,3 @@ def dequantize(model: Any, dtype: torch.dtype) -> None:
                 for step in getattr(conversion, "operations", ())
             )
         ]
-    model.to("cpu")

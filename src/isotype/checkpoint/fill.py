@@ -35,6 +35,7 @@ class Placement:
         device: of a tensor, by name.
         packing: what the checkpoint's config says of its own quantization.
         turn: how tensors of a GGUF file are converted.
+        modules: by their names, where the model's own are others by now (wrapped by adapters).
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -43,9 +44,17 @@ class Placement:
     device: Callable[[str], Any] = lambda name: "cpu"
     packing: Packing = field(default_factory=Packing)
     turn: Turn | None = None
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    def owner(self, model: nn.Module, name: str) -> nn.Module:
+        """The module of `model` that holds the tensor `name`."""
+        path = name.rpartition(".")[0]
+        return self.modules[path] if path in self.modules else model.get_submodule(path)
 
 
-def fill(model: nn.Module, weights: WeightMap, placement: Placement) -> tuple[set[str], dict[str, str]]:
+def fill(
+    model: nn.Module, weights: WeightMap, placement: Placement, *, shown: bool = True
+) -> tuple[set[str], dict[str, str]]:
     """Give every tensor of a model that the checkpoint has its values.
 
     Peak memory is the filled model and the largest tensor. A tensor that is taken as it is stored stays mapped.
@@ -54,6 +63,7 @@ def fill(model: nn.Module, weights: WeightMap, placement: Placement) -> tuple[se
         model: on the meta device; its quantized layers are bitsandbytes' already.
         weights: what each tensor is made of.
         placement: what becomes of each.
+        shown: whether a progress bar may come.
 
     Returns:
         The names that were filled, and of those whose values are not finite what is wrong.
@@ -62,7 +72,7 @@ def fill(model: nn.Module, weights: WeightMap, placement: Placement) -> tuple[se
     sources = list({id(source): source for source in weights.sources.values()}.values())
     filled: set[str] = set()
     broken: dict[str, str] = {}
-    bar = Bar("loading")
+    bar = Bar("loading", shown)
     bar.total = len(sources)
     try:
         for source, after in zip(sources, [*sources[1:], None], strict=True):
@@ -93,7 +103,7 @@ def _place(
     target = source.target
     first, _ = source.tensors[0]
     if first.form in _BNB and first.constants and target in placement.quantized:
-        return {target: _put(model, target, _saved(model, target, first, files, placement))}
+        return {target: _put(model, target, _saved(model, target, first, files, placement), placement)}
     dtype = (
         placement.plain if target in placement.quantized else placement.dtypes.get(target, placement.plain)
     )
@@ -128,13 +138,13 @@ def read_source(
 
 def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
     """Make a dense tensor the tensor `name` of a model, cast or quantized; returns it as it is stored."""
-    return _put(model, name, _stored(model, name, value, placement))
+    return _put(model, name, _stored(model, name, value, placement), placement)
 
 
-def _put(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
     """Make `value` the parameter, buffer or extra state `name`."""
-    path, _, leaf = name.rpartition(".")
-    module: Any = model.get_submodule(path)
+    leaf = name.rpartition(".")[2]
+    module: Any = placement.owner(model, name)
     if leaf == _EXTRA_STATE_KEY_SUFFIX:
         module.set_extra_state(value)
         return value
@@ -148,7 +158,7 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
     """A dense tensor as the model stores it."""
     device = placement.device(name)
     if name in placement.quantized:
-        return _quantized(model.get_submodule(name.rpartition(".")[0]), value.to(device, placement.plain))
+        return _quantized(placement.owner(model, name), value.to(device, placement.plain))
     dtype = placement.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
     value = value.to(device, dtype)
     # A part of a tensor that was split: on its own, so that it can be saved, and the rest freed.
@@ -182,7 +192,7 @@ def _saved(
     model: nn.Module, name: str, tensor: StoredTensor, files: MappedFiles, placement: Placement
 ) -> torch.Tensor:
     """The weight of a bitsandbytes layer that was saved quantized, with its state."""
-    layer: Any = model.get_submodule(name.rpartition(".")[0])
+    layer: Any = placement.owner(model, name)
     old, device = layer.weight, placement.device(name)
     weight = files.tensor(tensor.weight)
     constants = {part.name: files.tensor(part) for part in tensor.constants}

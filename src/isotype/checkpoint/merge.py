@@ -20,21 +20,20 @@ from isotype.checkpoint.adapter import (
 from isotype.checkpoint.export.gguf_model import check_exportable
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.load import tokenizer_source
-from isotype.checkpoint.merge_layers import merged
+from isotype.checkpoint.merge_layers import Merging
 from isotype.checkpoint.merge_report import MergeReport, compare_logits
 from isotype.checkpoint.merge_write import (
     FORMATS,
     check_output,
     disk_errors,
     open_again,
-    quantize_written,
     staged,
     write_merged,
 )
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.same_base import check_same_base
 from isotype.checkpoint.weightless import model_config
-from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
@@ -63,16 +62,19 @@ def merge_adapter(
     layer in float32, and the sum is rounded once. The model is built aside, loaded back with transformers to compare
     its logits, and only then renamed to `output`.
 
-    Memory on the CPU: the model once in the policy's compute dtype (in float32 for int8, whose product of code and
-    constant needs the digits, and for float32 output), and 14 bytes for each entry of the largest adapted weight.
-    The models whose logits are compared are loaded before and after it, never together with another one.
+    Memory: what lies outside of the model's blocks (embeddings, head), two blocks in the dtype that is written, 14 bytes
+    for each entry of the largest adapted weight, and the adapter. A block is read, dequantized, merged and written before
+    the next one is; forwards for the logits go block by block too, or over mapped files. Where PEFT looks at the base's
+    weights while it puts adapters on it (DoRA; PiSSA and its like; adapters other than LoRA), what is cast or quantized
+    of the base is in memory as a whole. A base quantized on a GPU lies there while it is merged.
 
     Args:
         adapter: directory of the adapter.
         output: directory to write; it must not exist, or be empty.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
-        dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's. Parameters
-            that the model's author pins stay float32.
+        dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's, and for tensors
+            that the base's files store in another dtype than most of them, theirs. Parameters that the model's author
+            pins stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the one that the adapter names.
         stored: how the merged model is stored: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
             bitsandbytes' format, which transformers loads; `"q8_0"`, `"f16"` or `"bf16"` for a GGUF file.
@@ -95,22 +97,20 @@ def merge_adapter(
         check_exportable(model_config(source, revision=revision))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
-    model, weights, changes = merged(saved, source, policy, target, revision)
+    merging = Merging(saved, source, policy, target, revision, one_dtype=dtype != "auto")
     if base is not None and logits is not None:  # the base that it was trained on can be read
         check_same_base(saved, source, revision)
-    model_class = type(model)
+    model_class = type(merging.model)
     with staged(directory) as built:
         words = tokenizer or tokenizer_of(tokenizer_source(source), revision)
         with disk_errors(directory):
-            notes += write_merged(model, words, built, target, stored)
-            del model
-            if stored in QUANTIZATIONS:
-                gc.collect()  # what was merged refers to itself
-                quantize_written(built, model_class, target, stored)
+            notes += write_merged(merging, words, built, target, stored)
+        weights, changes = merging.weights, merging.notes
         size = sum(file.stat().st_size for file in built.rglob("*") if file.is_file())
         difference = None
         if logits is not None:
-            gc.collect()
+            del merging
+            gc.collect()  # what was merged refers to itself
             difference = compare_logits(logits, _logits(open_again(model_class, built, stored), tokenizer))
     return MergeReport(
         adapter=saved.directory,
@@ -220,7 +220,7 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype) -> None:
 def _trained_logits(adapter: Adapter, own_base: bool) -> tuple[torch.Tensor | None, Any, list[str]]:
     """Logits of the adapter on the base it was trained on, the tokenizer, and why there are none."""
     try:
-        model, tokenizer, _ = load_for_inference(adapter.directory)
+        model, tokenizer, _ = load_for_inference(adapter.directory, block_by_block=True)
     except IsotypeError as error:
         if own_base:
             raise
@@ -242,7 +242,7 @@ def _logits(model: Any, tokenizer: Any) -> torch.Tensor:
     inputs = dict(tokenizer(text=_PROMPT, return_tensors="pt"))
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    device = next(model.parameters()).device
+    device = model.get_input_embeddings().weight.device  # weights of blocks may lie nowhere yet
     output = model.eval()(**{name: value.to(device) for name, value in inputs.items()})
     logits: torch.Tensor = output.logits[0].to("cpu", torch.float64)
     return logits if logits.ndim == 2 else logits[None]  # a classifier has one row for the whole text

@@ -1,56 +1,195 @@
-"""Adapters merged into their layers: once, in float32, rounded once."""
+"""Adapters merged into their layers: once, in float32, rounded once, one block of the model in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.checkpoint.adapter import (
-    Adapter,
-    fill,
-    inject,
-    load_base,
-    quiet_peft,
-)
-from isotype.checkpoint.dequantize import dequantize
-from isotype.checkpoint.merge_report import (
-    WeightLoss,
-    rounding_loss,
-)
+from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
+from isotype.checkpoint.later import Block, outermost_blocks
+from isotype.checkpoint.merge_report import WeightLoss, rounding_loss
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.core.names import base_name
 from isotype.model.walk import is_pinned
 from isotype.precision.policy import PrecisionPolicy
 
+_MERGEABLE, _BESIDE = "an adapter that PEFT can merge", "use it beside its base"
 
-def merged(
-    adapter: Adapter, base: str, policy: PrecisionPolicy, target: torch.dtype, revision: str | None = None
-) -> tuple[Any, tuple[WeightLoss, ...], list[str]]:
-    """The base model with the adapter merged in, its weights in `target`."""
-    dense = _dense_policy(policy)
-    # An unquantized base is only added to, and the CPU is where that has room.
-    here = policy if policy.quantized else replace(policy, device="cpu")
-    model = load_base(adapter, base, here, revision=revision)
-    dequantize(model, dense.plain)
-    tied = _untie(model)
-    peft_model = inject(model, adapter, dense)
-    own = _own_trained(peft_model)
-    fill(peft_model, adapter)
-    pinned = dense.pinned
-    weights = []
-    for name, layer in list(_tuner_layers(peft_model)):
-        weights += _merge_layer(base_name(name), layer, target, pinned)
-    weights += _replaced(peft_model, own, target, pinned)
-    with quiet_peft():
-        model = peft_model.base_model.merge_and_unload(safe_merge=True)
-    _round(model, target, pinned)
-    model.config.dtype = target
-    return model, tuple(sorted(weights, key=lambda weight: weight.name)), _tie_again(model) if tied else []
+
+@dataclass(frozen=True)
+class Rounding:
+    """The dtype that each parameter of the merged model is stored in.
+
+    Attributes:
+        target: of those that nothing else is said of.
+        pinned: patterns of names that stay float32.
+        own: names that keep the dtype that the base's files store them in.
+    """
+
+    target: torch.dtype
+    pinned: tuple[str, ...] = ()
+    own: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def wanted(self, name: str) -> torch.dtype:
+        """The dtype of a parameter."""
+        return torch.float32 if is_pinned(name, self.pinned) else self.own.get(name, self.target)
+
+    def rounded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Float tensors in the dtypes that they are stored in.
+
+        Raises:
+            PrecisionError: float16 cannot hold some; each is named.
+        """
+        made, outside = {}, []
+        for name, value in tensors.items():
+            wanted = self.wanted(name)
+            made[name] = value.to(wanted) if value.is_floating_point() else value
+            if wanted == torch.float16 != value.dtype and not torch.isfinite(made[name]).all():
+                outside.append((name, float(value.float().abs().max())))
+        if outside:
+            raise PrecisionError(
+                "float16 cannot hold the merged weights",
+                [
+                    Problem(
+                        f"{name}: values up to {largest:.4g}",
+                        "at most 65504",
+                        "give --dtype bfloat16 or float32",
+                    )
+                    for name, largest in outside
+                ],
+            )
+        return made
+
+
+class Merging:
+    """A base model and its adapter, about to be merged.
+
+    Attributes:
+        model: the base; its class and config are those of the merged model.
+        notes: what is not as in the base, in sentences.
+        weights: of each parameter that the adapter changes, what rounding did to it, once all parts were taken.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        base: str,
+        policy: PrecisionPolicy,
+        target: torch.dtype,
+        revision: str | None = None,
+        *,
+        one_dtype: bool = False,
+    ) -> None:
+        """`one_dtype`: also of tensors that the base's files store in another dtype than most of them."""
+        dense = _dense_policy(policy)
+        # An unquantized base is only added to, and the CPU is where that has room.
+        here = policy if policy.quantized else replace(policy, device="cpu")
+        self._later = waiting(adapter)
+        self.model = load_base(adapter, base, here, revision=revision, later=self._later)
+        self._later.dequantize(self.model, dense.plain)
+        tied = _untie(self.model)
+        self._blocks = self._later.blocks or tuple(Block(*each) for each in outermost_blocks(self.model))
+        self._names = _stored_names(self.model)
+        self._tied = _embedding_names(self.model, self._names) if tied else None
+        self._peft = inject(self.model, adapter, dense)
+        if not hasattr(self._peft.base_model, "merge_and_unload"):
+            given = (
+                f"{adapter.directory}: a {type(self._peft.base_model).__name__}, which PEFT has no merge for"
+            )
+            raise UsageError("this adapter cannot be merged", [Problem(given, _MERGEABLE, _BESIDE)])
+        own = _own_trained(self._peft)
+        fill(self._peft, adapter)
+        self._rounding = Rounding(target, dense.pinned, {} if one_dtype else self._later.stored_otherwise())
+        self._untouched = set(self._rounding.own) - {base_name(each.name) for each in adapter.headers.tensors}
+        self.weights: tuple[WeightLoss, ...] = ()
+        self.notes: list[str] = []
+        inside = tuple(f"{block.name}." for block in self._blocks)
+        self._outside = self._merged(
+            "", [each for each in _tuner_layers(self._peft) if not base_name(each[0]).startswith(inside)]
+        )
+        self.weights += tuple(_losses(_replaced(self._peft, own), self._rounding))
+        if self._tied is not None:
+            self._tie_again(*self._tied)
+        self.model.config.dtype = target
+
+    @property
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer of the merged model, in the order of `parts`: its shape and dtype, without values."""
+        order = sorted(self._names, key=lambda name: name not in self._outside)
+        return {
+            name: torch.empty(value.shape, dtype=self._dtype(name, value), device="meta")
+            for name in order
+            for value in (self._names[name],)
+        }
+
+    def _dtype(self, name: str, value: torch.Tensor) -> torch.dtype:
+        return self._rounding.wanted(name) if value.is_floating_point() else value.dtype
+
+    def parts(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of the merged model by their names, a part at a time: what is outside of its blocks, then each block.
+
+        A part's tensors take no more memory when the next one is asked for. It can be gone through once.
+
+        Raises:
+            UsageError: PEFT cannot merge this kind of adapter.
+            PrecisionError: float16 cannot hold a weight.
+            CheckpointError: the base's files are damaged.
+        """
+        yield self._outside
+        self._outside = {}
+        for block in self._blocks:
+            self._later.read(block)
+            layers = [(f"{block.name}.{name}", layer) for name, layer in _tuner_layers(block.module)]
+            yield self._merged(f"{block.name}.", layers)
+            self._later.drop(block)
+            for parameter in block.module.parameters():
+                parameter.data = parameter.data.new_empty(0)
+        self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
+
+    def _merged(self, prefix: str, layers: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+        """Merge layers, and collect the tensors whose names begin with `prefix`; without one, those outside of blocks."""
+        for own, layer in layers:
+            name = base_name(own)
+            self._untouched -= {f"{name}.{each}" for each, _ in layer.get_base_layer().named_parameters()}
+            self.weights += tuple(_merge_layer(name, layer, self._rounding))
+        blocks = tuple(f"{block.name}." for block in self._blocks)
+        wanted = {
+            name
+            for name in self._names
+            if (name.startswith(prefix) if prefix else not name.startswith(blocks))
+        }
+        root = self._peft if not prefix else next(b for b in self._blocks if prefix == f"{b.name}.").module
+        found: dict[str, torch.Tensor] = {}
+        for own, value in (*_all(root, "named_parameters"), *_all(root, "named_buffers")):
+            name = base_name(f"{prefix}{own}")
+            # Of a module that was trained whole, the trained copy.
+            if name in wanted and (name not in found or ".modules_to_save." in own):
+                found[name] = value.detach()
+        missing = wanted - set(found)
+        assert not missing, f"tensors that were lost on the way: {sorted(missing)[:3]}"
+        for name in self._untouched & wanted:
+            stored = self._later.as_stored(name)
+            if stored.shape == found[name].shape:  # a vocabulary may have grown
+                found[name] = stored
+        return self._rounding.rounded({name: found[name] for name in self._names if name in found})
+
+    def _tie_again(self, first: str, last: str) -> None:
+        """Tie the embeddings where the merge left them equal; else say that they are two weights now."""
+        equal = torch.equal(self._outside[first], self._outside[last])
+        config = self.model.config
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
+        if equal:
+            del self._outside[last], self._names[last]
+            return
+        self.notes.append(
+            "the base ties input and output embeddings, and the adapter changes them differently: the merged model "
+            "stores both (tie_word_embeddings is false)"
+        )
 
 
 def _dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
@@ -76,28 +215,45 @@ def _untie(model: Any) -> bool:
     return True
 
 
-def _tie_again(model: Any) -> list[str]:
-    """Tie the embeddings where the merge left them equal; else say that they are two weights now."""
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    equal = torch.equal(first.weight, last.weight)
-    model.config.tie_word_embeddings = equal
-    model.config.get_text_config().tie_word_embeddings = equal
-    if equal:
-        last.weight = first.weight
-        return []
-    return [
-        "the base ties input and output embeddings, and the adapter changes them differently: the merged model "
-        "stores both (tie_word_embeddings is false)"
-    ]
+def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
+    """What a checkpoint calls the weights of the input and the output embeddings."""
+    names = {id(value): name for name, value in _all(model, "named_parameters") if name in stored}
+    first, last = (
+        names[id(each.weight)] for each in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    return first, last
 
 
-def _tuner_layers(peft_model: Any) -> Iterator[tuple[str, Any]]:
+def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters or buffers by every name that they have."""
+    found: Iterator[tuple[str, torch.Tensor]] = getattr(module, which)(remove_duplicate=False)
+    return found
+
+
+def _stored_names(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model that a checkpoint of it holds, without values; what several names share by one of them."""
+    left_out = set(model._keys_to_ignore_on_save or ())
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    kept: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in sorted(state.items(), key=lambda each: each[0] in tied):
+        kept.setdefault(id(value), name)
+    names = set(kept.values()) - left_out
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for name, value in state.items()
+        if name in names and isinstance(value, torch.Tensor)
+    }
+
+
+def _tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return ((n, module) for n, module in peft_model.named_modules() if isinstance(module, BaseTunerLayer))
+    found = [(name, each) for name, each in module.named_modules() if isinstance(each, BaseTunerLayer)]
+    return iter(found)
 
 
-def _merge_layer(name: str, layer: Any, target: torch.dtype, pinned: Sequence[str]) -> list[WeightLoss]:
+def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
     """Merge one layer in float32 by PEFT's own code and round it."""
     wrapped = layer.get_base_layer()
     before = {each: parameter.data for each, parameter in wrapped.named_parameters()}
@@ -107,11 +263,16 @@ def _merge_layer(name: str, layer: Any, target: torch.dtype, pinned: Sequence[st
     except (NotImplementedError, ValueError) as error:
         raise UsageError(
             "this adapter cannot be merged",
-            [Problem(f"{name}: {error}", "an adapter that PEFT can merge", "use it beside its base")],
+            [Problem(f"{name}: {error}", _MERGEABLE, _BESIDE)],
         ) from error
-    after = {each: parameter.data for each, parameter in wrapped.named_parameters()}
-    losses = _losses({f"{name}.{n}": (before[n], merged) for n, merged in after.items()}, target, pinned)
-    _round(wrapped, target, pinned, f"{name}.")
+    after = {f"{name}.{each}": parameter for each, parameter in layer.get_base_layer().named_parameters()}
+    losses = _losses(
+        {full: (before[full.removeprefix(f"{name}.")], parameter.data) for full, parameter in after.items()},
+        rounding,
+    )
+    rounded = rounding.rounded({full: parameter.data for full, parameter in after.items()})
+    for full, parameter in after.items():
+        parameter.data = rounded[full]
     return losses
 
 
@@ -126,9 +287,9 @@ def _own_trained(peft_model: Any) -> dict[str, torch.Tensor]:
 
 
 def _replaced(
-    peft_model: Any, own: Mapping[str, torch.Tensor], target: torch.dtype, pinned: Sequence[str]
-) -> list[WeightLoss]:
-    """The weights that were trained whole: biases and `modules_to_save`."""
+    peft_model: Any, own: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The weights that were trained whole, biases and `modules_to_save`: each before and after."""
     from peft.utils import ModulesToSaveWrapper
 
     parameters = dict(peft_model.named_parameters())
@@ -141,41 +302,11 @@ def _replaced(
             for each, before in module.original_module.named_parameters():
                 if each in after:
                     pairs[f"{base_name(name)}.{each}"] = (before.data, after[each].data)
-    return _losses(pairs, target, pinned)
+    return pairs
 
 
-def _losses(
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], target: torch.dtype, pinned: Sequence[str]
-) -> list[WeightLoss]:
+def _losses(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], rounding: Rounding) -> list[WeightLoss]:
     found = [
-        rounding_loss(name, before, after, _wanted(name, target, pinned))
-        for name, (before, after) in pairs.items()
+        rounding_loss(name, before, after, rounding.wanted(name)) for name, (before, after) in pairs.items()
     ]
     return [loss for loss in found if loss.entries]
-
-
-def _wanted(name: str, target: torch.dtype, pinned: Sequence[str]) -> torch.dtype:
-    return torch.float32 if is_pinned(name, pinned) else target
-
-
-def _round(module: nn.Module, target: torch.dtype, pinned: Sequence[str], prefix: str = "") -> None:
-    """Round every float parameter to the dtype it is stored in; none may leave that dtype's range."""
-    outside = []
-    for name, parameter in module.named_parameters():
-        wanted = _wanted(prefix + name, target, pinned)
-        if not parameter.is_floating_point() or parameter.dtype == wanted:
-            continue
-        rounded = parameter.data.to(wanted)
-        if wanted == torch.float16 and not torch.isfinite(rounded).all():
-            outside.append((prefix + name, float(parameter.data.float().abs().max())))
-        parameter.data = rounded
-    if outside:
-        raise PrecisionError(
-            f"{dtype_name(target)} cannot hold the merged weights",
-            [
-                Problem(
-                    f"{name}: values up to {largest:.4g}", "at most 65504", "give --dtype bfloat16 or float32"
-                )
-                for name, largest in outside
-            ],
-        )

@@ -13,7 +13,9 @@ from isotype.core.dtypes import dtype_name
 VANISHED_LIMIT = 0.1
 """Share of the update's entries that may vanish before the report warns."""
 
-_CHUNK = 1 << 22  # entries compared at a time, so that the comparison needs no further copy of a weight
+_CHUNK = (
+    1 << 18
+)  # entries compared at a time: they stay in the caches, and no further copy of a weight is needed
 
 
 @dataclass(frozen=True)
@@ -130,15 +132,19 @@ def rounding_loss(name: str, before: torch.Tensor, merged: torch.Tensor, dtype: 
     entries = vanished = 0
     flat, flat_merged = before.flatten(), merged.flatten()
     for at in range(0, flat.numel(), _CHUNK):
-        old, new = flat[at : at + _CHUNK], flat_merged[at : at + _CHUNK]
-        update = new.double() - old.double()
+        old, new = flat[at : at + _CHUNK], flat_merged[at : at + _CHUNK].float()
+        update = new - old.float()
         rounded = new.to(dtype)
         changed = update != 0
-        entries += int(changed.sum())
-        vanished += int((changed & (rounded == old.to(dtype))).sum())
-        lost += float((rounded.double() - new.double()).square().sum())
-        moved += float(update.square().sum())
+        entries += int(changed.count_nonzero())
+        vanished += int(changed.logical_and_(rounded == old.to(dtype)).count_nonzero())
+        lost += _squares(new - rounded.float())
+        moved += _squares(update)
     return WeightLoss(name, (lost / moved) ** 0.5 if moved else 0.0, entries, vanished)
+
+
+def _squares(values: torch.Tensor) -> float:
+    return float(values.square_().sum(dtype=torch.float64))
 
 
 def compare_logits(trained: torch.Tensor, merged: torch.Tensor) -> LogitsDifference:

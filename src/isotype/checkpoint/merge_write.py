@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.export.gguf_model import write_gguf
+from isotype.checkpoint.export.gguf_model import Tensors, write_tensors
+from isotype.checkpoint.formats.headers import read_headers
+from isotype.checkpoint.formats.shards import Shards, header_room
+from isotype.checkpoint.later import Later
 from isotype.checkpoint.load import load, without_bars
+from isotype.checkpoint.merge_layers import Merging
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.written import require_readable
 from isotype.core.dtypes import GGUF_TYPES, QUANTIZATIONS
 from isotype.core.errors import Problem, SaveError, UsageError
 from isotype.core.staging import NO_ROOM, fsync_tree, publish_directory, write_failure
+from isotype.model.boundary import original_class
+from isotype.model.walk import places
 
 FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
 """What a merged model can be stored as besides dense safetensors: bitsandbytes' formats, and types of GGUF."""
@@ -68,12 +74,12 @@ def staged(output: Path) -> Iterator[Path]:
 
 
 def write_merged(
-    model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype, stored: str | None
+    merging: Merging, tokenizer: Any, directory: Path, dtype: torch.dtype, stored: str | None
 ) -> list[str]:
-    """Write the merged model and its tokenizer into `directory`.
+    """Write the merged model and its tokenizer into `directory`, a block of the model in memory at a time.
 
     Args:
-        model: dense, its weights in `dtype` and pinned ones in float32.
+        merging: the model, none of whose parts was taken yet.
         tokenizer: or processor, or None.
         directory: exists and is empty.
         dtype: that the config names.
@@ -84,10 +90,10 @@ def write_merged(
 
     Raises:
         SaveError: there is no room.
-        UsageError, PrecisionError: as `write_gguf`.
+        UsageError, PrecisionError: as `write_tensors` and `Merging.parts`.
     """
-    seen = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    needed = sum(parameter.nbytes for parameter in seen.values())
+    shapes, config = merging.shapes, merging.model.config
+    needed = sum(value.nbytes for value in shapes.values())
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise _no_room(
@@ -99,45 +105,108 @@ def write_merged(
             given = "no tokenizer that can be read as tokenizer.json"
             fix = "copy tokenizer.json beside the adapter"
             raise UsageError("a GGUF file holds its tokenizer", [Problem(given, "a fast tokenizer", fix)])
-        name = Path(str(model.config._name_or_path)).stem or "model"
-        return write_gguf(model, words, directory / f"model-{stored}.gguf", stored, f"{name} merged")
-    with without_bars():
-        model.save_pretrained(directory)
-    # save_pretrained names the dtype of the first parameter it finds, which may be a pinned one.
-    model.config.dtype = dtype
-    model.config.save_pretrained(directory)
+        name = Path(str(config._name_or_path)).stem or "model"
+        values = (each for part in merging.parts() for each in part.items())
+        tensors = Tensors(config, shapes, values)
+        return write_tensors(tensors, words, directory / f"model-{stored}.gguf", stored, f"{name} merged")
+    dense = directory / "dense" if stored in QUANTIZATIONS else directory
+    dense.mkdir(exist_ok=True)
+    write_model(merging.model, merging.parts(), dense, dtype, header_room(saved_form(merging.model, shapes)))
+    if stored in QUANTIZATIONS:
+        _quantize(dense, directory, type(merging.model), dtype, stored)
+        shutil.rmtree(dense)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     return []
 
 
-def quantize_written(directory: Path, model_class: Any, dtype: torch.dtype, stored: str) -> None:
-    """Store the dense model in `directory` in a format of bitsandbytes, as transformers saves and loads it.
+def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype, stored: str) -> None:
+    """Store the dense model in `dense` in a format of bitsandbytes, as transformers saves and loads it.
 
     The quantized weights are those that `isotype.load` makes of the dense ones; pinned parameters stay float32.
     """
-    policy = replace(resolve_precision(directory, dtype, stored, "cpu"), device="cpu")
-    model = load(directory, policy, model_class=model_class)
-    for path in directory.glob("*.safetensors*"):
-        path.unlink()
-    with without_bars():
-        model.save_pretrained(directory)
+    policy = replace(resolve_precision(dense, dtype, stored, "cpu"), device="cpu")
+    later = Later()
+    model = load(dense, policy, model_class=model_class, later=later)
+    room = header_room(header.name for header in read_headers(dense).tensors)
+    quantized = (place.name for place in places(model) if place.kind in ("linear4bit", "linear8bit"))
+    room += _CONSTANTS * header_room(f"{name}.weight" for name in quantized)
+    own = later.stored_otherwise()
+    parts = (
+        {name: later.as_stored(name) if name in own else value for name, value in part.items()}
+        for part in _state(model, later)
+    )
+    write_model(model, parts, directory, dtype, room)
+
+
+_CONSTANTS = 6
+"""Tensors that bitsandbytes stores for a quantized weight, at most."""
+
+
+def _state(model: Any, later: Later) -> Iterator[dict[str, torch.Tensor]]:
+    """A model's tensors as it saves them, what is outside of its blocks first."""
+    inside = tuple(f"{block.name}." for block in later.blocks)
+    tied = getattr(model, "all_tied_weights_keys", {})
+    outside: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if not f"{name}.".startswith(inside):
+            module._save_to_state_dict(outside, f"{name}." if name else "", True)
+    # What several names share is saved once, by the name that the others are tied to.
+    once = {id(value): name for name, value in sorted(outside.items(), key=lambda each: each[0] not in tied)}
+    yield {name: outside[name] for name in once.values()}
+    for block in later.blocks:
+        later.read(block)
+        yield block.module.state_dict(prefix=f"{block.name}.")
+        later.drop(block)
+
+
+def write_model(
+    model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
+) -> None:
+    """What `save_pretrained` writes of a model: weights under the names of its checkpoints, config, generation settings.
+
+    Args:
+        model: whose class and config are written.
+        parts: its tensors by the model's names.
+        directory: exists.
+        dtype: that the config names.
+        room: for the header of a file of weights.
+    """
+    left_out = set(model._keys_to_ignore_on_save or ())
+    shards = Shards(directory, room)
+    try:
+        for part in parts:
+            kept = {name: value for name, value in part.items() if name not in left_out}
+            for name, value in saved_form(model, kept).items():
+                shards.add(name, value)
+        shards.close()
+    finally:
+        shards.abandon()
+    model.config.architectures = [original_class(model).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+
+
+def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Tensors of a model of transformers by the names, and in the parts, that its checkpoints have: loading reversed."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return made
 
 
 def open_again(model_class: Any, directory: Path, stored: str | None) -> Any:
-    """The written model as plain transformers loads it."""
-    with without_bars():
-        if stored not in GGUF_TYPES:
+    """The written model as plain transformers loads it; a GGUF file, which that holds in float32, block by block."""
+    if stored not in GGUF_TYPES:
+        with without_bars():
             return model_class.from_pretrained(directory, dtype="auto")
-        from transformers.utils.quantization_config import GgufConfig
-
-        (path,) = directory.glob("*.gguf")
-        return model_class.from_pretrained(
-            directory,
-            gguf_file=path.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        )
+    (path,) = directory.glob("*.gguf")
+    later = Later()
+    model = load(path, resolve_precision(path, "float32", device="cpu"), model_class=model_class, later=later)
+    later.on_forward()
+    return model
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_file_headers
 from isotype.checkpoint.gguf_values import turning
+from isotype.checkpoint.later import Later
 from isotype.checkpoint.match import Match, match
 from isotype.checkpoint.unpack import Packing
 from isotype.model.enforce import dtypes_to_load
@@ -53,7 +54,12 @@ def headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
 
 
 def stream(
-    model: Any, headers: CheckpointHeaders, settings: Any, policy: PrecisionPolicy, packing: Packing
+    model: Any,
+    headers: CheckpointHeaders,
+    settings: Any,
+    policy: PrecisionPolicy,
+    packing: Packing,
+    later: Later | None = None,
 ) -> tuple[Any, dict[str, str]]:
     """Fill `model` from a checkpoint's files.
 
@@ -63,6 +69,7 @@ def stream(
         settings: transformers' `LoadStateDictConfig`.
         policy: decides the dtypes.
         packing: what the checkpoint's config says of its own quantization.
+        later: takes what is to be read block by block.
 
     Returns:
         transformers' `LoadStateDictInfo`, and the names of parameters that are not finite with what is wrong.
@@ -77,7 +84,11 @@ def stream(
     placement = replace(_placement(model, settings, policy), packing=packing)
     if headers.format == "gguf":
         placement = replace(placement, turn=turning(model, str(headers.metadata.get("general.architecture"))))
-    filled, broken = fill(model, found.weights, placement)
+    weights = found.weights
+    if later is not None:
+        weights = later.take(model, weights, placement, headers.path)
+    filled, broken = fill(model, weights, placement)
+    filled |= set() if later is None else later.names
     for name in filled:
         # transformers draws values for what has not this mark.
         model.get_parameter_or_buffer(name)._is_hf_initialized = True

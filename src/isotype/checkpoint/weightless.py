@@ -30,6 +30,7 @@ from isotype.checkpoint.load import (
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
+from isotype.model.quantize import quantize_blank
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -156,18 +157,10 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
     quantizer.preprocess_model(model=model, dtype=policy.plain, device_map={"": "cpu"}, use_kernels=False)
     for name, module in model.named_modules():
         if quantizer.param_needs_quantization(model, f"{name}.weight") if _has_weight(module) else False:
-            _pack(module, policy.plain)
+            quantize_blank(module, policy.plain)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 
 
 def _has_weight(module: nn.Module) -> bool:
     return isinstance(module._parameters.get("weight"), nn.Parameter)
-
-
-def _pack(layer: Any, dtype: torch.dtype) -> None:
-    """Quantize the weight of a bitsandbytes layer: the library's own operators, on tensors without data."""
-    dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
-    old = layer.weight
-    settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}
-    layer.weight = type(old)(dense, requires_grad=False, **settings)._quantize("meta")

@@ -194,3 +194,16 @@ def _format(name: str) -> _Format:
     for rounding in (-0.05, 0.05):  # of a float32 near 65536, some 0.004
         cells[(at + rounding).long()] |= _UNDECIDED
     return _Format(bounds, codes, cells)
+
+
+def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
+    """Quantize the weight of a bitsandbytes layer without values: the library's own operators, on the meta device.
+
+    Args:
+        layer: whose weight lies on the meta device.
+        dtype: that a dense weight of it would have.
+    """
+    dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
+    old = layer.weight
+    settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}
+    layer.weight = type(old)(dense, requires_grad=False, **settings)._quantize("meta")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,14 +112,35 @@ def check_exportable(config: Any) -> Architecture:
     return found
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """A dense model that is about to be written.
+
+    Attributes:
+        config: its config.
+        shapes: its parameters by their names, in the order in which they come; their values are not looked at.
+        values: (name, values) of each.
+    """
+
+    config: Any
+    shapes: Mapping[str, torch.Tensor]
+    values: Iterable[tuple[str, torch.Tensor]]
+
+
 def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
+    """`write_tensors` of a model in memory, on a CPU."""
+    parameters = {each: value.data for each, value in model.named_parameters()}  # a shared weight once
+    return write_tensors(Tensors(model.config, parameters, parameters.items()), tokenizer, path, kind, name)
+
+
+def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time.
 
     Matrices are stored in `kind`, vectors (norms, biases) in float32, as llama.cpp's converter does; matrices whose rows are
     no multiple of 32 in float16 instead of q8_0. A head that shares the embedding's weight is not written.
 
     Args:
-        model: of a type in `ARCHITECTURES`, on a CPU.
+        tensors: of a model of a type in `ARCHITECTURES`.
         tokenizer: a fast tokenizer.
         path: the file to write.
         kind: a key of `isotype.core.dtypes.GGUF_TYPES`.
@@ -134,30 +155,36 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> 
     """
     import gguf
 
-    config = model.config.get_text_config()
-    architecture = check_exportable(model.config)
-    tensors = dict(_named(model, architecture, config))
+    config = tensors.config.get_text_config()
+    architecture = check_exportable(tensors.config)
+    names = _names(tensors.shapes, architecture, config)
+    shapes = {names[each]: value for each, value in tensors.shapes.items()}
+    factors = _llama3_factors(config)
+    more = {} if factors is None else {"rope_freqs.weight": factors}
     writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_type("model")
     writer.add_name(name)
     writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}"))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_numbers(writer, config, architecture)
-    add_tokenizer(writer, tokenizer, model.get_input_embeddings().weight.shape[0])
-    kinds = {each: _kind(values, kind) for each, values in tensors.items()}
-    for each, values in tensors.items():
+    add_tokenizer(writer, tokenizer, shapes["token_embd.weight"].shape[0])
+    kinds = {each: _kind(value, kind) for each, value in (*shapes.items(), *more.items())}
+    for each, value in (*shapes.items(), *more.items()):
         stored = getattr(gguf.GGMLQuantizationType, kinds[each])
         block, size = gguf.GGML_QUANT_SIZES[stored]
         # Of any dtype but uint8 the writer takes the shape for that of the values.
         writer.add_tensor_info(
-            each, values.shape, np.dtype(np.float32), values.numel() // block * size, raw_dtype=stored
+            each, value.shape, np.dtype(np.float32), value.numel() // block * size, raw_dtype=stored
         )
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for each, values in tensors.items():
-            writer.write_tensor_data(_stored(each, architecture.change(each, values, config), kinds[each]))
+        for each, value in tensors.values:
+            made = architecture.change(names[each], value, config)
+            writer.write_tensor_data(_stored(names[each], made, kinds[names[each]]))
+        for each, value in more.items():
+            writer.write_tensor_data(_stored(each, value, kinds[each]))
     finally:
         writer.close()
     wide = [each for each, stored in kinds.items() if kind == "q8_0" and stored == "F16"]
@@ -168,27 +195,20 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> 
     return []
 
 
-def _named(model: Any, architecture: Architecture, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the file, values) of every parameter, and of what else the file has to hold."""
+def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, str]:
+    """What the file calls each of a model's parameters."""
     import gguf
 
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    unnamed = []
-    for name, parameter in model.named_parameters():  # names a shared weight once
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            unnamed.append(name)
-        else:
-            yield found, parameter.data
+    known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    found = {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
+    unnamed = [name for name, called in found.items() if called is None]
     if unnamed:
         more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
         given = f"parameters that GGUF has no name for: {', '.join(unnamed[:3])}{more}"
         expected = f"those of a plain {architecture.name}"
         raise UsageError("this model cannot be exported to GGUF", [Problem(given, expected, _FIX)])
-    factors = _llama3_factors(config)
-    if factors is not None:
-        yield "rope_freqs.weight", factors
+    return found
 
 
 def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:

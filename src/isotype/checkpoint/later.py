@@ -1,0 +1,266 @@
+"""Weights of a model's blocks that are read when their block is needed, and dropped after it.
+
+A model is read block by block where it is larger than memory may hold: its blocks' matrices wait on the meta device, and
+everything else (embeddings, head, norms, biases) is filled at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.dequantize import dense_layer, dense_weight, dequantize
+from isotype.checkpoint.fill import Placement, fill
+from isotype.checkpoint.finite import refuse
+from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.weight_map import Source, WeightMap, converted
+from isotype.model.quantize import quantize_blank
+from isotype.model.quantized import align_4bit, align_8bit
+from isotype.model.walk import blocks_in, kind_of, places
+
+
+@dataclass
+class Block:
+    """One block of a model.
+
+    Attributes:
+        name: in the model.
+        module: itself.
+        sources: what its waiting weights are made of, by their names in the model.
+        owners: the module that holds each of them, as it was before anything was put around it.
+        dense: the layers that stand in the place of quantized ones, by these.
+    """
+
+    name: str
+    module: nn.Module
+    sources: dict[str, Source] = field(default_factory=dict)
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    dense: dict[nn.Module, Any] = field(default_factory=dict)
+    _blank: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+class Later:
+    """What a model's blocks wait for. Given to `isotype.checkpoint.load.load`, it lets their weights wait.
+
+    Args:
+        wait: False fills everything at once.
+        at_once: names of parameters that do not wait, whatever they are.
+
+    Attributes:
+        blocks: those of the model, in its order, once it is loaded.
+    """
+
+    def __init__(self, wait: bool = True, at_once: Collection[str] = ()) -> None:
+        self.blocks: tuple[Block, ...] = ()
+        self._wait, self._at_once = wait, frozenset(at_once)
+        self._source: object = None
+        self._model: Any = None
+        self._placement: Placement | None = None
+        self._plain: dict[str, Source] = {}
+        self._used: Block | None = None
+
+    def take(self, model: Any, weights: WeightMap, placement: Placement, source: object) -> WeightMap:
+        """Let the blocks' matrices of a model on the meta device wait; returns what is to be filled at once.
+
+        Args:
+            model: of transformers.
+            weights: what its tensors are made of.
+            placement: what becomes of each.
+            source: the checkpoint, for messages.
+        """
+        self._model, self._source = model, source
+        self._placement = replace(placement, modules=dict(model.named_modules()))
+        blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
+        waiting = set(self._waiting(model, placement)) if self._wait else set()
+        now: dict[str, Source] = {}
+        names: dict[int, list[str]] = {}
+        for name, source_of in weights.sources.items():
+            names.setdefault(id(source_of), []).append(name)
+        for name, made in weights.sources.items():
+            together = names[id(made)]
+            owner = _block_of(name, blocks)
+            if owner is None or not all(n in waiting and _block_of(n, blocks) is owner for n in together):
+                now[name] = made
+                continue
+            module = self._placement.modules[name.rpartition(".")[0]]
+            owner.sources[name], owner.owners[name] = made, module
+            if name in placement.quantized:
+                quantize_blank(module, placement.plain)
+        self.blocks = tuple(blocks.values())
+        if placement.turn is None:  # a GGUF file has dtypes of its own
+            plain = (
+                (name, made) for name, made in weights.sources.items() if name not in placement.quantized
+            )
+            self._plain = {name: made for name, made in plain if all(each.plain for each, _ in made.tensors)}
+        return WeightMap(now, weights.surplus, weights.doubled)
+
+    @property
+    def names(self) -> set[str]:
+        """The weights that wait."""
+        return {name for block in self.blocks for name in block.sources}
+
+    def stored_otherwise(self) -> dict[str, torch.dtype]:
+        """The float tensors that the checkpoint stores in another dtype than most of its weights: theirs."""
+        found = {name: source.tensors[0][0].weight for name, source in self._plain.items()}
+        weights: Counter[torch.dtype | None] = Counter()
+        for header in found.values():
+            weights[header.dtype] += header.elements
+        most = weights.most_common(1)[0][0] if weights else None
+        return {
+            name: header.dtype
+            for name, header in found.items()
+            if header.dtype not in (None, most) and header.dtype.itemsize > 1
+        }
+
+    def as_stored(self, name: str) -> torch.Tensor:
+        """One of `stored_otherwise` with every digit that the checkpoint has."""
+        source, files = self._plain[name], MappedFiles()
+        values = {each.name: files.tensor(each.weight) for each, _ in source.tensors}
+        return converted(self._model, source, values)[name]
+
+    def _waiting(self, model: Any, placement: Placement) -> Iterator[str]:
+        """The matrices that may wait: a vector, or what several modules share, may be looked at outside of its block.
+
+        Those of another device than the CPU are there for the speed of it.
+        """
+        named = dict(model.named_parameters(remove_duplicate=False))
+        uses = Counter(map(id, named.values()))
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+        known = {*self._at_once, *tied, *tied.values()}
+        for name, parameter in named.items():
+            matrix = parameter.is_meta and parameter.ndim > 1 and uses[id(parameter)] == 1
+            if matrix and name not in known and torch.device(placement.device(name)).type == "cpu":
+                yield name
+
+    def dequantize(self, model: Any, dtype: torch.dtype) -> None:
+        """Put dense layers in the place of quantized ones; those in blocks are filled when their block is read.
+
+        Args:
+            model: that was loaded, before anything is put around its modules.
+            dtype: of the dense weights.
+        """
+        for place in list(places(model)):
+            block = _block_of(place.name, {each.name: each for each in self.blocks})
+            named = f"{place.name}.weight"
+            quantized = place.kind in ("linear4bit", "linear8bit")
+            if not self._wait or block is None or not quantized or named in self._at_once:
+                continue
+            block.dense[place.module] = layer = dense_layer(place.module, dtype)
+            model.set_submodule(place.name, layer)
+        dequantize(model, dtype)
+
+    def read(self, block: Block) -> None:
+        """Give a block its weights.
+
+        Raises:
+            CheckpointError: a file is damaged, or values are not finite.
+        """
+        if block.sources:
+            assert self._placement is not None
+            block._blank = {name: _held(block, name) for name in block.sources}
+            _, broken = fill(self._model, WeightMap(block.sources, (), ()), self._placement, shown=False)
+            refuse(self._source, broken)
+        for name, blank in block._blank.items():
+            _as_before(name, block.owners[name], _held(block, name), blank)
+        for layer, dense in block.dense.items():
+            dense.weight = nn.Parameter(dense_weight(layer, dense.weight.dtype), requires_grad=False)
+        if block.dense:
+            self._blank_again(block)
+
+    def drop(self, block: Block) -> None:
+        """Take a block's weights out of memory."""
+        self._blank_again(block)
+        for layer in block.dense.values():
+            layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)
+        give_back()
+
+    def _blank_again(self, block: Block) -> None:
+        for name, blank in block._blank.items():
+            owner: Any = block.owners[name]
+            setattr(owner, name.rpartition(".")[2], blank)
+            kind = kind_of(owner)
+            if kind == "linear4bit":
+                owner.quant_state = blank.quant_state  # type: ignore[attr-defined]
+            elif kind == "linear8bit":
+                owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
+        block._blank = {}
+
+    def on_forward(self) -> None:
+        """Read each block before its forward, and drop it afterwards.
+
+        A block may be passed by, its layers called on their own: then they read it, and the next block drops it.
+        """
+        for block in self.blocks:
+            if block.sources:
+                for module in {block.module, *block.owners.values()}:
+                    module.register_forward_pre_hook(lambda *_, block=block: self._use(block))
+                block.module.register_forward_hook(lambda *_: self._use(None))
+
+    def _use(self, block: Block | None) -> None:
+        """Have this block in memory and no other one."""
+        if block is self._used:
+            return
+        if self._used is not None:
+            self.drop(self._used)
+        self._used = None
+        if block is not None:
+            self.read(block)
+        self._used = block
+
+
+def give_back() -> None:
+    """Let the C library return memory that is free: tensors of some megabytes leave holes in its heap, which only grows."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    """glibc's, where that is the C library."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+
+
+def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of a model that lie in no other block, by name and in its order."""
+    # A list in a list is never called.
+    blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
+    last = None
+    for name, module in model.named_modules():
+        if id(module) in blocks and (last is None or not name.startswith(f"{last}.")):
+            last = name
+            yield name, module
+
+
+def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
+    """The block that a tensor or module lies in."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in blocks:
+            return blocks[name]
+    return None
+
+
+def _held(block: Block, name: str) -> nn.Parameter:
+    found: nn.Parameter = block.owners[name]._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
+    return found
+
+
+def _as_before(name: str, owner: Any, made: nn.Parameter, blank: nn.Parameter) -> None:
+    """Bring a weight that was just read to the form that its blank had been brought to since the load."""
+    kind = kind_of(owner)
+    if kind == "linear4bit" and hasattr(blank, "quant_state"):
+        align_4bit(name, owner, owner.compute_dtype)
+    elif kind == "linear8bit" and hasattr(blank, "SCB"):
+        align_8bit(name, owner)
+    elif made.dtype != blank.dtype:
+        made.data = made.data.to(blank.dtype)
+    made.requires_grad_(blank.requires_grad)
