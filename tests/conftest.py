@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # readline, which pytest imports, leaves what it takes for a terminal's width to the processes of pytest-xdist.
 os.environ.pop("COLUMNS", None)
+# A shell starts what runs in its background with Ctrl-C ignored, and so would be what the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
