@@ -88,7 +88,7 @@ def merger(case: Case, base: str, adapter: str, output: str) -> Callable[[], Any
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if case.side == "isotype":
-        from isotype.checkpoint.merge import merge_adapter
+        from isotype.checkpoint.merge.merge import merge_adapter
 
         return lambda: merge_adapter(adapter, output, stored=case.stored)
 

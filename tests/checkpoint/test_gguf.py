@@ -21,7 +21,7 @@ from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.stream import blank_model, stored_weights
+from isotype.checkpoint.stored_weights import blank_model, stored_weights
 from isotype.checkpoint.weightless import model_config
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, SaveError

@@ -10,8 +10,8 @@ import torch
 
 from isotype.checkpoint.formats.gguf_config import gguf_config
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.gguf_names import gguf_names
 from isotype.checkpoint.load import load
+from isotype.checkpoint.mapping.gguf_names import gguf_names
 from isotype.checkpoint.plan import load_plan
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.inspect import _natural, folded_name, inspect_checkpoint
 from isotype.checkpoint.load import load
+from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.stored import stored_tensors
 from isotype.cli.main import main
 from isotype.report.inspect import inspection_json, mismatch_lines
 

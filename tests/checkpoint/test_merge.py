@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.load import load
-from isotype.checkpoint.merge import merge_adapter
-from isotype.checkpoint.merge_report import MergeReport, WeightLoss, compare_logits, rounding_loss
+from isotype.checkpoint.merge.merge import merge_adapter
+from isotype.checkpoint.merge.report import MergeReport, WeightLoss, compare_logits, rounding_loss
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, PrecisionError, SaveError, UsageError
 from isotype.model.adapters import add_lora

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from isotype.checkpoint import adapter as adapters
-from isotype.checkpoint import merge_layers
 from isotype.checkpoint.adapter import read_adapter
+from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.formats import shards
 from isotype.checkpoint.formats.shards import Shards, header_room
-from isotype.checkpoint.later import Later
 from isotype.checkpoint.load import load
-from isotype.checkpoint.merge import merge_adapter
-from isotype.checkpoint.merge_layers import Merging
+from isotype.checkpoint.merge import layers as merge_layers
+from isotype.checkpoint.merge.layers import Merging
+from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import UsageError
 from isotype.model.adapters import add_lora
@@ -86,7 +86,7 @@ def test_block_by_block_is_bit_equal_to_all_at_once(
     adapter = save_adapter(base, tmp_path / "adapter", storage, "bfloat16", **lora)
     found = merged(adapter, tmp_path / "found")
     for module in (adapters, merge_layers):
-        monkeypatch.setattr(module, "waiting", lambda adapter: Later(False))
+        monkeypatch.setattr(module, "waiting", lambda adapter: DeferredBlocks(False))
     expected = merged(adapter, tmp_path / "expected")
     assert found.keys() == expected.keys() == load_file(base / "model.safetensors").keys()
     for name, values in expected.items():
@@ -184,9 +184,9 @@ def _matrices(block: nn.Module) -> int:
 def test_a_forward_reads_each_block_and_drops_it(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", dtype=torch.float32)
     policy = resolve_precision(base, "bfloat16", "nf4", "cpu")
-    later = Later()
-    model = load(base, policy, later=later)
-    later.on_forward()
+    deferred = DeferredBlocks()
+    model = load(base, policy, deferred=deferred)
+    deferred.on_forward()
     held: list[list[int]] = []
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(
@@ -212,9 +212,9 @@ def test_every_architecture_runs_block_by_block(name: str, tmp_path: Path) -> No
     model: Any = architecture.build(torch.float32)
     model.save_pretrained(tmp_path)
     policy = resolve_precision(tmp_path, "float32", device="cpu")
-    later = Later()
-    found = load(tmp_path, policy, model_class=type(model), later=later).eval()
-    later.on_forward()
+    deferred = DeferredBlocks()
+    found = load(tmp_path, policy, model_class=type(model), deferred=deferred).eval()
+    deferred.on_forward()
     inputs = architecture.batch()
     with torch.no_grad():
         torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_a_merged_model_in_several_files(tmp_path: Path, monkeypatch: pytest.Mon
     adapter = save_adapter(base, tmp_path / "adapter", None, "bfloat16", **PROJECTIONS)
     whole = merged(adapter, tmp_path / "whole")
     short: Callable[..., Shards] = lambda directory, room: Shards(directory, room, 40_000)  # noqa: E731
-    monkeypatch.setattr("isotype.checkpoint.merge_write.Shards", short)
+    monkeypatch.setattr("isotype.checkpoint.merge.write.Shards", short)
     merge_adapter(adapter, tmp_path / "parts")
     assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 2
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "parts")

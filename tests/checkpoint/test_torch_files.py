@@ -18,7 +18,7 @@ from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.torch_file import torch_tensors
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.stream import StoredWeights
+from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError
 from tests.models import quiet, save_tiny

@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from isotype.checkpoint.adapter import load_for_inference
-from isotype.checkpoint.merge import merge_adapter
+from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS

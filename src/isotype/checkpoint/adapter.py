@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.blank import KeepsValues
-from isotype.checkpoint.finite import require_finite
+from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.json_file import read_json
-from isotype.checkpoint.later import Later
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.values.finite import require_finite
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
@@ -253,10 +253,10 @@ def load_for_inference(
     revision = revision or adapter.revision
     policy = base_policy(adapter, dtype, quantization, profile.name, revision)
     base = str(adapter.base)
-    later = waiting(adapter) if block_by_block and profile.kind == "cpu" else None
-    model = attach(load_base(adapter, base, policy, device_map, revision, later), adapter, policy)
-    if later is not None:
-        later.on_forward()
+    deferred = waiting(adapter) if block_by_block and profile.kind == "cpu" else None
+    model = attach(load_base(adapter, base, policy, device_map, revision, deferred), adapter, policy)
+    if deferred is not None:
+        deferred.on_forward()
     tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(tokenizer_source(base), revision)
     return model.eval(), tokenizer, policy
 
@@ -272,7 +272,7 @@ def load_base(
     policy: PrecisionPolicy,
     device_map: Any = None,
     revision: str | None = None,
-    later: Later | None = None,
+    deferred: DeferredBlocks | None = None,
 ) -> Any:
     """The base model with the head and the vocabulary that the adapter was trained with."""
     import transformers
@@ -282,7 +282,7 @@ def load_base(
     labels = [t.shape[0] for t in adapter.headers.tensors if _CLASSIFIER.search(t.name)]
     kwargs: dict[str, Any] = dict(at_revision(revision))
     kwargs |= {"num_labels": labels[0]} if labels and task in ("SEQ_CLS", "TOKEN_CLS") else {}
-    model = load(base, policy, model_class=head, device_map=device_map, later=later, **kwargs)
+    model = load(base, policy, model_class=head, device_map=device_map, deferred=deferred, **kwargs)
     rows = _vocabulary(adapter, model)
     if rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -293,7 +293,7 @@ def load_base(
 _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
-def waiting(adapter: Adapter) -> Later:
+def waiting(adapter: Adapter) -> DeferredBlocks:
     """The weights of the base that may wait until their block is needed.
 
     All but those that the adapter's file replaces; none where PEFT looks at the base's weights while it puts adapters on it
@@ -302,7 +302,7 @@ def waiting(adapter: Adapter) -> Later:
     config = adapter.config
     kind = getattr(config.peft_type, "value", config.peft_type)
     drawn = kind == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
-    return Later(drawn, [base_name(tensor.name) for tensor in adapter.headers.tensors])
+    return DeferredBlocks(drawn, [base_name(tensor.name) for tensor in adapter.headers.tensors])
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:

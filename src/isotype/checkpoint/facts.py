@@ -18,7 +18,7 @@ from isotype.checkpoint.formats.hub import cached_headers, hub_config, remote_he
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.match import match, unknown_quantization
+from isotype.checkpoint.mapping.match import match, unknown_quantization
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from isotype.checkpoint.finite import not_finite
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.gguf_values import Turn
-from isotype.checkpoint.stored import StoredTensor
-from isotype.checkpoint.unpack import Packing, dense
-from isotype.checkpoint.weight_map import TURNED, Source, WeightMap, converted
+from isotype.checkpoint.mapping.stored import StoredTensor
+from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted
+from isotype.checkpoint.values.finite import not_finite
+from isotype.checkpoint.values.gguf_values import Turn
+from isotype.checkpoint.values.unpack import Packing, dense
 from isotype.core.bar import Bar
 from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.quantized import holds_turned

@@ -13,7 +13,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import cached_headers, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.stored import StoredTensor, stored_tensors
+from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
 from isotype.core.errors import CheckpointError, Problem
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

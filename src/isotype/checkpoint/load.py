@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.bnb import wanted_quantization
-from isotype.checkpoint.complete import require_complete_gguf
+from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.finite import not_finite, refuse
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.gguf_config import gguf_config
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import commit_of
-from isotype.checkpoint.later import Later
 from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.mapping.complete import require_complete_gguf
 from isotype.checkpoint.streaming import can_stream, headers_of, stream
-from isotype.checkpoint.unpack import Packing, packing_of
+from isotype.checkpoint.values.finite import not_finite, refuse
+from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.range_boundaries import float32_by_ranges
@@ -36,7 +36,7 @@ def load(
     *,
     model_class: type | None = None,
     device_map: Any = None,
-    later: Later | None = None,
+    deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load the model at `path` under `policy`.
@@ -50,7 +50,7 @@ def load(
         policy: from `isotype.resolve_precision`.
         model_class: a transformers model class or auto class; by default the class that the config names.
         device_map: as in `from_pretrained`; by default the policy's device when it is here.
-        later: takes the weights of blocks that are to be read when their block is needed; none by default.
+        deferred: takes the weights of blocks that are to be read when their block is needed; none by default.
         **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, `trust_remote_code`, …).
 
     Raises:
@@ -77,7 +77,7 @@ def load(
         del given["quantization_config"]
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
-    streaming = _streaming(cls, policy, path, broken, headers=headers, packing=packing, later=later)
+    streaming = _streaming(cls, policy, path, broken, headers=headers, packing=packing, deferred=deferred)
     with without_bars():
         model = streaming.from_pretrained(
             name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **given
@@ -201,7 +201,7 @@ def _streaming(
     *,
     headers: CheckpointHeaders | None = None,
     packing: Packing,
-    later: Later | None = None,
+    deferred: DeferredBlocks | None = None,
 ) -> Any:
     """`pinning(cls, policy)` whose weights are streamed: from `headers`, else from the files that transformers finds.
 
@@ -210,10 +210,10 @@ def _streaming(
 
     def load_weights(model: Any, state_dict: Any, files: Any, settings: Any, *rest: Any, **more: Any) -> Any:
         if headers is not None:
-            info, found = stream(model, headers, settings, policy, packing, later)
+            info, found = stream(model, headers, settings, policy, packing, deferred)
             loaded = info, None
         elif can_stream(state_dict, files, settings):
-            info, found = stream(model, headers_of(source, files), settings, policy, packing, later)
+            info, found = stream(model, headers_of(source, files), settings, policy, packing, deferred)
             loaded = info, None
         else:
             loaded = super(subclass, subclass)._load_pretrained_model(

@@ -12,15 +12,15 @@ from torch import nn
 
 from isotype.checkpoint.bnb import wanted_quantization
 from isotype.checkpoint.fill import Placement, fill, place
-from isotype.checkpoint.finite import not_finite, refuse
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.match import match
+from isotype.checkpoint.mapping.match import match
+from isotype.checkpoint.mapping.stored import dense_shape, stored_tensors
 from isotype.checkpoint.plan import quantized_weights
-from isotype.checkpoint.stored import dense_shape, stored_tensors
-from isotype.checkpoint.unpack import Packing, dense, packing_of
+from isotype.checkpoint.values.finite import not_finite, refuse
+from isotype.checkpoint.values.unpack import Packing, dense, packing_of
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed

@@ -14,9 +14,9 @@ from torch import nn
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.match import Match, WrongShape, match, unknown_quantization
-from isotype.checkpoint.stored import StoredTensor
-from isotype.checkpoint.weight_map import Source, steps
+from isotype.checkpoint.mapping.match import Match, WrongShape, match, unknown_quantization
+from isotype.checkpoint.mapping.stored import StoredTensor
+from isotype.checkpoint.mapping.weight_map import Source, steps
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import dtypes_to_load

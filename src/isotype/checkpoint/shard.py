@@ -15,11 +15,11 @@ from torch import nn
 
 from isotype.checkpoint.blank import KeepsValues
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.finite import require_finite
 from isotype.checkpoint.formats.hub import downloaded
 from isotype.checkpoint.load import forget_quantization
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.stream import StoredWeights, fill_buffers, stored_weights
+from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers, stored_weights
+from isotype.checkpoint.values.finite import require_finite
 from isotype.checkpoint.weightless import model_config, skeleton, store
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.core.names import base_name, listed, plural

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_file_headers
-from isotype.checkpoint.gguf_values import turning
-from isotype.checkpoint.later import Later
-from isotype.checkpoint.match import Match, match
-from isotype.checkpoint.unpack import Packing
+from isotype.checkpoint.mapping.match import Match, match
+from isotype.checkpoint.values.gguf_values import turning
+from isotype.checkpoint.values.unpack import Packing
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_pinned, places
@@ -59,7 +59,7 @@ def stream(
     settings: Any,
     policy: PrecisionPolicy,
     packing: Packing,
-    later: Later | None = None,
+    deferred: DeferredBlocks | None = None,
 ) -> tuple[Any, dict[str, str]]:
     """Fill `model` from a checkpoint's files.
 
@@ -69,7 +69,7 @@ def stream(
         settings: transformers' `LoadStateDictConfig`.
         policy: decides the dtypes.
         packing: what the checkpoint's config says of its own quantization.
-        later: takes what is to be read block by block.
+        deferred: takes what is to be read block by block.
 
     Returns:
         transformers' `LoadStateDictInfo`, and the names of parameters that are not finite with what is wrong.
@@ -85,10 +85,10 @@ def stream(
     if headers.format == "gguf":
         placement = replace(placement, turn=turning(model, str(headers.metadata.get("general.architecture"))))
     weights = found.weights
-    if later is not None:
-        weights = later.take(model, weights, placement, headers.path)
+    if deferred is not None:
+        weights = deferred.take(model, weights, placement, headers.path)
     filled, broken = fill(model, weights, placement)
-    filled |= set() if later is None else later.names
+    filled |= set() if deferred is None else deferred.names
     for name in filled:
         # transformers draws values for what has not this mark.
         model.get_parameter_or_buffer(name)._is_hf_initialized = True

@@ -50,7 +50,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     """Run `isotype merge` and return its exit status."""
     options = merge_parser().parse_args(argv)
     quiet_libraries()
-    from isotype.checkpoint.merge import merge_adapter
+    from isotype.checkpoint.merge.merge import merge_adapter
     from isotype.report.merge import show_merge
 
     with interrupts_kept(), console.status(f"merging {escape(str(options.adapter))} …"):

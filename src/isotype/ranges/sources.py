@@ -17,7 +17,7 @@ from isotype.checkpoint.formats.hub import downloaded, local_snapshot
 from isotype.checkpoint.load import load, saved_format, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.stream import blank_model, fill_buffers, stored_weights
+from isotype.checkpoint.stored_weights import blank_model, fill_buffers, stored_weights
 from isotype.checkpoint.weightless import model_config
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.walk import blocks_in, kind_of

@@ -13,7 +13,7 @@ from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting
 
 if TYPE_CHECKING:
-    from isotype.checkpoint.merge import MergeReport
+    from isotype.checkpoint.merge.merge import MergeReport
 
 
 def show_merge(console: Console, report: MergeReport) -> None:

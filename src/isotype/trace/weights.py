@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedParameter
 
-from isotype.checkpoint.finite import all_finite
+from isotype.checkpoint.values.finite import all_finite
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, places
 from isotype.trace.fold import STANDS_FOR

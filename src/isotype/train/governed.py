@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.finite import all_finite
+from isotype.checkpoint.values.finite import all_finite
 from isotype.checkpoint.written import require_readable
 from isotype.core.errors import PrecisionError, Problem, SaveError
 from isotype.core.files import write_whole

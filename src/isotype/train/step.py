@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from isotype.checkpoint.complete import require_complete_gguf
+from isotype.checkpoint.mapping.complete import require_complete_gguf
 from isotype.checkpoint.weightless import model_config
 from isotype.data.methods import METHODS
 from isotype.precision.devices.profile import device_profile

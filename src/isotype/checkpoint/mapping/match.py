@@ -13,8 +13,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.stored import StoredTensor, dense_shape
-from isotype.checkpoint.weight_map import WeightMap, weight_map
+from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
+from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed, plural, starred
 from isotype.precision.facts import QuantizationFacts

@@ -20,9 +20,10 @@ from isotype.checkpoint.adapter import (
 from isotype.checkpoint.export.gguf_model import check_exportable
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.load import tokenizer_source
-from isotype.checkpoint.merge_layers import Merging
-from isotype.checkpoint.merge_report import MergeReport, compare_logits
-from isotype.checkpoint.merge_write import (
+from isotype.checkpoint.merge.layers import Merging
+from isotype.checkpoint.merge.report import MergeReport, compare_logits
+from isotype.checkpoint.merge.same_base import check_same_base
+from isotype.checkpoint.merge.write import (
     FORMATS,
     check_output,
     disk_errors,
@@ -31,7 +32,6 @@ from isotype.checkpoint.merge_write import (
     write_merged,
 )
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.same_base import check_same_base
 from isotype.checkpoint.weightless import model_config
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError

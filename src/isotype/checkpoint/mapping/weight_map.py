@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.gguf_names import gguf_names
-from isotype.checkpoint.stored import StoredTensor, dense_shape, stored_tensors
+from isotype.checkpoint.mapping.gguf_names import gguf_names
+from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape, stored_tensors
 
 # How transformers' conversions fail on tensors of other shapes or numbers than they expect.
 TURNED = "as transformers' `TensorProcessor`s turn those of a GGUF file"

@@ -15,11 +15,11 @@ from isotype.checkpoint.fill import read_source
 from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.gguf_values import turning
 from isotype.checkpoint.load import concrete_class
-from isotype.checkpoint.stored import StoredTensor
-from isotype.checkpoint.unpack import packing_of
-from isotype.checkpoint.weight_map import TURNED, Source, converted, weight_map
+from isotype.checkpoint.mapping.stored import StoredTensor
+from isotype.checkpoint.mapping.weight_map import TURNED, Source, converted, weight_map
+from isotype.checkpoint.values.gguf_values import turning
+from isotype.checkpoint.values.unpack import packing_of
 from isotype.core.errors import CheckpointError, Problem
 
 

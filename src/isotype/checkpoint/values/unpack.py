@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.gguf_values import unpack_blocks
-from isotype.checkpoint.stored import StoredTensor
+from isotype.checkpoint.mapping.stored import StoredTensor
+from isotype.checkpoint.values.gguf_values import unpack_blocks
 from isotype.core.errors import CheckpointError, Problem
 
 Read = Callable[[TensorHeader], torch.Tensor]

@@ -8,7 +8,7 @@ from isotype.checkpoint.formats.config import build_on_meta
 from isotype.checkpoint.formats.gguf_config import gguf_config
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.match import match
+from isotype.checkpoint.mapping.match import match
 
 
 def require_complete_gguf(path: str | Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
-from isotype.checkpoint.later import Block, outermost_blocks
-from isotype.checkpoint.merge_report import WeightLoss, rounding_loss
+from isotype.checkpoint.deferred import Block, outermost_blocks
+from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.core.names import base_name
@@ -90,7 +90,7 @@ class Merging:
         # An unquantized base is only added to, and the CPU is where that has room.
         here = policy if policy.quantized else replace(policy, device="cpu")
         self._later = waiting(adapter)
-        self.model = load_base(adapter, base, here, revision=revision, later=self._later)
+        self.model = load_base(adapter, base, here, revision=revision, deferred=self._later)
         self._later.dequantize(self.model, dense.plain)
         tied = _untie(self.model)
         self._blocks = self._later.blocks or tuple(Block(*each) for each in outermost_blocks(self.model))

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.export.gguf_model import Tensors, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.shards import Shards, header_room
-from isotype.checkpoint.later import Later
 from isotype.checkpoint.load import load, without_bars
-from isotype.checkpoint.merge_layers import Merging
+from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.written import require_readable
 from isotype.core.dtypes import GGUF_TYPES, QUANTIZATIONS
@@ -126,15 +126,15 @@ def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype
     The quantized weights are those that `isotype.load` makes of the dense ones; pinned parameters stay float32.
     """
     policy = replace(resolve_precision(dense, dtype, stored, "cpu"), device="cpu")
-    later = Later()
-    model = load(dense, policy, model_class=model_class, later=later)
+    deferred = DeferredBlocks()
+    model = load(dense, policy, model_class=model_class, deferred=deferred)
     room = header_room(header.name for header in read_headers(dense).tensors)
     quantized = (place.name for place in places(model) if place.kind in ("linear4bit", "linear8bit"))
     room += _CONSTANTS * header_room(f"{name}.weight" for name in quantized)
-    own = later.stored_otherwise()
+    own = deferred.stored_otherwise()
     parts = (
-        {name: later.as_stored(name) if name in own else value for name, value in part.items()}
-        for part in _state(model, later)
+        {name: deferred.as_stored(name) if name in own else value for name, value in part.items()}
+        for part in _state(model, deferred)
     )
     write_model(model, parts, directory, dtype, room)
 
@@ -143,9 +143,9 @@ _CONSTANTS = 6
 """Tensors that bitsandbytes stores for a quantized weight, at most."""
 
 
-def _state(model: Any, later: Later) -> Iterator[dict[str, torch.Tensor]]:
+def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Tensor]]:
     """A model's tensors as it saves them, what is outside of its blocks first."""
-    inside = tuple(f"{block.name}." for block in later.blocks)
+    inside = tuple(f"{block.name}." for block in deferred.blocks)
     tied = getattr(model, "all_tied_weights_keys", {})
     outside: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -154,10 +154,10 @@ def _state(model: Any, later: Later) -> Iterator[dict[str, torch.Tensor]]:
     # What several names share is saved once, by the name that the others are tied to.
     once = {id(value): name for name, value in sorted(outside.items(), key=lambda each: each[0] not in tied)}
     yield {name: outside[name] for name in once.values()}
-    for block in later.blocks:
-        later.read(block)
+    for block in deferred.blocks:
+        deferred.read(block)
         yield block.module.state_dict(prefix=f"{block.name}.")
-        later.drop(block)
+        deferred.drop(block)
 
 
 def write_model(
@@ -203,9 +203,11 @@ def open_again(model_class: Any, directory: Path, stored: str | None) -> Any:
         with without_bars():
             return model_class.from_pretrained(directory, dtype="auto")
     (path,) = directory.glob("*.gguf")
-    later = Later()
-    model = load(path, resolve_precision(path, "float32", device="cpu"), model_class=model_class, later=later)
-    later.on_forward()
+    deferred = DeferredBlocks()
+    model = load(
+        path, resolve_precision(path, "float32", device="cpu"), model_class=model_class, deferred=deferred
+    )
+    deferred.on_forward()
     return model
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.gguf_names import gguf_names
-from isotype.checkpoint.weight_map import Source
+from isotype.checkpoint.mapping.gguf_names import gguf_names
+from isotype.checkpoint.mapping.weight_map import Source
 
 _PIECE = 1 << 17
 """Elements that are unpacked at a time: they and what gguf computes on the way stay in the caches."""

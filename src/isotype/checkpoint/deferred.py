@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.dequantize import dense_layer, dense_weight, dequantize
 from isotype.checkpoint.fill import Placement, fill
-from isotype.checkpoint.finite import refuse
 from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.weight_map import Source, WeightMap, converted
+from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
+from isotype.checkpoint.values.dequantize import dense_layer, dense_weight, dequantize
+from isotype.checkpoint.values.finite import refuse
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import align_4bit, align_8bit
 from isotype.model.walk import blocks_in, kind_of, places
@@ -47,7 +47,7 @@ class Block:
     _blank: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
-class Later:
+class DeferredBlocks:
     """What a model's blocks wait for. Given to `isotype.checkpoint.load.load`, it lets their weights wait.
 
     Args:

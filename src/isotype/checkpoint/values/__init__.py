@@ -1,0 +1,1 @@
+"""Values of weights that are stored quantized or in blocks, and whether they are finite."""
