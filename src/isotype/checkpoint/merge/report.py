@@ -13,9 +13,9 @@ from isotype.core.dtypes import dtype_name
 VANISHED_LIMIT = 0.1
 """Share of the update's entries that may vanish before the report warns."""
 
-_CHUNK = (
-    1 << 18
-)  # entries compared at a time: they stay in the caches, and no further copy of a weight is needed
+# Entries compared at a time: they stay in the caches, no further copy of a weight is needed, and torch takes one thread for
+# so few, which does not wait for others on a busy machine.
+_CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
