@@ -499,6 +499,7 @@ def test_smollm2_answers(smollm2: Path, smollm2_tokenizer: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2_splits_as_published(smollm2_tokenizer: Any) -> None:
     """As the tokenizer published with SmolLM2-135M-Instruct, which isolates digits."""
     tokenizer = smollm2_tokenizer
