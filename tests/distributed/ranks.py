@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,11 @@ def train(argv: list[str]) -> int:
 
 
 def load(
-    path: str, precision: dict[str, Any], changes: dict[str, Any], lora: dict[str, Any]
+    path: str,
+    precision: dict[str, Any],
+    changes: dict[str, Any],
+    lora: dict[str, Any],
+    model_class: str | None = None,
 ) -> dict[str, Any]:
     """Load a model whole and sharded, take a step with each; returns how they differ and what was read.
 
@@ -36,14 +41,16 @@ def load(
         precision: arguments of `isotype.resolve_precision`.
         changes: fields of the policy to change.
         lora: arguments of `isotype.add_lora`; none for training every weight.
+        model_class: of transformers, where it is not the config's own.
     """
     policy = replace(isotype.resolve_precision(path, device="cpu", **precision), **_dtypes(changes))
     adapt = (lambda model: isotype.add_lora(model, policy, **lora)) if lora else None
+    settings = {"model_class": getattr(transformers, model_class), "num_labels": 1} if model_class else {}
     torch.manual_seed(0)
-    whole = isotype.load(path, policy)
+    whole = isotype.load(path, policy, **settings)
     whole = whole if adapt is None else adapt(whole)
     torch.manual_seed(0)
-    sharded = load_sharded(path, policy, adapt)
+    sharded = load_sharded(path, policy, adapt, **settings)
     changed = isotype.enforce(sharded, policy)
     files = [Path(path)] if Path(path).is_file() else Path(path).glob("*.safetensors")
     return {
@@ -88,7 +95,12 @@ def _step(model: Any) -> list[float]:
     torch.manual_seed(1)  # dropout
     autocast = model.precision_policy.autocast
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        loss = model(input_ids=ids, labels=ids).loss
+        output = model(input_ids=ids)
+    logits = output.logits.float()
+    if logits.ndim == 2:  # a score for each row
+        loss = logits.square().mean()
+    else:
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]

@@ -99,6 +99,9 @@ def loads(base: Path, saved: Callable[..., Path]) -> dict[str, list[dict[str, An
     }
     for name, architecture in MODELS.items():
         wanted[name] = partial(saved, architecture, torch.bfloat16), LOADS["nf4"]
+    head = {"model_class": "AutoModelForSequenceClassification", **LOADS["nf4"]}
+    head["lora"] = {**head["lora"], "modules_to_save": ["score"]}
+    wanted["head"] = partial(saved, "llama", torch.bfloat16), head
     wanted["gguf"] = lambda: write_gguf(base / "loads" / "tiny.gguf"), LOADS["nf4"]
     wanted["mxfp4"] = lambda: mxfp4_checkpoint(base / "loads" / "mxfp4")[0], EVERY_LOAD["plain"]
     found = _once(
@@ -109,7 +112,7 @@ def loads(base: Path, saved: Callable[..., Path]) -> dict[str, list[dict[str, An
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*LOADS, *MODELS, *WHOLE])
+@pytest.mark.parametrize("name", [*LOADS, *MODELS, "head", *WHOLE])
 def test_a_sharded_load_holds_the_bits_of_a_whole_one_and_reads_its_share(loads, name):
     for found in loads[name]:
         assert found["sharded"]

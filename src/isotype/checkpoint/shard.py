@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.formats.hub import downloaded
 from isotype.checkpoint.load import forget_quantization
 from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers, stored_weights
 from isotype.checkpoint.values.finite import require_finite
 from isotype.checkpoint.weightless import model_config, skeleton, store
@@ -85,6 +86,7 @@ def load_sharded(
         **settings,
     )
     stored = stored_weights(model, files)
+    _start_fresh(model, match(model, stored.headers).initialised)
     model.name_or_path = model.config._name_or_path = str(path)
     fill_buffers(model, stored)
     model = store(model, policy)
@@ -95,6 +97,15 @@ def load_sharded(
     _fill(model, _Rows(stored, policy, mesh, device, files))
     model.bytes_read = stored.bytes_read
     return model
+
+
+def _start_fresh(model: Any, names: Iterable[str]) -> None:
+    """Draw what the checkpoint lacks and may lack, such as a new head, as transformers does: with one random state the same everywhere."""
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        module = model.get_submodule(path)
+        for name, parameter in module.named_parameters(recurse=False):
+            module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
+        model._init_weights(module)
 
 
 def _files(path: str | Path, revision: str | None) -> Path:

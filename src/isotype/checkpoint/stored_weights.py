@@ -30,12 +30,14 @@ class StoredWeights:
     (`transformers.core_model_loading`), for one tensor of the model at a time. What is stored in blocks (GGUF, mxfp4, FP8) is unpacked.
 
     Attributes:
+        headers: of the checkpoint.
         shapes: shape of every tensor of the model that the checkpoint has.
         bytes_read: bytes of the files that `read_rows` has read so far.
     """
 
     def __init__(self, model: Any, headers: CheckpointHeaders) -> None:
         self._model = model
+        self.headers = headers
         self.bytes_read = 0
         self._sources = weight_map(model, headers).sources
         gguf = headers.format == "gguf"
