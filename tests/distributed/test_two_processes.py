@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ TRAININGS = {
     "full": ("--use_peft", "False", "--dtype", "bfloat16", "--save_steps", 2, *SHARDED),
     "ddp": ("--quantization", "int8", "--dtype", "float32"),
 }
+USUAL = ("nf4",)
 STEPS = ("--max_steps", 4)
 
 
@@ -77,19 +78,25 @@ def base(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return own if worker_id == "master" else own.parent
 
 
+def _trained(root: Path, names: Sequence[str]) -> Together:
+    def job(name: str) -> dict[str, Any]:
+        more = TRAININGS[name]
+        return {
+            "job": "train",
+            "argv": ["sft", *argv(root / "model", root / "rows.jsonl", root / name, 2, *STEPS, *more)],
+        }
+
+    return _once(root, lambda: [job(name) for name in names])
+
+
 @pytest.fixture(scope="module")
 def together(base: Path) -> Together:
-    root = base / "together"
-    return _once(
-        root,
-        lambda: [
-            {
-                "job": "train",
-                "argv": ["sft", *argv(root / "model", root / "rows.jsonl", root / name, 2, *STEPS, *more)],
-            }
-            for name, more in TRAININGS.items()
-        ],
-    )
+    return _trained(base / "together", USUAL)
+
+
+@pytest.fixture(scope="module")
+def every(base: Path) -> Together:
+    return _trained(base / "every", list(TRAININGS))
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +130,18 @@ def test_a_sharded_load_holds_the_bits_of_a_whole_one_and_reads_its_share(loads,
         assert found["read"] <= (1 if name in WHOLE else 0.55)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in TRAININGS if name not in USUAL])
+def test_two_processes_train_every_way_as_one(every, tmp_path, name):
+    _as_one(every, tmp_path, name)
+
+
+@pytest.mark.parametrize("name", USUAL)
 def test_two_processes_train_as_one(together, tmp_path, name):
+    _as_one(together, tmp_path, name)
+
+
+def _as_one(together: Together, tmp_path: Path, name: str) -> None:
     without = [str(each) for each in TRAININGS[name] if each not in SHARDED]
     alone(argv(together.model, together.data, tmp_path, 1, *STEPS, *without))
     tolerance = 5e-3 if "bfloat16" in without else 2e-5
@@ -133,9 +150,9 @@ def test_two_processes_train_as_one(together, tmp_path, name):
 
 
 def test_one_process_speaks_writes_and_succeeds(together):
-    assert together.results == [[0] * len(TRAININGS)] * 2
+    assert together.results == [[0] * len(USUAL)] * 2
     for step in range(1, 5):
-        assert together.printed.count(f"step {step}/4") == len(TRAININGS)
+        assert together.printed.count(f"step {step}/4") == len(USUAL)
 
 
 def test_the_adapter_is_one_file_that_peft_loads(together, tmp_path):
@@ -160,13 +177,14 @@ def test_a_sharded_checkpoint_goes_on_in_one_process(together, tmp_path):
     assert losses(tmp_path)[-2:] == pytest.approx(losses(together.root / "nf4")[-2:], abs=2e-5)
 
 
-def test_a_whole_model_is_gathered_at_the_end_and_stays_in_parts_in_checkpoints(together, tmp_path):
-    out = together.root / "full"
+@pytest.mark.exhaustive
+def test_a_whole_model_is_gathered_at_the_end_and_stays_in_parts_in_checkpoints(every, tmp_path):
+    out = every.root / "full"
     assert (out / "model.safetensors").is_file()
     checkpoint = out / "checkpoint-4"
     assert not (checkpoint / "model.safetensors").exists()
     assert damage(checkpoint) is None
     assert json.loads((out / "run_report.json").read_text())["status"] == "finished"
     resumed = [*TRAININGS["full"][:4], "--resume_from_checkpoint", out / "checkpoint-2"]
-    alone(argv(together.model, together.data, tmp_path, 1, *STEPS, *resumed))
+    alone(argv(every.model, every.data, tmp_path, 1, *STEPS, *resumed))
     assert losses(tmp_path)[-2:] == pytest.approx(losses(out)[-2:], abs=5e-3)

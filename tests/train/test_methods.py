@@ -105,8 +105,14 @@ def test_trains_under_the_policy(model: Path, method: str, dtype: str, tmp_path:
     [
         ("sft", "--lora_modules_to_save lm_head embed_tokens"),
         ("sft", "--use_dora True --gradient_checkpointing True"),
-        ("dpo", "--lora_modules_to_save lm_head --precompute_ref_log_probs True"),
-        ("grpo", "--num_iterations 2 --gradient_accumulation_steps 2"),
+        pytest.param(
+            "dpo",
+            "--lora_modules_to_save lm_head --precompute_ref_log_probs True",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "grpo", "--num_iterations 2 --gradient_accumulation_steps 2", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_float32_heads_dora_and_reused_samples_in_float16(

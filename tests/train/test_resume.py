@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
     [
         pytest.param(20, 12, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
         # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.
-        (2, 1, ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"]),
+        pytest.param(
+            *(2, 1, ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"]),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["float32", "float16"],
 )
