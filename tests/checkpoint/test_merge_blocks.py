@@ -26,6 +26,7 @@ from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import UsageError
 from isotype.model.adapters import add_lora
+from tests.adapters import save_adapter
 from tests.zoo import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -47,17 +48,6 @@ def save_base(directory: Path, kind: str = "llama", dtype: torch.dtype = torch.b
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES, **(EXPERTS if "moe" in kind else {}))
     transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(directory)
-    return directory
-
-
-def save_adapter(base: Path, directory: Path, storage: str | None, dtype: str, **lora: Any) -> Path:
-    policy = resolve_precision(base, dtype, storage, "cpu")
-    model = add_lora(load(base, policy), policy, r=4, lora_alpha=8, task_type="CAUSAL_LM", **lora)
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.02 * torch.randn_like(parameter)
-    model.save_pretrained(directory)
     return directory
 
 
@@ -83,7 +73,7 @@ def test_block_by_block_is_bit_equal_to_all_at_once(
     kind: str, storage: str | None, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = save_base(tmp_path / "base", kind, torch.float32)
-    adapter = save_adapter(base, tmp_path / "adapter", storage, "bfloat16", **lora)
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **lora)
     found = merged(adapter, tmp_path / "found")
     for module in (adapters, merge_layers):
         monkeypatch.setattr(module, "waiting", lambda adapter: DeferredBlocks(False))
@@ -97,7 +87,7 @@ def test_block_by_block_is_bit_equal_to_all_at_once(
 @pytest.mark.parametrize(("kind", "lora"), [("llama", PROJECTIONS), ("qwen3_moe", STACKED)])
 def test_the_numbers_are_pefts_own_rounded_once(kind: str, lora: Any, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", kind)
-    adapter = save_adapter(base, tmp_path / "adapter", None, "bfloat16", **lora)
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", None, **lora)
     found = merged(adapter, tmp_path / "merged")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(tmp_path / "peft")
@@ -129,7 +119,7 @@ def mixed(tmp_path: Path) -> Path:
 def test_every_tensor_keeps_the_dtype_and_the_digits_of_its_file(
     storage: str | None, mixed: Path, tmp_path: Path
 ) -> None:
-    adapter = save_adapter(mixed, tmp_path / "adapter", storage, "bfloat16", **PROJECTIONS)
+    adapter = save_adapter(mixed, tmp_path / "adapter", "bfloat16", storage, **PROJECTIONS)
     found, before = merged(adapter, tmp_path / "merged"), load_file(mixed / "model.safetensors")
     quantized = {"model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"}
     for name, values in before.items():
@@ -143,7 +133,7 @@ def test_every_tensor_keeps_the_dtype_and_the_digits_of_its_file(
 
 
 def test_what_is_not_quantized_keeps_its_dtype_too(mixed: Path, tmp_path: Path) -> None:
-    adapter = save_adapter(mixed, tmp_path / "adapter", None, "bfloat16", **PROJECTIONS)
+    adapter = save_adapter(mixed, tmp_path / "adapter", "bfloat16", None, **PROJECTIONS)
     found, before = merged(adapter, tmp_path / "merged", stored="nf4"), load_file(mixed / "model.safetensors")
     norms = {name for name in before if name.endswith("norm.weight")}
     assert len(norms) == 7
@@ -159,7 +149,7 @@ def test_what_is_not_quantized_keeps_its_dtype_too(mixed: Path, tmp_path: Path) 
 @pytest.mark.parametrize("storage", [None, "nf4"])
 def test_one_block_is_in_memory_at_a_time(storage: str | None, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", dtype=torch.float32)
-    adapter = save_adapter(base, tmp_path / "adapter", storage, "bfloat16", **PROJECTIONS)
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **PROJECTIONS)
     policy = resolve_precision(base, "bfloat16", storage, "cpu")
     merging = Merging(read_adapter(adapter), str(base), policy, torch.bfloat16)
     model: Any = merging.model
@@ -271,7 +261,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
 
 def test_a_merged_model_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_base(tmp_path / "base")
-    adapter = save_adapter(base, tmp_path / "adapter", None, "bfloat16", **PROJECTIONS)
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", None, **PROJECTIONS)
     whole = merged(adapter, tmp_path / "whole")
     short: Callable[..., Shards] = lambda directory, room: Shards(directory, room, 40_000)  # noqa: E731
     monkeypatch.setattr("isotype.checkpoint.merge.write.Shards", short)

@@ -23,6 +23,7 @@ from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.chat import _questions, chat, load_for_inference, stream_answer
 from isotype.train.generate import answer
+from tests.adapters import save_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -62,22 +63,6 @@ def save_model(directory: Path, template: str | None = TEMPLATE, **config: Any) 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("chat") / "model")
-
-
-def save_adapter(base: Path, directory: Path, dtype: str, storage: str | None, **lora: Any) -> Path:
-    policy = resolve_precision(base, dtype, storage, "cpu")
-    settings: dict[str, Any] = {
-        "r": 4,
-        "target_modules": ["q_proj", "down_proj"],
-        "task_type": "CAUSAL_LM",
-    } | lora
-    model = add_lora(load(base, policy), policy, **settings)
-    torch.manual_seed(4)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(directory)
-    return directory
 
 
 def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespace:

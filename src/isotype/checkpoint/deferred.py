@@ -147,8 +147,9 @@ class DeferredBlocks:
             model: that was loaded, before anything is put around its modules.
             dtype: of the dense weights.
         """
+        blocks = {each.name: each for each in self.blocks}
         for place in list(places(model)):
-            block = _block_of(place.name, {each.name: each for each in self.blocks})
+            block = _block_of(place.name, blocks)
             named = f"{place.name}.weight"
             quantized = place.kind in ("linear4bit", "linear8bit")
             if not self._wait or block is None or not quantized or named in self._at_once:

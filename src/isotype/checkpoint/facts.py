@@ -314,7 +314,7 @@ def _of_file(path: Path) -> ModelFacts:
         )
     headers = read_headers(path)
     counts, trained = _weigh(_stored(headers.tensors), None, None)
-    architecture = str(headers.metadata.get("general.architecture", ""))
+    architecture = headers.architecture
     notes = []
     blocks = {name: n for name, n in counts.items() if isinstance(name, str)}
     if blocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from accelerate import PartialState
 from torch import nn
 
 from isotype.checkpoint.blank import KeepsValues
-from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.facts import quantization_of
+from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.hub import downloaded
 from isotype.checkpoint.load import forget_quantization
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.match import match
-from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers, stored_weights
+from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
 from isotype.checkpoint.values.finite import require_finite
 from isotype.checkpoint.weightless import model_config, skeleton, store
-from isotype.core.errors import CheckpointError, PrecisionError, Problem
-from isotype.core.names import base_name, listed, plural
+from isotype.core.errors import PrecisionError, Problem
+from isotype.core.names import base_name
 from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
 from isotype.model.quantized import holds_turned, quantization_state
 from isotype.model.shard import device_of, mesh_over_all, shard_model
@@ -74,8 +75,8 @@ def load_sharded(
     device = device_of(policy)
     mesh = mesh_over_all(device) if mesh is None else mesh
     files = _files(path, revision)
-    _check_dense(files, mesh)
     config = model_config(files)
+    _check_dense(files, config, mesh)
     forget_quantization(config)  # what is dequantized has none any more
     model = skeleton(
         config,
@@ -85,8 +86,11 @@ def load_sharded(
         buffers=True,
         **settings,
     )
-    stored = stored_weights(model, files)
-    _start_fresh(model, match(model, stored.headers).initialised)
+    headers = read_headers(files)
+    found = match(model, headers)
+    found.require_complete()
+    stored = StoredWeights(model, headers, found.weights)
+    _start_fresh(model, found.initialised)
     model.name_or_path = model.config._name_or_path = str(path)
     fill_buffers(model, stored)
     model = store(model, policy)
@@ -115,8 +119,8 @@ def _files(path: str | Path, revision: str | None) -> Path:
         return downloaded(found, revision) if isinstance(found, str) else found
 
 
-def _check_dense(files: Path, mesh: Any) -> None:
-    saved = facts_of(files).quantization
+def _check_dense(files: Path, config: Any, mesh: Any) -> None:
+    saved = quantization_of(config)
     if saved is None or saved.dequantized:
         return
     given = f"{files}, saved in {saved.format}, over {mesh.size()} processes"
@@ -226,7 +230,6 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
             if parameter.is_meta:
                 full = base_name(f"{place.name}.{name}" if place.name else name)
                 owners.setdefault(parameter, []).append((full, place, name))
-    _check_complete(owners, rows)
     sources = {parameter: _source(found, rows) for parameter, found in owners.items()}
     copies = Counter(name for name, _, _ in sources.values())
     read: dict[str, torch.Tensor] = {}  # rows that a second parameter, a trained copy of the first, takes too
@@ -249,30 +252,3 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
         for _, holder, other in owners[parameter]:
             holder.module._parameters[other] = made
     model.load_state_dict({}, strict=False)  # FSDP2 looks for new parameters after a load
-
-
-def _check_complete(owners: Mapping[Any, Sequence[_Owner]], rows: _Rows) -> None:
-    """Whether the checkpoint has every weight, in the model's shape; all that it has not are named at once."""
-    shapes, problems = rows.stored.shapes, []
-    missing = [found[0][0] for found in owners.values() if not any(name in shapes for name, _, _ in found)]
-    if missing:
-        fix = "give the whole checkpoint of this architecture"
-        given = f"{rows.source} without {plural(len(missing), 'tensor')}: {listed(missing, _MOST)}"
-        problems.append(Problem(given, "every weight of the model", fix))
-    for parameter, found in owners.items():
-        for name, place, own in found:
-            state = (
-                quantization_state(place.module) if own == "weight" and place.kind == "linear4bit" else None
-            )
-            wanted = tuple(parameter.shape if state is None else state.shape)
-            if own == "weight" and place.kind in ("linear4bit", "linear8bit") and holds_turned(place.module):
-                wanted = wanted[::-1]
-            if name in shapes and tuple(shapes[name]) != wanted:
-                given = f"{name} of shape {list(shapes[name])} in {rows.source}"
-                problems.append(
-                    Problem(
-                        given, f"{list(wanted)}, as the config says", "give the config.json of these weights"
-                    )
-                )
-    if problems:
-        raise CheckpointError("the checkpoint does not fit the model", problems[:_MOST])

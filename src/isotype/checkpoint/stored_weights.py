@@ -17,7 +17,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.load import concrete_class
 from isotype.checkpoint.mapping.stored import StoredTensor
-from isotype.checkpoint.mapping.weight_map import TURNED, Source, converted, weight_map
+from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted, weight_map
 from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import packing_of
 from isotype.core.errors import CheckpointError, Problem
@@ -30,18 +30,16 @@ class StoredWeights:
     (`transformers.core_model_loading`), for one tensor of the model at a time. What is stored in blocks (GGUF, mxfp4, FP8) is unpacked.
 
     Attributes:
-        headers: of the checkpoint.
         shapes: shape of every tensor of the model that the checkpoint has.
         bytes_read: bytes of the files that `read_rows` has read so far.
     """
 
-    def __init__(self, model: Any, headers: CheckpointHeaders) -> None:
+    def __init__(self, model: Any, headers: CheckpointHeaders, weights: WeightMap | None = None) -> None:
+        """`weights`: the `weight_map` of the two, where it is known."""
         self._model = model
-        self.headers = headers
         self.bytes_read = 0
-        self._sources = weight_map(model, headers).sources
-        gguf = headers.format == "gguf"
-        self._turn = turning(model, str(headers.metadata.get("general.architecture"))) if gguf else None
+        self._sources = (weights or weight_map(model, headers)).sources
+        self._turn = turning(model, headers)
         self._packing = packing_of(model.config)
         own = model.state_dict(keep_vars=True)
         self.shapes: dict[str, torch.Size] = {}

@@ -81,9 +81,7 @@ def stream(
     found = replace(found, wrong=tuple(wrong for wrong in found.wrong if not _is_turned(model, wrong)))
     found.require_complete()
     expected = set(model.state_dict())  # quantized layers have more of them afterwards
-    placement = replace(_placement(model, settings, policy), packing=packing)
-    if headers.format == "gguf":
-        placement = replace(placement, turn=turning(model, str(headers.metadata.get("general.architecture"))))
+    placement = replace(_placement(model, settings, policy), packing=packing, turn=turning(model, headers))
     weights = found.weights
     if deferred is not None:
         weights = deferred.take(model, weights, placement, headers.path)

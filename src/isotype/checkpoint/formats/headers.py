@@ -52,6 +52,11 @@ class CheckpointHeaders:
     tensors: tuple[TensorHeader, ...]
     metadata: Mapping[str, object]
 
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of a GGUF file's model, or ""."""
+        return str(self.metadata.get("general.architecture", ""))
+
 
 def read_headers(path: str | Path) -> CheckpointHeaders:
     """The headers of a checkpoint directory, of a .safetensors, .gguf or torch file, or of all files that an index lists.

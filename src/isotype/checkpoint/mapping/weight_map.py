@@ -98,8 +98,8 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
         return lambda name: (name if name in wanted else "", name, None), str
     from transformers import core_model_loading as loading
 
-    if headers.format == "gguf" and not _converts_gguf(_architecture(headers)):
-        names = gguf_names(model, _architecture(headers))
+    if headers.format == "gguf" and not _converts_gguf(headers.architecture):
+        names = gguf_names(model, headers.architecture)
 
         def lookup(name: str) -> tuple[str, str, Any]:
             # The model's stacked experts have no `.weight`.
@@ -130,16 +130,12 @@ def _conversions(model: Any, headers: CheckpointHeaders) -> Sequence[Any]:
     if headers.format == "gguf":
         from transformers.integrations.gguf import get_gguf_conversion_mapping
 
-        found: Sequence[Any] = get_gguf_conversion_mapping(_architecture(headers), model.config)
+        found: Sequence[Any] = get_gguf_conversion_mapping(headers.architecture, model.config)
         return found
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     conversions: Sequence[Any] = get_model_conversion_mapping(model)
     return conversions
-
-
-def _architecture(headers: CheckpointHeaders) -> str:
-    return str(headers.metadata.get("general.architecture"))
 
 
 def _converts_gguf(architecture: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,11 +89,11 @@ class Merging:
         dense = _dense_policy(policy)
         # An unquantized base is only added to, and the CPU is where that has room.
         here = policy if policy.quantized else replace(policy, device="cpu")
-        self._later = waiting(adapter)
-        self.model = load_base(adapter, base, here, revision=revision, deferred=self._later)
-        self._later.dequantize(self.model, dense.plain)
+        self._deferred = waiting(adapter)
+        self.model = load_base(adapter, base, here, revision=revision, deferred=self._deferred)
+        self._deferred.dequantize(self.model, dense.plain)
         tied = _untie(self.model)
-        self._blocks = self._later.blocks or tuple(Block(*each) for each in outermost_blocks(self.model))
+        self._blocks = self._deferred.blocks or tuple(Block(*each) for each in outermost_blocks(self.model))
         self._names = _stored_names(self.model)
         self._tied = _embedding_names(self.model, self._names) if tied else None
         self._peft = inject(self.model, adapter, dense)
@@ -104,14 +104,13 @@ class Merging:
             raise UsageError("this adapter cannot be merged", [Problem(given, _MERGEABLE, _BESIDE)])
         own = _own_trained(self._peft)
         fill(self._peft, adapter)
-        self._rounding = Rounding(target, dense.pinned, {} if one_dtype else self._later.stored_otherwise())
+        self._rounding = Rounding(
+            target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise()
+        )
         self._untouched = set(self._rounding.own) - {base_name(each.name) for each in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
-        inside = tuple(f"{block.name}." for block in self._blocks)
-        self._outside = self._merged(
-            "", [each for each in _tuner_layers(self._peft) if not base_name(each[0]).startswith(inside)]
-        )
+        self._outside = self._merged(None)
         self.weights += tuple(_losses(_replaced(self._peft, own), self._rounding))
         if self._tied is not None:
             self._tie_again(*self._tied)
@@ -143,27 +142,28 @@ class Merging:
         yield self._outside
         self._outside = {}
         for block in self._blocks:
-            self._later.read(block)
-            layers = [(f"{block.name}.{name}", layer) for name, layer in _tuner_layers(block.module)]
-            yield self._merged(f"{block.name}.", layers)
-            self._later.drop(block)
+            self._deferred.read(block)
+            yield self._merged(block)
+            self._deferred.drop(block)
             for parameter in block.module.parameters():
                 parameter.data = parameter.data.new_empty(0)
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
-    def _merged(self, prefix: str, layers: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor]:
-        """Merge layers, and collect the tensors whose names begin with `prefix`; without one, those outside of blocks."""
-        for own, layer in layers:
-            name = base_name(own)
+    def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
+        """Merge the layers of a block, and collect its tensors; without one, those outside of blocks."""
+        prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
+        inside = tuple(f"{each.name}." for each in self._blocks)
+        for own, layer in _tuner_layers(root):
+            name = base_name(f"{prefix}{own}")
+            if block is None and name.startswith(inside):
+                continue
             self._untouched -= {f"{name}.{each}" for each, _ in layer.get_base_layer().named_parameters()}
             self.weights += tuple(_merge_layer(name, layer, self._rounding))
-        blocks = tuple(f"{block.name}." for block in self._blocks)
         wanted = {
             name
             for name in self._names
-            if (name.startswith(prefix) if prefix else not name.startswith(blocks))
+            if (name.startswith(prefix) if block is not None else not name.startswith(inside))
         }
-        root = self._peft if not prefix else next(b for b in self._blocks if prefix == f"{b.name}.").module
         found: dict[str, torch.Tensor] = {}
         for own, value in (*_all(root, "named_parameters"), *_all(root, "named_buffers")):
             name = base_name(f"{prefix}{own}")
@@ -173,7 +173,7 @@ class Merging:
         missing = wanted - set(found)
         assert not missing, f"tensors that were lost on the way: {sorted(missing)[:3]}"
         for name in self._untouched & wanted:
-            stored = self._later.as_stored(name)
+            stored = self._deferred.as_stored(name)
             if stored.shape == found[name].shape:  # a vocabulary may have grown
                 found[name] = stored
         return self._rounding.rounded({name: found[name] for name in self._names if name in found})

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.gguf_names import gguf_names
 from isotype.checkpoint.mapping.weight_map import Source
@@ -44,14 +45,18 @@ def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values).view(header.shape)
 
 
-def turning(model: Any, architecture: str) -> Turn:
-    """The conversion of the tensors of a GGUF file: transformers' own `TensorProcessor` for the architecture.
+def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
+    """The conversion of the tensors of a GGUF file: transformers' own `TensorProcessor` for the architecture; of other files none.
 
     Args:
         model: of transformers; it may lie on the meta device.
-        architecture: llama.cpp's name of it, `general.architecture` of the file.
+        headers: of the checkpoint.
     """
+    if headers.format != "gguf":
+        return None
     from transformers import modeling_gguf_pytorch_utils as gguf
+
+    architecture = headers.architecture
 
     config = model.config.to_dict()
     processor = gguf.TENSOR_PROCESSORS.get(architecture, gguf.TensorProcessor)(config=config)
