@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import isotype
@@ -243,9 +244,10 @@ def test_a_model_that_cannot_be_run_is_fused_layer_by_layer() -> None:
     assert model.base_model.model.one.training
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])  # gemma2 goes on with what its last layer gives
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    model, batch = adapted("llama").train(), tiny_batch("llama")
+def test_gradient_checkpointing(reentrant: bool, architecture: str) -> None:
+    model, batch = adapted(architecture).train(), tiny_batch(architecture)
     model.enable_input_require_grads()
     wanted = step(model, batch)
     fuse(model)
@@ -261,6 +263,38 @@ def test_checkpointing_one_layer() -> None:
     fuse(layer, {"x": x})
     (found,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), x)
     torch.testing.assert_close(found, wanted)
+
+
+class _Products(TorchDispatchMode):
+    """Counts the matrix products X Wᵀ with a weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.count = weight, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            right = args[1]
+            self.count += right.data_ptr() == self.weight.data_ptr() and right.shape == self.weight.t().shape
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("depth", "again"), [(1, 0), (2, 1)])
+def test_checkpointing_does_not_compute_the_last_product_of_a_block_again(depth: int, again: int) -> None:
+    mlp = adapted("llama").base_model.model.model.layers[0].mlp
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    fuse(mlp, {"x": x})
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(depth):
+            x = mlp(x)
+        return x
+
+    with _Products(mlp.down_proj.base_layer.weight) as products:
+        out = checkpoint(block, x, use_reentrant=False)
+        assert products.count == depth
+        torch.autograd.grad(out.sum(), x)
+    assert products.count == depth + again
 
 
 def test_gradients_accumulate() -> None:

@@ -37,10 +37,10 @@ class Gate:
         return self.activate(gate).mul_(up)
 
     def backward(
-        self, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
+        self, active: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of `gate` and `up` from that of their product, which is written over."""
-        d_up = self.activate(gate).mul_(grad)
+        """The gradients of `gate` and `up` from that of their product; it and `active`, `activate(gate)`, are written over."""
+        d_up = active.mul_(grad)
         return self.through(grad.mul_(up), gate), d_up
 
 

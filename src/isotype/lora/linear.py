@@ -8,12 +8,15 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 Every cast happens here, with autocast off: X once, the adapters' masters once, gradients of masters back to their own
 dtype. The backward forms one gradient of X for all layers and one product for all A. The base weights are frozen, so
 nothing is saved but X and the small X Aᵀ; where X is itself a gated product, its two factors are saved in its place.
+What is saved is saved before Y is computed: gradient checkpointing, which computes a layer again for what it saves, stops
+there, and the last product of a block is not computed twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from isotype.lora.gates import Gate
-from isotype.lora.weights import DenseWeights
+from isotype.lora.weights import DenseWeights, shape_of
 
 
 @dataclass(frozen=True)
@@ -100,22 +103,35 @@ def lora_linear(
             last DoRA's magnitude `[out]`.
     """
     first, second = (*inputs, None)[:2]
-    outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(spec, first, second, *tensors)  # type: ignore[no-untyped-call]
+    products: list[_Product] = []
+    outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(spec, products, first, second, *tensors)  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        for product in products:
+            product()
     return outputs
+
+
+_Product = Callable[[], None]
+"""Writes an output that was returned without its numbers."""
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, first: torch.Tensor, second: torch.Tensor | None, *tensors: torch.Tensor
+        ctx: Any,
+        spec: Spec,
+        products: list[_Product],
+        first: torch.Tensor,
+        second: torch.Tensor | None,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         with torch.autocast(first.device.type, enabled=False):
-            x = _rows(spec, first, second)
+            x, _ = _rows(spec, first, second)
             each = tuple(_owned(spec, tensors))
             masks = tuple(_mask(adapter, x) for layer in spec.layers for adapter in layer.adapters)
             hidden = _hidden(x, each, masks)
-            done = [_output(spec, own, x, hidden) for own in each]
+            done = [_output(spec, own, x, hidden, products) for own in each]
         outputs, totals, norms = zip(*done, strict=True)
         ctx.spec = spec
         ctx.shape, ctx.dtypes = first.shape, tuple(None if t is None else t.dtype for t in (first, second))
@@ -135,7 +151,7 @@ class _LoraLinear(torch.autograd.Function):
         found: dict[int, torch.Tensor] = {}
         d_x = None
         with torch.autocast(first.device.type, enabled=False):
-            x = _rows(spec, first, second)
+            x, active = _rows(spec, first, second, keep=True)
             each = tuple(_owned(spec, tensors))
             d_hidden = torch.zeros_like(hidden)
             for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
@@ -143,12 +159,12 @@ class _LoraLinear(torch.autograd.Function):
                     continue
                 rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
                 rows = _through_output(own, rows, (hidden, d_hidden), total, norm, found)
-                if any(ctx.needs_input_grad[1:3]):
+                if any(ctx.needs_input_grad[2:4]):
                     with spec.weights.matrix(own.layer.base, spec.working, keep=True) as weight:
                         d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
             _through_hidden(each, x, masks, d_hidden, d_x, found)
-            d_inputs = _through_input(ctx, d_x, first, second)
-        return None, *d_inputs, *(found.get(index) for index in range(len(tensors)))
+            d_inputs = _through_input(ctx, d_x, (active, first, second))
+        return None, None, *d_inputs, *(found.get(index) for index in range(len(tensors)))
 
 
 @dataclass(frozen=True)
@@ -180,12 +196,15 @@ def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> Iterator[_Own]:
         yield _Own(layer, start, where, biases, pairs[::2], pairs[1::2], last[0] if last else None)
 
 
-def _rows(spec: Spec, first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
-    """X as a matrix in the working dtype."""
+def _rows(
+    spec: Spec, first: torch.Tensor, second: torch.Tensor | None, *, keep: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(X as a matrix in the working dtype; with `keep`, the activation that it is the product of: None where it is none)"""
     x = first.reshape(-1, first.shape[-1]).to(spec.working)
     if spec.gate is None or second is None:
-        return x
-    return spec.gate.product(x, second.reshape(x.shape).to(spec.working))
+        return x, None
+    active, up = spec.gate.activate(x), second.reshape(x.shape).to(spec.working)
+    return (active * up, active) if keep else (active.mul_(up), None)
 
 
 def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -232,20 +251,50 @@ def _hidden(x: torch.Tensor, each: Sequence[_Own], masks: Sequence[torch.Tensor 
 
 
 def _output(
-    spec: Spec, own: _Own, x: torch.Tensor, hidden: torch.Tensor
+    spec: Spec, own: _Own, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(Y, and of DoRA: the sum before the magnitude, the norms of the rows of W + s B A)."""
+    """(Y, and of DoRA: the sum before the magnitude, the norms of the rows of W + s B A). All but DoRA's Y is written later."""
     biases = [bias * scale for bias, scale in zip(own.biases, own.layer.biases, strict=True)]
     bias = sum(biases[1:], biases[0]).to(x.dtype) if biases else None
+    columns = shape_of(own.layer.base)[0]
+    if own.magnitude is None:
+        out = x.new_empty(x.shape[0], columns, dtype=spec.result)
+        products.append(partial(_write_later, spec, own, (x, hidden), bias, out))
+        return out, None, None
+    y = x.new_empty(x.shape[0], columns)
     with spec.weights.matrix(own.layer.base, x.dtype, keep=spec.keep) as weight:
-        norm = None if own.magnitude is None else _row_norms(weight, own)
-        y = x @ weight.t() if bias is None or norm is not None else torch.addmm(bias, x, weight.t())
-    if own.up:
-        y.addmm_(hidden[:, own.columns], own.scaled_up(x.dtype).t())
-    if own.magnitude is None or norm is None:
-        return y.to(spec.result), None, None
+        norm = _row_norms(weight, own)
+        _write_product(own, (x, hidden), weight, None, y)
     scaled = y * (own.magnitude / norm)  # in the magnitude's dtype: float32
     return (scaled if bias is None else scaled + bias).to(spec.result), y, norm
+
+
+_Factors = tuple[torch.Tensor, torch.Tensor]
+"""(X, X Aᵀ of all adapters)"""
+
+
+def _write_later(
+    spec: Spec, own: _Own, factors: _Factors, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    dtype = factors[0].dtype
+    y = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
+    with spec.weights.matrix(own.layer.base, dtype, keep=spec.keep) as weight:
+        _write_product(own, factors, weight, bias, y)
+    if y is not out:
+        out.copy_(y)
+
+
+def _write_product(
+    own: _Own, factors: _Factors, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer, all in one dtype, into `out`."""
+    x, hidden = factors
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+    if own.up:
+        out.addmm_(hidden[:, own.columns], own.scaled_up(x.dtype).t())
 
 
 def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -317,15 +366,15 @@ def _through_hidden(
 
 
 def _through_input(
-    ctx: Any, d_x: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor | None
+    ctx: Any, d_x: torch.Tensor | None, gated: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of the inputs, in their own dtypes and shapes."""
+    """The gradients of the inputs, in their own dtypes and shapes; `gated`: the activation, where there is one, and they."""
     if d_x is None:
         return None, None
     spec, (dtype, other) = ctx.spec, ctx.dtypes
-    if spec.gate is None or second is None:
+    active, *saved = gated
+    if active is None:
         return d_x.view(ctx.shape).to(dtype), None
-    d_first, d_second = spec.gate.backward(
-        first.reshape(d_x.shape).to(d_x.dtype), second.reshape(d_x.shape).to(d_x.dtype), d_x
-    )
+    gate, up = (each.reshape(d_x.shape).to(d_x.dtype) for each in saved if each is not None)
+    d_first, d_second = spec.gate.backward(active, gate, up, d_x)
     return d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other)
