@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def fsdp1_refuses(broken: Broken, whole: bool = False) -> str | None:
         # Frozen and trained parameters in one unit cost memory; dtypes are what is asked here.
         warnings.filterwarnings("ignore", message="(?s).*both parameters with requires_grad=True and False")
         store = dist.FileStore(str(Path(folder) / "store"), 1)
+        hook = sys.excepthook  # a process group puts one in that names the rank, and leaves it there
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             FullyShardedDataParallel(
@@ -54,6 +56,7 @@ def fsdp1_refuses(broken: Broken, whole: bool = False) -> str | None:
             return f"FSDP refuses the model: {error}"
         finally:
             dist.destroy_process_group()
+            sys.excepthook = hook
     return None
 
 
