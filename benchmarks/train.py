@@ -16,7 +16,7 @@ rate that this script measures for them here: forward and input gradient of ever
 and floor and tokens/s are those of full rows; the bare loop and the Trainer, which take rows of one length, are left out.
 
 Run: python benchmarks/train.py [--storage nf4 none int8] [--dtype bf16 fp32] [--tokens 512 2048] [--checkpointing off on]
-     [--uneven] [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH]
+     [--rows 2] [--uneven] [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH]
 Prints a table and one line of JSON.
 """
 
@@ -40,7 +40,6 @@ from dense_folder import dense_folder
 from step_clock import watch
 
 MODEL = "embedded:smollm2"
-ROWS = 2
 WARM_UP = 2
 LEARNING_RATE = 1e-4
 PEERS = ("isotype", "trl", "trainer", "bare")
@@ -56,11 +55,13 @@ class Setup:
     tokens: int
     checkpointing: bool
     steps: int
+    rows: int = 2
     uneven: bool = False
 
     def __str__(self) -> str:
         tokens = f"{self.tokens // 8}..{self.tokens}" if self.uneven else self.tokens
-        return f"{self.storage} {self.dtype} {tokens} {'ckpt' if self.checkpointing else '-'}"
+        rows = "" if self.rows == 2 else f"{self.rows} x "
+        return f"{self.storage} {self.dtype} {rows}{tokens} {'ckpt' if self.checkpointing else '-'}"
 
 
 # ------------------------------------------------------------------------------------------ in a peer's process
@@ -77,7 +78,7 @@ def write_rows(path: Path, setup: Setup) -> None:
     from importlib.resources import files
 
     words = (files("isotype") / "data" / "passages" / "passages.txt").read_text(encoding="utf-8").split()
-    count = ROWS * setup.steps
+    count = setup.rows * setup.steps
     rows, draw = [], random.Random(0)
     for row in range(count):
         start = row * len(words) // count
@@ -96,7 +97,7 @@ def by_isotype(setup: Setup, rows: Path, out: Path) -> None:
     sys.argv = [
         "isotype", "sft", "--model_name_or_path", MODEL, "--dataset_name", str(rows), "--dtype", dtype, *flags,
         "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--lora_dropout", "0", "--lora_target_modules", "all-linear",
-        "--max_length", str(setup.tokens), "--per_device_train_batch_size", str(ROWS), "--max_steps", str(setup.steps),
+        "--max_length", str(setup.tokens), "--per_device_train_batch_size", str(setup.rows), "--max_steps", str(setup.steps),
         "--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant", "--logging_steps", "1",
         "--gradient_checkpointing", str(setup.checkpointing), "--save_strategy", "no", "--eval_strategy", "no",
         "--seed", "0", "--output_dir", str(out),
@@ -130,7 +131,7 @@ def model_settings(setup: Setup) -> dict[str, Any]:
 
 def arguments(setup: Setup, out: Path) -> dict[str, Any]:
     return {
-        "output_dir": str(out), "per_device_train_batch_size": ROWS, "max_steps": setup.steps,
+        "output_dir": str(out), "per_device_train_batch_size": setup.rows, "max_steps": setup.steps,
         "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no",
         "gradient_checkpointing": setup.checkpointing, "bf16": setup.dtype == "bf16", "seed": 0, "report_to": "none",
         "use_cpu": True, "dataloader_pin_memory": False,
@@ -194,7 +195,7 @@ def by_hand(setup: Setup, rows: Path, seconds: list[float], losses: list[float])
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     generator = torch.Generator().manual_seed(0)
-    for batch in DataLoader(batches(setup, rows), ROWS, shuffle=True, generator=generator):  # type: ignore[arg-type]
+    for batch in DataLoader(batches(setup, rows), setup.rows, shuffle=True, generator=generator):  # type: ignore[arg-type]
         began = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=setup.dtype == "bf16"):
             loss = model(**batch, use_cache=False).loss
@@ -219,7 +220,7 @@ def floor(setup: Setup) -> dict[str, float]:
         (hidden, hidden): 2 * blocks, (hidden, heads): 2 * blocks, (hidden, inner): 2 * blocks, (inner, hidden): blocks,
         (hidden, config.vocab_size): 1,
     }  # fmt: skip
-    rows = ROWS * setup.tokens
+    rows = setup.rows * setup.tokens
     total, flops = 0.0, 0
     for (columns, out), count in shapes.items():
         x, weight = torch.randn(rows, columns).to(dtype), torch.randn(out, columns).to(dtype)
@@ -308,7 +309,7 @@ def compare(setup: Setup, peers: list[str], rounds: int, threads: int) -> list[d
                 "setup": str(setup), "peer": peer, "step": median, "low": low, "high": high,
                 "first": statistics.median(result["seconds"][0] for result in results[peer]),
                 "whole": statistics.median(result["whole"] for result in results[peer]),
-                "tokens_per_second": ROWS * setup.tokens / median,
+                "tokens_per_second": setup.rows * setup.tokens / median,
                 "memory": statistics.median(result["memory"] for result in results[peer]),
                 "loss": results[peer][0]["losses"][setup.steps - 1],
                 "first_loss": results[peer][0]["losses"][0],
@@ -341,6 +342,7 @@ def main() -> None:
     parser.add_argument("--storage", nargs="+", default=["nf4", "none"])
     parser.add_argument("--dtype", nargs="+", default=["bf16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[512])
+    parser.add_argument("--rows", type=int, default=2, help="of a batch")
     parser.add_argument("--checkpointing", nargs="+", choices=["on", "off"], default=["off"])
     parser.add_argument(
         "--uneven", action="store_true", help="rows of an eighth of the tokens to all of them"
@@ -363,7 +365,7 @@ def main() -> None:
     rows = []
     axes = itertools.product(asked.storage, asked.dtype, asked.tokens, asked.checkpointing)
     for storage, dtype, tokens, checkpointing in axes:
-        setup = Setup(storage, dtype, tokens, checkpointing == "on", asked.steps, asked.uneven)
+        setup = Setup(storage, dtype, tokens, checkpointing == "on", asked.steps, asked.rows, asked.uneven)
         made = compare(setup, peers, asked.rounds, asked.threads)
         show(made)
         rows += made
