@@ -13,8 +13,8 @@ import argparse
 import multiprocessing
 import re
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.units import format_bytes
 from isotype.lora.attention.choice import KERNELS, Kind
+from turns import in_turns
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -63,14 +64,10 @@ def step(
 
 def times(tensors: Tensors, turns: int, *, backward: bool, kind: Kind) -> dict[str, list[float]]:
     """Milliseconds of each kernel in each turn."""
-    taken: dict[str, list[float]] = {name: [] for name in EVERY}
-    for turn in range(turns + 1):
-        for name, kernel in EVERY.items():
-            began = time.perf_counter()
-            step(kernel, tensors, backward=backward, kind=kind)
-            if turn:
-                taken[name].append((time.perf_counter() - began) * 1e3)
-    return taken
+    steps = {
+        name: partial(step, kernel, tensors, backward=backward, kind=kind) for name, kernel in EVERY.items()
+    }
+    return in_turns(steps, turns)
 
 
 def _grown(name: str, arguments: tuple[int, tuple[int, int, int], int, torch.dtype], threads: int) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,24 +25,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isotype
 from isotype.core.dtypes import parse_dtype
 from isotype.lora.attention.registered import attention_forward
+from turns import in_turns, quartiles
 
 HIDDEN, INNER, HEADS, KEY_HEADS = 576, 1536, 9, 3
 SIZES = {"q, o": (HIDDEN, HIDDEN, 2), "k, v": (HIDDEN, HIDDEN * KEY_HEADS // HEADS, 2)}
 SIZES |= {"gate, up": (HIDDEN, INNER, 2), "down": (INNER, HIDDEN, 1)}
 Call = Callable[[], Any]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def timed(calls: dict[str, Call], turns: int) -> dict[str, list[float]]:
-    """Milliseconds of each call, in turns; the first two turns warm up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 2):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            if turn > 1:
-                times[name].append((time.perf_counter() - began) * 1e3)
-    return times
 
 
 def fused_layer(dtype: torch.dtype) -> tuple[Any, Any]:
@@ -69,22 +57,16 @@ def parts(rows: int, tokens: int, dtype: torch.dtype, turns: int) -> dict[str, l
         torch.randn(rows, tokens, count, heads).to(dtype).transpose(1, 2).requires_grad_()
         for count in (HEADS, KEY_HEADS, KEY_HEADS)
     )
-    outputs: dict[str, Call] = {
-        "layer": lambda: layer(x, position_embeddings=where, attention_mask=None),
-        "MLP": lambda: layer.mlp(x),
-        "attention": lambda: layer.self_attn(x, position_embeddings=where, attention_mask=None)[0],
-        "its kernel": lambda: attention_forward(layer.self_attn, q, k, v, None)[0],
-        "norm": lambda: layer.input_layernorm(x),
+    outputs: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+        "layer": (lambda x: layer(x, position_embeddings=where, attention_mask=None), (x,)),
+        "MLP": (layer.mlp, (x,)),
+        "attention": (
+            lambda x: layer.self_attn(x, position_embeddings=where, attention_mask=None)[0],
+            (x,),
+        ),
+        "its kernel": (lambda q, k, v: attention_forward(layer.self_attn, q, k, v, None)[0], (q, k, v)),
+        "norm": (layer.input_layernorm, (x,)),
     }
-
-    def both(call: Call) -> Call:
-        def run() -> None:
-            out = call()
-            torch.autograd.grad(
-                out, [q, k, v] if call is outputs["its kernel"] else [x], torch.ones_like(out)
-            )
-
-        return run
 
     matrices = [
         made(rows * tokens, columns, out, dtype)
@@ -97,7 +79,14 @@ def parts(rows: int, tokens: int, dtype: torch.dtype, turns: int) -> dict[str, l
             torch.mm(a, weight.t())
             torch.mm(grad, weight)
 
-    return timed({**{name: both(call) for name, call in outputs.items()}, "base products": base}, turns)
+    both = {name: partial(forward_and_backward, *each) for name, each in outputs.items()}
+    return in_turns({**both, "base products": base}, turns, warm_up=2)
+
+
+def forward_and_backward(call: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
+    """One call with these inputs, and their gradients."""
+    out = call(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
 def made(rows: int, columns: int, out: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -120,7 +109,7 @@ def products(rows: int, dtype: torch.dtype, turns: int) -> dict[str, dict[str, l
             "oneDNN": partial(pair, linear, x, grad, weight, weight.t()),
             "packed": partial(pair, linear, x, grad, packed, turned),
         }
-        found[name] = timed(calls, turns)
+        found[name] = in_turns(calls, turns, warm_up=2)
     return found
 
 
@@ -139,7 +128,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def shown(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = quartiles(values)
     return f"{middle:8.2f} ({low:.2f}..{high:.2f})"
 
 

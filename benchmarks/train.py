@@ -38,6 +38,7 @@ from typing import Any
 
 from dense_folder import dense_folder
 from step_clock import watch
+from turns import quartiles
 
 MODEL = "embedded:smollm2"
 WARM_UP = 2
@@ -284,13 +285,6 @@ def run(peer: str, setup: Setup, threads: int) -> dict[str, Any]:
             result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return result
     raise SystemExit(f"{peer} failed on {setup}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def compare(setup: Setup, peers: list[str], rounds: int, threads: int) -> list[dict[str, Any]]:

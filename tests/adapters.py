@@ -20,10 +20,14 @@ def save_adapter(base: Path, directory: Path, dtype: str, storage: str | None, *
         "target_modules": ["q_proj", "down_proj"],
         "task_type": "CAUSAL_LM",
     } | lora
-    model = add_lora(load(base, policy), policy, **settings)
-    torch.manual_seed(4)
+    return save_trained(add_lora(load(base, policy), policy, **settings), directory)
+
+
+def save_trained(model: Any, directory: Path, *, seed: int = 4, scale: float = 0.1) -> Path:
+    """Move a model's trainable parameters by random numbers of this scale, and save them."""
+    torch.manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+            parameter.data += scale * torch.randn_like(parameter)
     model.save_pretrained(directory)
     return directory

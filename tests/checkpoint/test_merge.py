@@ -32,6 +32,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, SaveError, Usag
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.merge import show_merge
+from tests.adapters import save_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -101,13 +102,7 @@ def make(base: Path, tmp_path: Path) -> Make:
             "task_type": "CAUSAL_LM",
         } | lora
         model = add_lora(load(on, policy), policy, **settings)
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data += scale * torch.randn_like(parameter)
-        directory = tmp_path / "adapter"
-        model.save_pretrained(directory)
-        return directory
+        return save_trained(model, tmp_path / "adapter", seed=1, scale=scale)
 
     return made
 
@@ -243,11 +238,7 @@ def test_other_kinds_of_adapter(base: Path, tmp_path: Path, kind: str) -> None:
     settings |= {"feedforward_modules": []} if kind == "IA3Config" else {}
     settings |= {"r": 0, "oft_block_size": 8} if kind == "OFTConfig" else {}
     model = add_lora(load(base, policy), policy, getattr(peft, kind)(**settings))
-    torch.manual_seed(2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path / "adapter")
+    save_trained(model, tmp_path / "adapter", seed=2, scale=0.05)
     report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     assert report.logits is not None
     assert report.logits.max_abs < 5e-4
@@ -834,10 +825,7 @@ def test_a_merged_model_as_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.M
     byte_level("smollm").save_pretrained(base)
     policy = resolve_precision(base, "bfloat16", "nf4", "cpu")
     model = add_lora(load(base, policy), policy, r=4, target_modules=TARGETS)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path / "adapter")
+    save_trained(model, tmp_path / "adapter", scale=0.05)
     report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", stored=kind)
     assert [path.name for path in (tmp_path / "merged").iterdir()] == [f"model-{kind}.gguf"]
     assert report.logits is not None

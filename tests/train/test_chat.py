@@ -23,7 +23,7 @@ from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.chat import _questions, chat, load_for_inference, stream_answer
 from isotype.train.generate import answer
-from tests.adapters import save_adapter
+from tests.adapters import save_adapter, save_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -274,11 +274,7 @@ def test_an_adapter_comes_back_as_it_was_trained(
     trained = add_lora(
         load(base, policy), policy, r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **lora
     )
-    torch.manual_seed(5)
-    for parameter in trained.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    trained.save_pretrained(tmp_path / "adapter")
+    save_trained(trained, tmp_path / "adapter", seed=5)
     model, tokenizer, found = load_for_inference(tmp_path / "adapter", device="cpu")
     assert found == policy
     assert tokenizer.chat_template == TEMPLATE

@@ -31,8 +31,6 @@ from isotype.model.shard import device_of, mesh_over_all, shard_model
 from isotype.model.walk import Place, places
 from isotype.precision.policy import PrecisionPolicy
 
-_MOST = 12
-
 
 def load_sharded(
     path: str | Path,
@@ -222,9 +220,7 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
     """Give every parameter on the meta device its rows."""
     from torch.distributed.tensor import DTensor, Shard
 
-    owners: dict[
-        Any, list[tuple[str, Any, str]]
-    ] = {}  # parameter -> (name in the checkpoint, place, name in the module)
+    owners: dict[Any, list[_Owner]] = {}
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             if parameter.is_meta:

@@ -127,7 +127,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         with torch.autocast(first.device.type, enabled=False):
-            x, _ = _rows(spec, first, second)
+            x = _rows(spec, first, second)
             each = tuple(_owned(spec, tensors))
             masks = tuple(_mask(adapter, x) for layer in spec.layers for adapter in layer.adapters)
             hidden = _hidden(x, each, masks)
@@ -151,7 +151,9 @@ class _LoraLinear(torch.autograd.Function):
         found: dict[int, torch.Tensor] = {}
         d_x = None
         with torch.autocast(first.device.type, enabled=False):
-            x, active = _rows(spec, first, second, keep=True)
+            factors = _factors(spec, first, second)
+            active = None if spec.gate is None else spec.gate.activate(factors[0])
+            x = factors[0] if active is None else active * factors[1]
             each = tuple(_owned(spec, tensors))
             d_hidden = torch.zeros_like(hidden)
             for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
@@ -163,7 +165,7 @@ class _LoraLinear(torch.autograd.Function):
                     with spec.weights.matrix(own.layer.base, spec.working, keep=True) as weight:
                         d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
             _through_hidden(each, x, masks, d_hidden, d_x, found)
-            d_inputs = _through_input(ctx, d_x, (active, first, second))
+            d_inputs = _through_input(ctx, d_x, active, factors)
         return None, None, *d_inputs, *(found.get(index) for index in range(len(tensors)))
 
 
@@ -196,15 +198,15 @@ def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> Iterator[_Own]:
         yield _Own(layer, start, where, biases, pairs[::2], pairs[1::2], last[0] if last else None)
 
 
-def _rows(
-    spec: Spec, first: torch.Tensor, second: torch.Tensor | None, *, keep: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(X as a matrix in the working dtype; with `keep`, the activation that it is the product of: None where it is none)"""
-    x = first.reshape(-1, first.shape[-1]).to(spec.working)
-    if spec.gate is None or second is None:
-        return x, None
-    active, up = spec.gate.activate(x), second.reshape(x.shape).to(spec.working)
-    return (active * up, active) if keep else (active.mul_(up), None)
+def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
+    """X, or the two that it is the gated product of, as matrices in the working dtype."""
+    return [each.reshape(-1, each.shape[-1]).to(spec.working) for each in inputs if each is not None]
+
+
+def _rows(spec: Spec, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """X as a matrix in the working dtype."""
+    factors = _factors(spec, *inputs)
+    return factors[0] if spec.gate is None else spec.gate.product(*factors)
 
 
 def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -366,15 +368,13 @@ def _through_hidden(
 
 
 def _through_input(
-    ctx: Any, d_x: torch.Tensor | None, gated: tuple[torch.Tensor | None, ...]
+    ctx: Any, d_x: torch.Tensor | None, active: torch.Tensor | None, factors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of the inputs, in their own dtypes and shapes; `gated`: the activation, where there is one, and they."""
+    """The gradients of the inputs, in their own dtypes and shapes; `active`: what the gate made of the first of two."""
     if d_x is None:
         return None, None
     spec, (dtype, other) = ctx.spec, ctx.dtypes
-    active, *saved = gated
     if active is None:
         return d_x.view(ctx.shape).to(dtype), None
-    gate, up = (each.reshape(d_x.shape).to(d_x.dtype) for each in saved if each is not None)
-    d_first, d_second = spec.gate.backward(active, gate, up, d_x)
+    d_first, d_second = spec.gate.backward(active, *factors, d_x)
     return d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other)

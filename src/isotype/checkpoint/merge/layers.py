@@ -152,18 +152,14 @@ class Merging:
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
         """Merge the layers of a block, and collect its tensors; without one, those outside of blocks."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
-        inside = tuple(f"{each.name}." for each in self._blocks)
+        elsewhere = tuple(f"{each.name}." for each in self._blocks) if block is None else ()
         for own, layer in _tuner_layers(root):
             name = base_name(f"{prefix}{own}")
-            if block is None and name.startswith(inside):
+            if name.startswith(elsewhere):
                 continue
             self._untouched -= {f"{name}.{each}" for each, _ in layer.get_base_layer().named_parameters()}
             self.weights += tuple(_merge_layer(name, layer, self._rounding))
-        wanted = {
-            name
-            for name in self._names
-            if (name.startswith(prefix) if block is not None else not name.startswith(inside))
-        }
+        wanted = {name for name in self._names if name.startswith(prefix) and not name.startswith(elsewhere)}
         found: dict[str, torch.Tensor] = {}
         for own, value in (*_all(root, "named_parameters"), *_all(root, "named_buffers")):
             name = base_name(f"{prefix}{own}")

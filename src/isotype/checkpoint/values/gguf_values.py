@@ -56,9 +56,7 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
         return None
     from transformers import modeling_gguf_pytorch_utils as gguf
 
-    architecture = headers.architecture
-
-    config = model.config.to_dict()
+    architecture, config = headers.architecture, model.config.to_dict()
     processor = gguf.TENSOR_PROCESSORS.get(architecture, gguf.TensorProcessor)(config=config)
     names = dict(gguf_names(model, architecture))
 
