@@ -253,7 +253,7 @@ def test_float32_bfloat16_and_unmeasured_steps_are_silent() -> None:
         assert "IST809" not in {each.code for each in report.findings}
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("quantization", ["nf4", pytest.param("int8", marks=pytest.mark.exhaustive)])
 def test_quantized_layers(quantization: str, tmp_path: Path) -> None:
     """Their kernels were not measured as operators: the layers' magnitudes stand for them, and scaled ones are known."""
     llama(scale=2.0**14).save_pretrained(tmp_path)

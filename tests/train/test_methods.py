@@ -103,7 +103,7 @@ def test_trains_under_the_policy(model: Path, method: str, dtype: str, tmp_path:
 @pytest.mark.parametrize(
     ("method", "flags"),
     [
-        ("sft", "--lora_modules_to_save lm_head embed_tokens"),
+        pytest.param("sft", "--lora_modules_to_save lm_head embed_tokens", marks=pytest.mark.exhaustive),
         ("sft", "--use_dora True --gradient_checkpointing True"),
         pytest.param(
             "dpo",

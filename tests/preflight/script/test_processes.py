@@ -106,7 +106,11 @@ def script(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "how",
-    ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("launched", marks=pytest.mark.slow)],
+    [
+        "fork",
+        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("launched", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_training_in_a_child_process_is_explained_there(
     script: str, how: str, capfd: pytest.CaptureFixture[str]
