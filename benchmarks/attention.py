@@ -1,4 +1,4 @@
-"""Attention of a training step on a CPU: isotype's blocks, torch's scaled_dot_product_attention, and eager.
+"""Attention of a training step on a CPU: isotype's kernels, torch's scaled_dot_product_attention, and eager.
 
 The kernels take turns, so that they share machine and minute; a ratio is of times in one turn. `eager` is what transformers'
 models do without a kernel: it rounds scores to the dtype, and its results are further from float64. Memory is what a forward
@@ -21,7 +21,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.units import format_bytes
-from isotype.lora.attention.choice import KERNELS, Kind
+from isotype.lora.attention.choice import KERNELS, Kernel, Kind, offered
 from turns import in_turns
 
 Tensors = tuple[torch.Tensor, ...]
@@ -39,7 +39,7 @@ def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torc
     return out
 
 
-EVERY = {**KERNELS, "eager": eager}
+EVERY: dict[str, Kernel] = {**{name: KERNELS[name] for name in offered(torch.float32)}, "eager": eager}
 
 
 def given(

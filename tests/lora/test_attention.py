@@ -1,7 +1,7 @@
-"""Attention in blocks against a reference in float64 that knows nothing of blocks, and against torch's own kernel.
+"""Attention in blocks and in strips against a reference in float64 that knows of neither, and against torch's own kernel.
 
 Tolerances are relative errors in the Frobenius norm. Rounding a result once to a dtype of p bits gives about 2^-p * 0.8 (uniform in
-the last place); operands of the gradients' products are rounded once more, and partial sums of dk and dv per block of queries.
+the last place); operands that were computed are rounded once more, and partial sums of dk and dv per block of queries.
 So: 2 * 2^-8 for bfloat16; float16 and float32 are computed in float32, where only the result is rounded, and sums of some
 hundred terms lose another bit or two.
 """
@@ -17,13 +17,32 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from isotype.lora.attention import kernel
-from isotype.lora.attention.kernel import attention
+from isotype.core.compiled import NotCompiledError
+from isotype.lora.attention import blocks, strips
+from isotype.lora.attention.choice import OWN, Name
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, starts_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OUTPUT_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3e-3}
 Tensors = tuple[torch.Tensor, ...]
+
+_current: list[Name] = ["blocks"]
+
+
+@pytest.fixture(autouse=True, params=OWN)
+def kernel(request: pytest.FixtureRequest) -> Name:
+    """The kernel that `attention` is in this test; each test runs with every one that there is on this machine."""
+    name: Name = request.param
+    if name == "strips" and (reason := strips.compiled_strips().reason):
+        pytest.skip(reason)
+    _current[:] = [name]
+    return name
+
+
+def attention(q: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+    if q.dtype == torch.float64 and _current == ["strips"]:
+        pytest.skip("the compiled loops sum in float32")
+    return OWN[_current[0]](q, *args, **how)
 
 
 def tensors(
@@ -281,11 +300,12 @@ def test_at_least_as_close_as_torch(dtype: torch.dtype, size: float) -> None:
         assert error(one, right) <= (1.5 if dtype == torch.float32 else 1.1) * error(other, right)
 
 
+@pytest.mark.parametrize("kernel", ["blocks"], indirect=True)
 def test_heads_are_computed_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = tensors((3, 4, 2, 70, 70, 16), torch.float32)
     plan = plan_of((3, 70, 70), 32, causal=True)
     together = ours(*given, plan)
-    monkeypatch.setattr(kernel, "_ELEMENTS", 1)
+    monkeypatch.setattr(blocks, "_ELEMENTS", 1)
     for one, other in zip(together, ours(*given, plan), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -350,6 +370,7 @@ def test_autocast_changes_nothing_inside() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kernel", ["blocks"], indirect=True)  # a preflight is never given the other one
 @pytest.mark.parametrize("masked", [True, False])
 def test_fake_tensors(masked: bool) -> None:
     with FakeTensorMode():
@@ -380,3 +401,57 @@ def test_plans_that_make_no_sense() -> None:
         plan_of((1, 8, 8), 32, causal=False, window=4)
     with pytest.raises(ValueError, match="as many queries as keys"):
         plan_of((1, 8, 9), 32, causal=True, starts=[[0]])
+
+
+@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_more_threads_than_matrices_share_them(dtype: torch.dtype, threads: int) -> None:
+    given = tensors((1, 6, 2, 130, 130, 24), dtype)
+    plan = plan_of((1, 130, 130), 32, causal=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, again = ours(*given, plan), ours(*given, plan)
+    finally:
+        torch.set_num_threads(before)
+    assert_close(found, reference(*given, bias(130, 130)), dtype)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+def test_layouts_are_read_as_they_lie() -> None:
+    q, k, v, d_out = tensors((2, 4, 2, 40, 40, 16), torch.bfloat16)
+    plan = plan_of((2, 40, 40), 32, causal=True)
+    exact = ours(q, k, v, d_out, plan)
+    wide = torch.randn(2, 4, 40, 40).bfloat16()
+    wide[..., 8:24] = (
+        q  # a slice of something wider, beside one whose values do not lie together, beside a repeated one
+    )
+    apart = k.mT.contiguous().mT
+    for one, other in zip(ours(wide[..., 8:24], apart, v, d_out, plan), exact, strict=True):
+        assert torch.equal(one, other)
+    flat = torch.ones(()).bfloat16().expand_as(d_out)
+    for one, other in zip(ours(q, k, v, flat, plan), ours(q, k, v, flat.contiguous(), plan), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8, 8, 16), (2, 4, 2, 0, 0, 16), (2, 4, 2, 3, 0, 16)])
+def test_nothing_to_attend_to(shape: tuple[int, ...]) -> None:
+    given = tensors(shape, torch.float32)
+    found = ours(*given, plan_of((shape[0], shape[3], shape[4]), 32, causal=shape[3] == shape[4]))
+    assert [x.shape for x in found] == [given[0].shape, *(x.shape for x in given[:3])]
+    assert not found[0].any()
+
+
+@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = tensors((2, 4, 2, 8, 8, 16), torch.float64)
+    plan = plan_of((2, 8, 8), 32, causal=True)
+    with pytest.raises(ValueError, match=r"are torch\.float64; these loops sum in float32"):
+        strips.attention(q, k, v, plan)
+    none = strips.Strips("there is no C++ compiler", frozenset(), {})
+    monkeypatch.setattr(strips, "compiled_strips", lambda: none)
+    with pytest.raises(NotCompiledError, match="there is no C"):
+        strips.attention(q.float(), k.float(), v.float(), plan)

@@ -1,4 +1,4 @@
-"""Models of transformers with attention in blocks against the same models with torch's kernel, and the choice between both."""
+"""Models of transformers with isotype's kernels against the same models with torch's, and the choice between them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ import torch
 import isotype
 from isotype.lora.attention import choice as choices
 from isotype.lora.attention import registered
-from isotype.lora.attention.choice import Choice, Shape, choose, decided, known_choice, measure, shape_of
+from isotype.lora.attention.choice import (
+    OWN,
+    Choice,
+    Shape,
+    choose,
+    decided,
+    known_choice,
+    measure,
+    offered,
+    shape_of,
+)
 from isotype.lora.attention.registered import use_fast_attention
+from isotype.lora.attention.strips import Strips, compiled_strips
 from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
 from tests.zoo import ARCHITECTURES
@@ -35,10 +46,14 @@ _OTHERS = (
 )
 
 
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests compare must not rest on which kernel is faster here."""
-    monkeypatch.setattr(registered, "choose", lambda shape: (Choice("blocks", {}, 2.0), None))
+@pytest.fixture(params=OWN)
+def own_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests compare must not rest on which kernel is faster here: each runs with every one that there is."""
+    if request.param not in offered(torch.float32):
+        pytest.skip(str(compiled_strips().reason))
+    monkeypatch.setattr(
+        registered, "choose", lambda shape: (Choice(request.param, request.param, {}, 2.0), None)
+    )
 
 
 @pytest.fixture
@@ -73,7 +88,7 @@ def assert_same_step(model: Any, batch: dict[str, torch.Tensor], present: torch.
     return report
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("own_kernel")
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("gemma2", "gpt-oss", "t5")])
 def test_models(name: str, side: str) -> None:
@@ -94,7 +109,7 @@ def test_models(name: str, side: str) -> None:
     assert not report.left
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("own_kernel")
 @pytest.mark.parametrize("name", _OTHERS)
 def test_other_architectures(name: str) -> None:
     architecture = ARCHITECTURES[name]
@@ -105,29 +120,34 @@ def test_other_architectures(name: str) -> None:
     assert not report.left
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("own_kernel")
 def test_packed_batches() -> None:
     model = tiny_model("llama").eval()
     position_ids = POSITIONS[1:2, :48] % 40
     ids = torch.randint(4, 100, (1, 48), generator=torch.Generator().manual_seed(0))
-    assert_same_step(model, {"input_ids": ids, "position_ids": position_ids, "labels": ids})
+    assert_same_step(
+        model, {"input_ids": ids, "position_ids": position_ids, "labels": ids, "use_cache": False}
+    )
 
 
-def test_packed_batches_take_blocks_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[Shape] = []
-    monkeypatch.setattr(
-        registered, "choose", lambda shape: (measured.append(shape), (Choice("sdpa", {}, 0.5), None))[1]
+def test_packed_batches_take_isotypes_fastest_even_if_torchs_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(registered, "choose", lambda shape: (Choice("sdpa", "blocks", {}, 0.5), None))
+    monkeypatch.setitem(
+        OWN, "blocks", lambda q, k, v, *_, **__: (taken.append("blocks"), torch.zeros_like(q))[1]
     )
     model = tiny_model("llama")
     use_fast_attention(model)
-    one, many = (torch.arange(length).repeat(48 // length)[None] for length in (48, 12))
-    for positions, expected in ((one, 1), (many, 0)):
-        measured.clear()
-        model(input_ids=torch.ones(1, 48, dtype=torch.long), position_ids=positions)
-        assert len(set(measured)) == expected
+    one, many = (torch.arange(384).remainder(length)[None] for length in (96, 24))
+    for positions, expected in ((one[:, :96], set()), (many, {"blocks"})):
+        taken.clear()
+        model(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)
+        assert set(taken) == expected
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("own_kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
     exact, _ = step(tiny_model("llama").eval(), tiny_batch("llama"))
@@ -139,7 +159,7 @@ def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
     assert (own.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("own_kernel")
 def test_autocast_and_gradient_checkpointing() -> None:
     model, batch = tiny_model("llama").train(), tiny_batch("llama")
     use_fast_attention(model)
@@ -151,7 +171,7 @@ def test_autocast_and_gradient_checkpointing() -> None:
     assert all(torch.equal(grad, recomputed[name]) for name, grad in grads.items())
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("own_kernel")
 def test_generation_takes_the_same_tokens() -> None:
     model, ids = tiny_model("llama").eval(), tiny_batch("llama")["input_ids"]
     mask = torch.ones_like(ids)
@@ -162,7 +182,7 @@ def test_generation_takes_the_same_tokens() -> None:
     assert torch.equal(model.generate(ids, **given), before)
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("own_kernel")
 def test_calls_that_are_left_are_told() -> None:
     with quiet():
         model, batch = tiny_model("gpt2").train(), tiny_batch("gpt2")
@@ -224,7 +244,7 @@ def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.Mon
     assert known_choice(SHAPE) is None
     made, unkept = choose(SHAPE)
     assert unkept is None
-    assert set(made.milliseconds) == {"sdpa", "blocks"}
+    assert tuple(made.milliseconds) == offered(torch.float32)
     assert min(made.milliseconds.values()) > 0
     choices._known.clear()
     monkeypatch.setattr(choices, "measure", lambda shape, threads: pytest.fail("measured again"))
@@ -238,8 +258,9 @@ def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_kernels_that_are_measured_give_the_same(kind: Any, trained: bool) -> None:
     q, k, v, _ = tensors((2, 4, 2, 40, 40, 16), torch.float32)
-    theirs, own = (kernel(q, k, v, kind) for kernel in choices.KERNELS.values())
-    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
+    theirs, *own = (choices.KERNELS[name](q, k, v, kind) for name in offered(torch.float32))
+    for each in own:
+        torch.testing.assert_close(each, theirs, rtol=1e-5, atol=1e-6)
     shape = shape_of(q, k, v, kind, trained)
     assert min(measure(shape, torch.get_num_threads()).milliseconds.values()) > 0
 
@@ -274,10 +295,30 @@ def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
 
 
 def test_only_what_is_faster_beyond_the_noise_is_taken() -> None:
-    torchs = [10.0] * 5
+    torchs, slow = [10.0] * 5, [20.0] * 5
     assert decided({"sdpa": torchs, "blocks": [5.0] * 5}).kernel == "blocks"
     assert decided({"sdpa": torchs, "blocks": [9.8] * 5}).kernel == "sdpa"
     assert decided({"sdpa": torchs, "blocks": [5.0, 5.0, 12.0, 11.0, 5.0]}).kernel == "sdpa"
+    assert decided({"sdpa": torchs, "blocks": [5.0] * 5, "strips": [4.0] * 5}).kernel == "strips"
+    beaten = decided({"sdpa": torchs, "blocks": slow, "strips": [11.0] * 5})
+    assert (beaten.kernel, beaten.own) == ("sdpa", "strips")
+
+
+def test_without_a_compiler_two_kernels_are_measured_and_that_is_said(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = Strips("there is no C++ compiler (c++) on the path", frozenset(), {})
+    for module in (choices.strips, registered):
+        monkeypatch.setattr(module, "compiled_strips", lambda: none)
+    model = tiny_model("llama").eval()
+    report = use_fast_attention(model)
+    assert "compiler" not in str(report)  # nothing has been called
+    step(model, tiny_batch("llama"))
+    (choice,) = report.choices.values()
+    assert set(choice.milliseconds) == {"sdpa", "blocks"}
+    assert "isotype's compiled kernel is not among them: there is no C++ compiler (c++) on the path" in str(
+        report
+    )
 
 
 def test_a_measurement_knows_nothing_of_its_caller() -> None:

@@ -19,12 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from isotype.core.cache import default_cache_dir
 from isotype.core.dtypes import dtype_name
 from isotype.core.files import write_whole
-from isotype.lora.attention.kernel import attention
+from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask
 from isotype.lora.fused import working_dtype
 from isotype.precision.devices.cpu import this_cpu
 
-REVISION = 1
+REVISION = 2
 """Of the kernels: what was measured of former ones does not count."""
 
 MARGIN = 1.05
@@ -35,6 +35,7 @@ _LONGEST = 1024
 _REPETITIONS = 5
 
 Kind = Literal["causal", "full", "masked"]
+Name = Literal["sdpa", "blocks", "strips"]
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Kind], torch.Tensor]
 
 
@@ -47,13 +48,16 @@ def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> tor
     return scaled_dot_product_attention(q, k, v, attn_mask=_mask(q, k))
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
-    rows = block_rows(q.shape[1] // k.shape[1])
-    if kind == "masked":
-        plan = plan_of_mask(_mask(q, k), len(q), rows)
-    else:
-        plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=kind == "causal")
-    return attention(q, k, v, plan, work=attention_dtype(q))
+def _own(kernel: Callable[..., torch.Tensor]) -> Kernel:
+    def called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
+        rows = block_rows(q.shape[1] // k.shape[1])
+        if kind == "masked":
+            plan = plan_of_mask(_mask(q, k), len(q), rows)
+        else:
+            plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=kind == "causal")
+        return kernel(q, k, v, plan, work=attention_dtype(q))
+
+    return called
 
 
 def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -61,8 +65,16 @@ def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
-KERNELS: dict[str, Kernel] = {"sdpa": _torch, "blocks": _blocks}
-"""What is measured. A kernel that rounds scores to 16 bits is none of them, however fast: its results are other ones."""
+OWN: dict[Name, Callable[..., torch.Tensor]] = {"blocks": blocks.attention, "strips": strips.attention}
+"""isotype's own kernels. One that rounds scores to 16 bits is none of them, however fast: its results are other ones."""
+
+KERNELS: dict[Name, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}
+
+
+def offered(dtype: torch.dtype) -> tuple[Name, ...]:
+    """The kernels that run here in a dtype; asking compiles what has to be compiled, once on a machine."""
+    compiled = dtype != torch.float64 and strips.compiled_strips().reason is None
+    return tuple(name for name in KERNELS if name != "strips" or compiled)
 
 
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
@@ -112,13 +124,15 @@ class Choice:
     """The kernel for a class of shapes.
 
     Attributes:
-        kernel: `sdpa` or `blocks`.
+        kernel: the fastest.
+        own: the fastest of isotype's own.
         milliseconds: name of each kernel -> median time of one call.
-        faster: in the slower quarter of the repetitions, how many times as fast as torch's kernel the other one is.
+        faster: in the slower quarter of the repetitions, how many times as fast as torch's kernel `own` is.
     """
 
-    kernel: str
-    milliseconds: dict[str, float]
+    kernel: Name
+    own: Name
+    milliseconds: dict[Name, float]
     faster: float
 
     def __str__(self) -> str:
@@ -152,7 +166,7 @@ _lock = threading.Lock()
 
 def known_choice(shape: Shape) -> Choice | None:
     """What was measured for this class of shapes, by this process or by another one on this machine."""
-    file = _file(torch.get_num_threads())
+    file = _file(torch.get_num_threads(), shape.dtype)
     if (str(file), shape) not in _known:
         found = _read(file).get(_key(shape))
         if found is None:
@@ -172,7 +186,7 @@ def choose(shape: Shape) -> tuple[Choice, str | None]:
         if known is not None:
             return known, None
         threads = torch.get_num_threads()
-        made, file = measure(shape, threads), _file(threads)
+        made, file = measure(shape, threads), _file(threads, shape.dtype)
         _known[str(file), shape] = made
         kept = {**_read(file), _key(shape): made}
         try:
@@ -190,7 +204,7 @@ def measure(shape: Shape, threads: int) -> Choice:
 
     That thread knows nothing of the caller's autocast, saved-tensor hooks (gradient checkpointing) or dispatch modes.
     """
-    times: dict[str, list[float]] = {}
+    times: dict[Name, list[float]] = {}
 
     def run() -> None:
         torch.set_num_threads(threads)  # OpenMP's number belongs to a thread
@@ -202,15 +216,16 @@ def measure(shape: Shape, threads: int) -> Choice:
     return decided(times)
 
 
-def decided(times: dict[str, list[float]]) -> Choice:
+def decided(times: dict[Name, list[float]]) -> Choice:
     """The choice by the times in milliseconds that the kernels took in each turn."""
-    ratios = sorted(torchs / own for torchs, own in zip(times["sdpa"], times["blocks"], strict=True))
-    faster = ratios[len(ratios) // 4]
     medians = {name: round(statistics.median(each), 4) for name, each in times.items()}
-    return Choice("blocks" if faster > MARGIN else "sdpa", medians, round(faster, 3))
+    own = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
+    ratios = sorted(torchs / mine for torchs, mine in zip(times["sdpa"], times[own], strict=True))
+    faster = ratios[len(ratios) // 4]
+    return Choice(own if faster > MARGIN else "sdpa", own, medians, round(faster, 3))
 
 
-def _times(shape: Shape) -> dict[str, list[float]]:
+def _times(shape: Shape) -> dict[Name, list[float]]:
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 
@@ -225,11 +240,11 @@ def _times(shape: Shape) -> dict[str, list[float]]:
         made(shape.key_heads, shape.value_head),
     )
     d_out = torch.ones(shape.batch, heads, length, shape.value_head, dtype=shape.dtype)
-    times: dict[str, list[float]] = {name: [] for name in KERNELS}
+    times: dict[Name, list[float]] = {name: [] for name in offered(shape.dtype)}
     for turn in range(_REPETITIONS + 1):
-        for name, kernel in KERNELS.items():
+        for name in times:
             began = time.perf_counter()
-            out = kernel(q, k, v, shape.kind)
+            out = KERNELS[name](q, k, v, shape.kind)
             if shape.trained:
                 torch.autograd.grad(out, (q, k, v), d_out)
             if turn:  # the first one warms up
@@ -253,8 +268,8 @@ def _machine() -> list[str]:
     ]
 
 
-def _file(threads: int) -> Path:
-    key = json.dumps([REVISION, threads, *_machine()])
+def _file(threads: int, dtype: torch.dtype) -> Path:
+    key = json.dumps([REVISION, threads, *offered(dtype), *_machine()])
     return default_cache_dir() / "attention" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

@@ -78,6 +78,20 @@ class Plan:
         )
 
 
+def check_inputs(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise a ValueError where shapes or dtypes do not go together, or are not the plan's."""
+    (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
+    if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they need one floating-point dtype")
+    if (plan.batch, plan.queries, plan.keys) != (batch, queries, keys):
+        raise ValueError(
+            f"the plan is for {plan.batch} x {plan.queries} queries and {plan.keys} keys, "
+            f"the inputs have {batch} x {queries} and {keys}"
+        )
+
+
 def block_rows(group: int) -> int:
     """Queries in a block, where `group` query heads share a key head.
 

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.names import plural
-from isotype.lora.attention.choice import Choice, Kind, Shape, attention_dtype, choose, shape_of
-from isotype.lora.attention.kernel import attention
+from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask
+from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.unpadded import unpadded_sides
 
 NAME = "isotype"
@@ -37,7 +37,7 @@ _NOT_OURS = (
 """Keyword arguments that change the result and that this kernel is not given."""
 
 _SHORT = 32
-"""Up to so many tokens torch's kernel is taken unmeasured: calls of microseconds, whose order changes from run to run."""
+"""Calls of up to so many tokens take microseconds, whichever keys they read."""
 
 
 _SPARSE = 0.4
@@ -76,6 +76,8 @@ class AttentionReport:
             return f"attention: as transformers has it: {self.reason}"
         lines = ["attention: the faster kernel for each class of shapes, measured when it is first called"]
         lines += [f"  {shape}: {choice}" for shape, choice in self.choices.items()]
+        if self.choices and (reason := compiled_strips().reason):
+            lines.append(f"  isotype's compiled kernel is not among them: {reason}")
         lines += [
             f"  {plural(count, 'call')} left to torch's kernel: {why}" for why, count in self.left.items()
         ]
@@ -225,8 +227,10 @@ def attention_forward(
             plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=causal)
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
-        if _is_sparse(plan, q) or _kernel(module, inputs, kind) == "blocks":
-            return attention(q, k, v, plan, scale=scaling, work=attention_dtype(q)).transpose(1, 2), None
+        kernel = _kernel(module, inputs, kind, plan)
+        if kernel != "sdpa":
+            out = OWN[kernel](q, k, v, plan, scale=scaling, work=attention_dtype(q))
+            return out.transpose(1, 2), None
     report = _reports.get(module)
     if report is not None and reason is not None:
         report.left[reason] += 1
@@ -275,15 +279,11 @@ def _why_not_call(
 
 
 def _is_sparse(plan: Plan, q: torch.Tensor) -> bool:
-    """Whether so few keys are read that torch's kernel, which reads all of them, need not be measured: packed sequences."""
-    return (
-        q.shape[2] > _SHORT
-        and not isinstance(q, FakeTensor)
-        and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
-    )
+    """Whether so few keys are read that torch's kernel, which reads all of them, is no choice: packed sequences."""
+    return q.shape[2] > _SHORT and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
 
 
-def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind) -> str:
+def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, plan: Plan) -> Name:
     q, k, v = inputs
     if isinstance(q, FakeTensor):
         # A preflight measures nothing, and thousands of operators on blocks would tell it no more than this one: both kernels
@@ -292,10 +292,10 @@ def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind) -> 
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     shape = shape_of(q, k, v, kind, trained)
     report = _reports.get(module)
-    if report is not None and shape in report.choices:
-        return report.choices[shape].kernel
-    choice, unkept = choose(shape)
-    if report is not None:
-        report.choices[shape] = choice
-        report.unkept = report.unkept or unkept
-    return choice.kernel
+    choice = None if report is None else report.choices.get(shape)
+    if choice is None:
+        choice, unkept = choose(shape)
+        if report is not None:
+            report.choices[shape] = choice
+            report.unkept = report.unkept or unkept
+    return choice.own if _is_sparse(plan, q) else choice.kernel

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from isotype.lora.attention.plan import LOG2_E, Block, Plan
+from isotype.lora.attention.plan import LOG2_E, Block, Plan, check_inputs
 
 _ELEMENTS = 1 << 19
 """Scores that one thread computes at once: 2 MiB in float32. With fewer, starting the operators costs as much as they save."""
@@ -72,18 +72,9 @@ def attention(
     Raises:
         ValueError: shapes or dtypes do not go together, or are not the plan's.
     """
-    (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
-    if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they need one floating-point dtype")
-    if (plan.batch, plan.queries, plan.keys) != (batch, queries, keys):
-        raise ValueError(
-            f"the plan is for {plan.batch} x {plan.queries} queries and {plan.keys} keys, "
-            f"the inputs have {batch} x {queries} and {keys}"
-        )
+    check_inputs(plan, q, k, v)
     work = q.dtype if work is None or q.dtype.itemsize > 2 else work
-    spec = Spec(plan, 1 / math.sqrt(head) if scale is None else scale, softcap, work)
+    spec = Spec(plan, 1 / math.sqrt(q.shape[3]) if scale is None else scale, softcap, work)
     out: torch.Tensor = _Attention.apply(q, k, v, spec)  # type: ignore[no-untyped-call]
     return out
 

@@ -1,0 +1,562 @@
+// Attention in strips of query rows, forward and backward: what blocks.py computes, in one pass over the caches.
+//
+// Every product is of a matrix whose elements are broadcast (A) and one packed in panels (B): [columns / LANES][steps][LANES],
+// where an element is one 32-bit lane: a float, or two bfloat16 values that follow one another along the sum. So float and
+// bfloat16 are the same loops, and both sum in float.
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <algorithm>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, COLUMNS = 4;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, COLUMNS = 2;
+#else
+constexpr int LANES = 4, COLUMNS = 4;
+#endif
+constexpr int ROWS = 6, STRIP = 48;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef vec vec_u __attribute__((aligned(4)));
+typedef ivec ivec_u __attribute__((aligned(4)));
+
+vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from); }
+void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
+int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
+
+// ------------------------------------------------------------------------------------------------- dtypes
+
+struct Float {
+    typedef float Value;
+    static constexpr int PER_LANE = 1;
+    static vec fma(vec sum, ivec a, ivec b) { return sum + (vec)a * (vec)b; }
+    static float rounded(float x) { return x; }
+    static void round_row(const float* from, uint32_t* to, int64_t n) { std::memcpy(to, from, 4 * n); }
+    // lanes of rows `a` and `b`, which is null where rows are not paired
+    static void pair_rows(const float* a, const float*, uint32_t* to, int64_t n) { std::memcpy(to, a, 4 * n); }
+    static uint32_t lane(const float* at, int64_t) { return bits(*at); }
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16 {
+    typedef uint16_t Value;
+    static constexpr int PER_LANE = 2;
+    static vec fma(vec sum, ivec a, ivec b) {
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+    }
+    static __m256i narrow(const float* from) { return (__m256i)_mm512_cvtneps_pbh((__m512)load(from)); }
+    static uint16_t rounded(float x) {
+        return (uint16_t)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x)), 0);
+    }
+    static void round_row(const float* from, uint32_t* to, int64_t n) {
+        for (int64_t i = 0; i < n; i += LANES) _mm256_storeu_si256((__m256i*)((uint16_t*)to + i), narrow(from + i));
+    }
+    static void pair_rows(const float* a, const float* b, uint32_t* to, int64_t n) {
+        for (int64_t i = 0; i < n; i += LANES) {
+            __m512i low = _mm512_cvtepu16_epi32(narrow(a + i)), high = _mm512_cvtepu16_epi32(narrow(b + i));
+            _mm512_storeu_si512(to + i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        }
+    }
+    static uint32_t lane(const uint16_t* at, int64_t next) { return at[0] | (uint32_t)at[next] << 16; }
+};
+#endif
+
+// ------------------------------------------------------------------------------------------------- products
+
+// C[M][N] (+)= factor * A B. A(i, k) = a[i * a_row + k * a_step]; c has rows of c_row floats, whole panels wide.
+template <class T, int M, int N>
+void tile_product(const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t panel, int64_t steps,
+                  float* c, int64_t c_row, float factor, bool add) {
+    vec sum[M][N] = {};
+    for (int64_t k = 0; k < steps; k++) {
+        ivec column[N];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) column[j] = *reinterpret_cast<const ivec_u*>(b + j * panel + k * LANES);
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) {
+            ivec row = (int32_t)a[i * a_row + k * a_step] + ivec{};
+#pragma GCC unroll 4
+            for (int j = 0; j < N; j++) sum[i][j] = T::fma(sum[i][j], row, column[j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) {
+            float* at = c + i * c_row + j * LANES;
+            store(at, add ? load(at) + sum[i][j] * factor : sum[i][j] * factor);
+        }
+}
+
+template <class T, int M>
+void row_product(int64_t columns, const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t panel,
+                 int64_t steps, float* c, int64_t c_row, float factor, bool add, int64_t first) {
+    (void)columns;
+    tile_product<T, M, COLUMNS>(a, a_row, a_step, b + first * panel, panel, steps, c + first * LANES, c_row, factor, add);
+}
+
+// `rows` a multiple of two, or the buffers as long as the next multiple of ROWS.
+template <class T>
+void product(int64_t rows, int64_t columns, const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t panel,
+             int64_t steps, float* c, int64_t c_row, float factor, bool add) {
+    int64_t panels = columns / LANES, j = 0;
+    auto down = [&](auto width) {
+        constexpr int N = decltype(width)::value;
+        int64_t i = 0;
+        for (; i + ROWS <= rows; i += ROWS)
+            tile_product<T, ROWS, N>(a + i * a_row, a_row, a_step, b + j * panel, panel, steps, c + i * c_row + j * LANES, c_row,
+                                     factor, add);
+        for (; i + 2 <= rows; i += 2)
+            tile_product<T, 2, N>(a + i * a_row, a_row, a_step, b + j * panel, panel, steps, c + i * c_row + j * LANES, c_row,
+                                  factor, add);
+        for (; i < rows; i++)
+            tile_product<T, 1, N>(a + i * a_row, a_row, a_step, b + j * panel, panel, steps, c + i * c_row + j * LANES, c_row,
+                                  factor, add);
+    };
+    for (; j + COLUMNS <= panels; j += COLUMNS) down(std::integral_constant<int, COLUMNS>());
+    for (; j < panels; j++) down(std::integral_constant<int, 1>());
+}
+
+// ------------------------------------------------------------------------------------------------- softmax
+
+// 2^x for x <= 127; 0 below -126. Taylor's series of degree 7 on [-1/2, 1/2]: 5e-9 of the value.
+vec exp2v(vec x) {
+    const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
+    vec bounded = x < -126.0f ? vec{} - 126.0f : x;
+    vec shifted = bounded + MAGIC;
+    vec f = bounded - (shifted - MAGIC);
+    vec y = f * 1.5252733804e-5f + 1.5403530394e-4f;
+    y = y * f + 1.3333558146e-3f;
+    y = y * f + 9.6181291076e-3f;
+    y = y * f + 5.5504108665e-2f;
+    y = y * f + 2.4022650696e-1f;
+    y = y * f + 6.9314718056e-1f;
+    y = y * f + 1.0f;
+    ivec exponent = ((ivec)shifted - (int32_t)bits(MAGIC)) << 23;
+    ivec value = (ivec)y + exponent;
+    return (vec)(x < -126.0f ? ivec{} : value);
+}
+
+float largest_of(const float* x, int64_t n) {
+    vec top = load(x);
+    for (int64_t i = LANES; i < n; i += LANES) {
+        vec next = load(x + i);
+        top = next > top ? next : top;
+    }
+    float found = top[0];
+    for (int i = 1; i < LANES; i++) found = std::max(found, top[i]);
+    return found;
+}
+
+float sum_of(vec x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+// ------------------------------------------------------------------------------------------------- what is called
+
+struct Matrix {
+    char* at;
+    int64_t batch, head, token;  // strides in values; the last dimension lies together
+};
+
+struct Block {
+    int64_t part_first, part_last;      // rows of the batch
+    int64_t row_first, row_last;        // queries
+    int64_t key_first, key_last;
+    int64_t masked_first, masked_last;
+    const float* tile;                  // [tile_heads, rows, masked], in units of log 2; null for none
+    int64_t tile_heads;
+};
+
+struct Call {
+    int64_t batch, key_heads, group, queries, keys, head, value_head, block_count, threads;
+    float scale, cap;                   // cap: 0 for none
+    const Block* blocks;
+    Matrix q, k, v, out, d_out, d_q, d_k, d_v;  // those of the gradients null where they are not wanted
+    float* sums;                        // [batch, key heads, group, queries, 2]: largest score, one over the sum
+    uint32_t* packed;                   // `packed_lanes` of them
+    float* totals;                      // of the backward: `total_floats` of them
+};
+
+constexpr float LOG2_E = 1.44269504089f, LOWEST = -1e30f;
+
+struct Sizes {
+    int64_t keys, steps_head, steps_value, steps_keys, head, value;
+};
+
+template <class T>
+Sizes sizes_of(const Call& c) {
+    int64_t keys = up(c.keys, 2 * LANES);
+    return {keys, up(c.head, T::PER_LANE) / T::PER_LANE, up(c.value_head, T::PER_LANE) / T::PER_LANE, keys / T::PER_LANE,
+            up(c.head, LANES), up(c.value_head, LANES)};
+}
+
+// lanes of K and V of one matrix: packed along the head for scores, along the keys for what is summed over keys
+struct Packs { uint32_t *k_head, *v_head, *k_keys, *v_keys; };
+
+template <class T>
+int64_t lanes_of(const Sizes& s, bool backward) {
+    return backward ? s.keys * s.steps_head + s.keys * s.steps_value + s.head * s.steps_keys
+                    : s.keys * s.steps_head + s.value * s.steps_keys;
+}
+
+template <class T>
+Packs packs_of(const Call& c, const Sizes& s, int64_t matrix, bool backward) {
+    uint32_t* at = c.packed + matrix * lanes_of<T>(s, backward);
+    uint32_t* next = at + s.keys * s.steps_head;
+    if (!backward) return {at, nullptr, nullptr, next};
+    return {at, next, next + s.keys * s.steps_value, nullptr};
+}
+
+template <class T>
+const typename T::Value* row_of(const Matrix& m, int64_t batch, int64_t head, int64_t token) {
+    return reinterpret_cast<const typename T::Value*>(m.at) + batch * m.batch + head * m.head + token * m.token;
+}
+
+// rows [0, n) of x, which are columns of the product: [columns / LANES][steps][LANES], the sum along the row
+template <class T>
+void pack_along_row(const Matrix& x, int64_t batch, int64_t head, int64_t n, int64_t width, int64_t padded, uint32_t* to) {
+    int64_t steps = up(width, T::PER_LANE) / T::PER_LANE;
+    for (int64_t key = 0; key < padded; key++) {
+        uint32_t* at = to + key / LANES * steps * LANES + key % LANES;
+        if (key >= n) {
+            for (int64_t k = 0; k < steps; k++) at[k * LANES] = 0;
+            continue;
+        }
+        const typename T::Value* row = row_of<T>(x, batch, head, key);
+        int64_t whole = width / T::PER_LANE;
+        for (int64_t k = 0; k < whole; k++) at[k * LANES] = T::lane(row + k * T::PER_LANE, 1);
+        if (whole < steps) {
+            typename T::Value last[2] = {row[width - 1], 0};
+            at[whole * LANES] = T::lane(last, 1);
+        }
+    }
+}
+
+// the sum along the rows: [width / LANES][rows / PER_LANE][LANES]; `row(i)` is null for rows of zeros
+template <class T, class Row>
+void pack_along_column(Row row, int64_t padded_rows, int64_t width, int64_t padded_width, uint32_t* to) {
+    typedef typename T::Value Value;
+    int64_t steps = padded_rows / T::PER_LANE;
+    for (int64_t k = 0; k < steps; k++) {
+        const Value *a = row(k * T::PER_LANE), *b = T::PER_LANE == 2 ? row(k * 2 + 1) : nullptr;
+        for (int64_t j = 0; j < padded_width; j++) {
+            Value pair[2] = {a && j < width ? a[j] : Value(0), b && j < width ? b[j] : Value(0)};
+            to[j / LANES * steps * LANES + k * LANES + j % LANES] = T::lane(pair, 1);
+        }
+    }
+}
+
+// A strip's rows: folded row r is query r / group of head r % group.
+struct Strip {
+    int64_t batch, key_head, first, count;
+};
+
+// rows of x as lanes [STRIP][steps], rows and steps beyond them zero
+template <class T>
+void gather(const Call& c, const Strip& s, const Matrix& x, int64_t width, int64_t steps, uint32_t* to) {
+    for (int64_t i = 0; i < up(s.count, ROWS); i++) {
+        uint32_t* at = to + i * steps;
+        std::memset(at, 0, 4 * steps);
+        if (i >= s.count) continue;
+        int64_t r = s.first + i;
+        std::memcpy(at, row_of<T>(x, s.batch, s.key_head * c.group + r % c.group, r / c.group), sizeof(typename T::Value) * width);
+    }
+}
+
+template <class T>
+void scatter(const Call& c, const Strip& s, const Matrix& x, int64_t width, const float* from, int64_t row) {
+    typedef typename T::Value Value;
+    for (int64_t i = 0; i < s.count; i++) {
+        int64_t r = s.first + i;
+        Value* to = const_cast<Value*>(row_of<T>(x, s.batch, s.key_head * c.group + r % c.group, r / c.group));
+        int64_t j = 0;
+        for (; j + LANES <= width; j += LANES) T::round_row(from + i * row + j, (uint32_t*)(to + j), LANES);
+        for (; j < width; j++) to[j] = T::rounded(from[i * row + j]);
+    }
+}
+
+// Memory of a thread: new memory costs more than what is computed in it.
+struct Scratch {
+    std::vector<char> memory;
+    size_t used = 0;
+    void reserve(size_t bytes) { used = 0; if (memory.size() < bytes + 4096) memory.resize(bytes + 4096); }
+    template <class V> V* take(int64_t n) {
+        uintptr_t at = reinterpret_cast<uintptr_t>(memory.data()) + used;
+        uintptr_t begin = (at + 63) / 64 * 64;
+        used += begin - at + n * sizeof(V);
+        return reinterpret_cast<V*>(begin);
+    }
+};
+thread_local Scratch scratch;
+
+struct Window { int64_t first, width; };  // keys of a block, in whole panels
+
+Window window_of(const Block& b) {
+    int64_t first = b.key_first / (2 * LANES) * (2 * LANES);
+    return {first, up(b.key_last - first, 2 * LANES)};
+}
+
+// scores of a strip in units of log 2, with mask; tanh of the capped ones in `capped`
+template <class T>
+void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const uint32_t* q, const Packs& p, float* to, float* capped) {
+    Window w = window_of(b);
+    float factor = c.cap ? c.scale / c.cap * 2 * LOG2_E : c.scale * LOG2_E;
+    product<T>(up(s.count, ROWS), w.width, q, z.steps_head, 1, p.k_head + w.first * z.steps_head, z.steps_head * LANES, z.steps_head,
+               to, w.width, factor, false);
+    int64_t masked = b.masked_last - b.masked_first;
+    for (int64_t i = 0; i < s.count; i++) {
+        float* row = to + i * w.width;
+        if (c.cap)
+            for (int64_t j = 0; j < w.width; j += LANES) {
+                // tanh(x) = 1 - 2 / (e^2x + 1)
+                vec x = load(row + j);
+                vec t = 1.0f - 2.0f / (exp2v(x > 80.0f ? vec{} + 80.0f : x) + 1.0f);
+                if (capped) store(capped + i * w.width + j, t);
+                store(row + j, t * (c.cap * LOG2_E));
+            }
+        for (int64_t j = 0; j < b.key_first - w.first; j++) row[j] = -INFINITY;
+        for (int64_t j = b.key_last - w.first; j < w.width; j++) row[j] = -INFINITY;
+        if (!b.tile) continue;
+        int64_t r = s.first + i, head = b.tile_heads == 1 ? 0 : s.key_head * c.group + r % c.group;
+        const float* tile = b.tile + (head * (b.row_last - b.row_first) + r / c.group - b.row_first) * masked;
+        float* at = row + b.masked_first - w.first;
+        for (int64_t j = 0; j < masked; j++) at[j] += tile[j];
+    }
+}
+
+int64_t widest(const Call& c) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < c.block_count; i++) found = std::max(found, window_of(c.blocks[i]).width);
+    return found;
+}
+
+template <class Do>
+void strips(const Call& c, const Block& b, int64_t batch, int64_t key_head, Do with) {
+    for (int64_t r = b.row_first * c.group; r < b.row_last * c.group; r += STRIP)
+        with(Strip{batch, key_head, r, std::min<int64_t>(STRIP, b.row_last * c.group - r)});
+}
+
+struct Work { const Block* block; Strip strip; };
+
+float* sums_of(const Call& c, const Strip& s, int64_t i) {
+    return c.sums + ((s.batch * c.key_heads + s.key_head) * c.queries * c.group + s.first + i) * 2;
+}
+
+// ------------------------------------------------------------------------------------------------- forward
+
+template <class T>
+void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& packs, int64_t widest_window) {
+    const Block& b = *at.block;
+    const Strip& s = at.strip;
+    Window w = window_of(b);
+    scratch.reserve(4 * STRIP * (z.steps_head + widest_window * 2 + z.value + 1) + 1024);
+    uint32_t* q = scratch.take<uint32_t>(STRIP * z.steps_head);
+    float* p = scratch.take<float>(STRIP * w.width);
+    uint32_t* rounded = scratch.take<uint32_t>(STRIP * w.width);
+    float* out = scratch.take<float>(STRIP * z.value);
+    int64_t row = w.width / T::PER_LANE;
+    gather<T>(c, s, c.q, c.head, z.steps_head, q);
+    scores<T>(c, z, b, s, q, packs, p, nullptr);
+    for (int64_t i = 0; i < up(s.count, ROWS); i++) {
+        float* x = p + i * w.width;
+        if (i >= s.count) {
+            std::memset(rounded + i * row, 0, 4 * row);
+            continue;
+        }
+        float largest = std::max(largest_of(x, w.width), LOWEST);
+        vec total = {};
+        for (int64_t j = 0; j < w.width; j += LANES) {
+            vec e = exp2v(load(x + j) - largest);
+            total += e;
+            store(x + j, e);
+        }
+        T::round_row(x, rounded + i * row, w.width);
+        float* kept = sums_of(c, s, i);
+        kept[0] = largest;
+        kept[1] = 1 / std::max(sum_of(total), 1.0f);
+    }
+    product<T>(up(s.count, ROWS), z.value, rounded, row, 1, packs.v_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, out,
+               z.value, 1, false);
+    for (int64_t i = 0; i < s.count; i++)
+        for (int64_t j = 0; j < z.value; j += LANES) store(out + i * z.value + j, load(out + i * z.value + j) * sums_of(c, s, i)[1]);
+    scatter<T>(c, s, c.out, c.value_head, out, z.value);
+}
+
+template <class T>
+void forward(const Call& c) {
+    Sizes z = sizes_of<T>(c);
+    int64_t matrices = c.batch * c.key_heads, most = widest(c);
+    std::vector<Work> work;
+    for (int64_t i = c.block_count - 1; i >= 0; i--)  // the longest last in causal attention: they go first
+        for (int64_t n = c.blocks[i].part_first; n < c.blocks[i].part_last; n++)
+            for (int64_t h = 0; h < c.key_heads; h++)
+                strips(c, c.blocks[i], n, h, [&](Strip s) { work.push_back({c.blocks + i, s}); });
+#pragma omp parallel num_threads(c.threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t m = 0; m < matrices; m++) {
+            int64_t n = m / c.key_heads, h = m % c.key_heads;
+            Packs p = packs_of<T>(c, z, m, false);
+            pack_along_row<T>(c.k, n, h, c.keys, c.head, z.keys, p.k_head);
+            pack_along_column<T>([&](int64_t key) { return key < c.keys ? row_of<T>(c.v, n, h, key) : nullptr; }, z.keys,
+                                 c.value_head, z.value, p.v_keys);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < (int64_t)work.size(); i++)
+            forward_strip<T>(c, z, work[i], packs_of<T>(c, z, work[i].strip.batch * c.key_heads + work[i].strip.key_head, false), most);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- backward
+
+template <class T>
+void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& s, const Packs& packs, int64_t most, float* d_k, float* d_v) {
+    typedef typename T::Value Value;
+    Window w = window_of(b);
+    constexpr int STEPS = STRIP / T::PER_LANE;
+    int64_t lanes = STRIP * (z.steps_head + z.steps_value + most * 2) + STEPS * (z.head + z.value), floats = STRIP * (most * 3 + z.head);
+    scratch.reserve(4 * (lanes + floats) + 1024);
+    uint32_t* q = scratch.take<uint32_t>(STRIP * z.steps_head);
+    uint32_t* d_out = scratch.take<uint32_t>(STRIP * z.steps_value);
+    uint32_t* by_row = scratch.take<uint32_t>(STRIP * w.width);
+    uint32_t* by_pair = scratch.take<uint32_t>(STRIP * w.width);
+    uint32_t* q_rows = scratch.take<uint32_t>(STEPS * z.head);
+    uint32_t* d_out_rows = scratch.take<uint32_t>(STEPS * z.value);
+    float* p = scratch.take<float>(STRIP * w.width);
+    float* d_p = scratch.take<float>(STRIP * w.width);
+    float* capped = c.cap ? scratch.take<float>(STRIP * w.width) : nullptr;
+    float* d_q = scratch.take<float>(STRIP * z.head);
+    int64_t rows = up(s.count, ROWS), steps = rows / T::PER_LANE, row = w.width / T::PER_LANE;
+
+    gather<T>(c, s, c.q, c.head, z.steps_head, q);
+    gather<T>(c, s, c.d_out, c.value_head, z.steps_value, d_out);
+    scores<T>(c, z, b, s, q, packs, p, capped);
+    for (int64_t i = 0; i < rows; i++) {
+        float* x = p + i * w.width;
+        if (i >= s.count) {
+            std::memset(x, 0, 4 * w.width);
+            continue;
+        }
+        const float* kept = sums_of(c, s, i);
+        for (int64_t j = 0; j < w.width; j += LANES) store(x + j, exp2v(load(x + j) - kept[0]) * kept[1]);
+    }
+    auto by_pairs = [&](const float* x) {
+        for (int64_t k = 0; k < steps; k++)
+            T::pair_rows(x + k * T::PER_LANE * w.width, x + (k * T::PER_LANE + T::PER_LANE - 1) * w.width, by_pair + k * w.width, w.width);
+    };
+    if (d_v) {
+        by_pairs(p);
+        pack_along_column<T>([&](int64_t i) { return (const Value*)(d_out + i * z.steps_value); }, rows, c.value_head, z.value, d_out_rows);
+        product<T>(w.width, z.value, by_pair, 1, w.width, d_out_rows, steps * LANES, steps, d_v + w.first * z.value, z.value, 1, true);
+    }
+    if (!d_k && !c.d_q.at) return;
+    product<T>(rows, w.width, d_out, z.steps_value, 1, packs.v_head + w.first * z.steps_value, z.steps_value * LANES, z.steps_value, d_p,
+               w.width, 1, false);
+    for (int64_t i = 0; i < rows; i++) {
+        float *x = d_p + i * w.width, *y = p + i * w.width;
+        vec total = {};
+        for (int64_t j = 0; j < w.width; j += LANES) total += load(x + j) * load(y + j);
+        // From what was computed here, not from the rounded output: where one probability is near 1, these two cancel.
+        float along = sum_of(total);
+        for (int64_t j = 0; j < w.width; j += LANES) store(x + j, load(y + j) * (load(x + j) - along));
+        if (capped)
+            for (int64_t j = 0; j < w.width; j += LANES) {
+                vec t = load(capped + i * w.width + j);
+                store(x + j, load(x + j) * (1.0f - t * t));
+            }
+        T::round_row(x, by_row + i * row, w.width);
+    }
+    if (c.d_q.at) {
+        product<T>(rows, z.head, by_row, row, 1, packs.k_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, d_q, z.head,
+                   c.scale, false);
+        scatter<T>(c, s, c.d_q, c.head, d_q, z.head);
+    }
+    if (d_k) {
+        by_pairs(d_p);
+        pack_along_column<T>([&](int64_t i) { return (const Value*)(q + i * z.steps_head); }, rows, c.head, z.head, q_rows);
+        product<T>(w.width, z.head, by_pair, 1, w.width, q_rows, steps * LANES, steps, d_k + w.first * z.head, z.head, c.scale, true);
+    }
+}
+
+// How many threads share a matrix, each with sums of its own.
+int64_t shares(const Call& c) {
+    int64_t matrices = std::max<int64_t>(1, c.batch * c.key_heads);
+    return (c.threads + matrices - 1) / matrices;
+}
+
+template <class T>
+void backward(const Call& c) {
+    Sizes z = sizes_of<T>(c);
+    int64_t matrices = c.batch * c.key_heads, each = shares(c), most = widest(c), size = z.keys * (z.head + z.value);
+#pragma omp parallel num_threads(c.threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t m = 0; m < matrices; m++) {
+            int64_t n = m / c.key_heads, h = m % c.key_heads;
+            Packs p = packs_of<T>(c, z, m, true);
+            pack_along_row<T>(c.k, n, h, c.keys, c.head, z.keys, p.k_head);
+            pack_along_row<T>(c.v, n, h, c.keys, c.value_head, z.keys, p.v_head);
+            pack_along_column<T>([&](int64_t key) { return key < c.keys ? row_of<T>(c.k, n, h, key) : nullptr; }, z.keys, c.head,
+                                 z.head, p.k_keys);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < matrices * each; i++) {
+            int64_t m = i / each, n = m / c.key_heads, h = m % c.key_heads, at = 0;
+            float* totals = c.totals + i * size;
+            std::memset(totals, 0, 4 * size);
+            Packs p = packs_of<T>(c, z, m, true);
+            for (int64_t j = 0; j < c.block_count; j++) {
+                const Block& b = c.blocks[j];
+                if (n < b.part_first || n >= b.part_last) continue;
+                strips(c, b, n, h, [&](Strip s) {
+                    if (at++ % each != i % each) return;
+                    backward_strip<T>(c, z, b, s, p, most, c.d_k.at ? totals : nullptr, c.d_v.at ? totals + z.keys * z.head : nullptr);
+                });
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t m = 0; m < matrices; m++) {
+            float* totals = c.totals + m * each * size;
+            for (int64_t i = 1; i < each; i++)
+                for (int64_t j = 0; j < size; j += LANES) store(totals + j, load(totals + j) + load(totals + i * size + j));
+            // as a strip of keys, whose heads are those of k and v
+            Call keys = c;
+            keys.group = 1;
+            Strip all{m / c.key_heads, m % c.key_heads, 0, c.keys};
+            if (c.d_k.at) scatter<T>(keys, all, c.d_k, c.head, totals, z.head);
+            if (c.d_v.at) scatter<T>(keys, all, c.d_v, c.value_head, totals + z.keys * z.head, z.value);
+        }
+    }
+}
+
+template <class T>
+void needs(const Call& c, bool backward, int64_t* lanes, int64_t* floats) {
+    Sizes z = sizes_of<T>(c);
+    *lanes = c.batch * c.key_heads * lanes_of<T>(z, backward);
+    *floats = backward ? c.batch * c.key_heads * shares(c) * z.keys * (z.head + z.value) : 0;
+}
+
+}  // namespace
+
+#define EXPORT(NAME, T)                                                                                                   \
+    extern "C" void forward_##NAME(const Call* c) { forward<T>(*c); }                                                      \
+    extern "C" void backward_##NAME(const Call* c) { backward<T>(*c); }                                                    \
+    extern "C" void needs_##NAME(const Call* c, int32_t back, int64_t* lanes, int64_t* floats) { needs<T>(*c, back, lanes, floats); }
+
+EXPORT(float32, Float)
+#if defined(__AVX512BF16__)
+EXPORT(bfloat16, BFloat16)
+#endif
