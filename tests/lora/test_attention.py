@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention import blocks, strips
@@ -455,3 +456,21 @@ def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strips, "compiled_strips", lambda: none)
     with pytest.raises(NotCompiledError, match="there is no C"):
         strips.attention(q.float(), k.float(), v.float(), plan)
+
+
+@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+def test_whatever_watches_operators_sees_the_loops() -> None:
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    given = tensors((2, 4, 2, 8, 8, 16), torch.float32)
+    with Watch():  # type: ignore[no-untyped-call]
+        ours(*given, plan_of((2, 8, 8), 32, causal=True))
+    assert [name for name in seen if name.startswith("isotype")] == [
+        "isotype::attention_forward",
+        "isotype::attention_backward",
+    ]

@@ -36,23 +36,25 @@ class NotCompiledError(Exception):
     """Why a source could not be compiled or loaded, as a clause."""
 
 
-def load_compiled(source: Path, options: Sequence[str]) -> ctypes.CDLL:
+def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
     """The library of a C++ source: from the cache folder, or compiled now and kept there.
 
     The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path.
 
     Args:
-        source: one file that includes nothing of isotype's.
+        source: one file.
         options: what the compiler is told of this CPU, say. Libraries of other options are kept beside this one.
+        headers: what the source includes of isotype's own.
 
     Raises:
         NotCompiledError: no compiler, or it failed; or the cache folder cannot be written.
     """
     compiler = _compiler()
-    file = _file(compiler, source, options)
+    file = _file(compiler, [source, *headers], options)
     try:
         if not file.is_file():
-            _compile(compiler, source, options, file)
+            folders = sorted({f"-I{header.parent}" for header in headers})
+            _compile(compiler, source, [*options, *folders], file)
         return ctypes.CDLL(str(file))
     except OSError as error:
         raise NotCompiledError(f"{file} could not be made or loaded: {error}") from error
@@ -67,14 +69,14 @@ def _compiler() -> list[str]:
     raise NotCompiledError(f"there is no C++ compiler ({sought}) on the path")
 
 
-def _file(compiler: list[str], source: Path, options: Sequence[str]) -> Path:
+def _file(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> Path:
     program = Path(compiler[0]).resolve()
     stat = program.stat()
-    key = hashlib.sha256(source.read_bytes())
+    key = hashlib.sha256(b"".join(each.read_bytes() for each in sources))
     key.update(
         repr((compiler, str(program), stat.st_size, stat.st_mtime_ns, _OPTIONS, tuple(options))).encode()
     )
-    return default_cache_dir() / "compiled" / f"{source.stem}-{key.hexdigest()[:16]}.so"
+    return default_cache_dir() / "compiled" / f"{sources[0].stem}-{key.hexdigest()[:16]}.so"
 
 
 def _compile(compiler: list[str], source: Path, options: Sequence[str], file: Path) -> None:

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from isotype.lora import elementwise
+
 _aten = torch.ops.aten
 
 
@@ -34,14 +36,19 @@ class Gate:
 
     def product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """`act(gate) * up`, in the operands' dtype."""
+        if self.name == "silu" and elementwise.usable(gate, up):
+            return elementwise.silu_product(gate, up)
         return self.activate(gate).mul_(up)
 
     def backward(
-        self, active: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of `gate` and `up` from that of their product; it and `active`, `activate(gate)`, are written over."""
-        d_up = active.mul_(grad)
-        return self.through(grad.mul_(up), gate), d_up
+        self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
+        if self.name == "silu" and elementwise.usable(grad, gate, up):
+            return elementwise.silu_product_backward(grad, gate, up)
+        active = self.activate(gate)
+        product, d_up = active * up, active.mul_(grad)
+        return product, self.through(grad.mul_(up), gate), d_up
 
 
 def _gate(name: str) -> Gate:

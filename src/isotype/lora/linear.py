@@ -152,8 +152,6 @@ class _LoraLinear(torch.autograd.Function):
         d_x = None
         with torch.autocast(first.device.type, enabled=False):
             factors = _factors(spec, first, second)
-            active = None if spec.gate is None else spec.gate.activate(factors[0])
-            x = factors[0] if active is None else active * factors[1]
             each = tuple(_owned(spec, tensors))
             d_hidden = torch.zeros_like(hidden)
             for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
@@ -164,8 +162,10 @@ class _LoraLinear(torch.autograd.Function):
                 if any(ctx.needs_input_grad[2:4]):
                     with spec.weights.matrix(own.layer.base, spec.working, keep=True) as weight:
                         d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
-            _through_hidden(each, x, masks, d_hidden, d_x, found)
-            d_inputs = _through_input(ctx, d_x, active, factors)
+            if d_x is not None:
+                _add_through_hidden(each, masks, d_hidden, d_x)
+            x, d_inputs = _through_input(ctx, d_x, factors)
+            _through_down(each, x, masks, d_hidden, found)
         return None, None, *d_inputs, *(found.get(index) for index in range(len(tensors)))
 
 
@@ -340,41 +340,50 @@ def _place(own: _Own, adapter: int) -> int:
     return own.start + len(own.biases) + 2 * adapter
 
 
-def _through_hidden(
+def _add_through_hidden(
+    each: Sequence[_Own], masks: Sequence[torch.Tensor | None], d_hidden: torch.Tensor, d_x: torch.Tensor
+) -> None:
+    """Add what comes through X Aᵀ to the gradient of X."""
+    adapters = _adapters(each)
+    if not any(mask is not None for mask in masks):
+        if adapters:
+            d_x.addmm_(d_hidden, _stacked(each, d_x.dtype))
+        return
+    parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
+    for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
+        d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
+
+
+def _through_down(
     each: Sequence[_Own],
     x: torch.Tensor,
     masks: Sequence[torch.Tensor | None],
     d_hidden: torch.Tensor,
-    d_x: torch.Tensor | None,
     found: dict[int, torch.Tensor],
 ) -> None:
-    """From the gradient of X Aᵀ to those of all A, and of X, to which it is added."""
+    """From the gradient of X Aᵀ to those of all A."""
     adapters = _adapters(each)
     places = [_place(own, index) for own in each for index in range(len(own.down))]
-    if not adapters:
-        return
+    ranks = [adapter.rank for adapter, _ in adapters]
     if any(mask is not None for mask in masks):
-        parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
+        parts = torch.split(d_hidden, ranks, dim=1)
         for place, part, (adapter, down), mask in zip(places, parts, adapters, masks, strict=True):
             found[place] = (part.t() @ _dropped(x, mask, adapter)).to(down.dtype)
-            if d_x is not None:
-                d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
-        return
-    d_down = torch.split(d_hidden.t() @ x, [adapter.rank for adapter, _ in adapters])
-    for place, part, (_, down) in zip(places, d_down, adapters, strict=True):
-        found[place] = part.to(down.dtype)
-    if d_x is not None:
-        d_x.addmm_(d_hidden, _stacked(each, x.dtype))
+    elif adapters:
+        for place, part, (_, down) in zip(
+            places, torch.split(d_hidden.t() @ x, ranks), adapters, strict=True
+        ):
+            found[place] = part.to(down.dtype)
 
 
 def _through_input(
-    ctx: Any, d_x: torch.Tensor | None, active: torch.Tensor | None, factors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of the inputs, in their own dtypes and shapes; `active`: what the gate made of the first of two."""
-    if d_x is None:
-        return None, None
+    ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """(X, the gradients of the inputs in their own dtypes and shapes); that of X, a gated product, is written over."""
     spec, (dtype, other) = ctx.spec, ctx.dtypes
-    if active is None:
-        return d_x.view(ctx.shape).to(dtype), None
-    d_first, d_second = spec.gate.backward(active, *factors, d_x)
-    return d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other)
+    if spec.gate is None:
+        return factors[0], (None if d_x is None else d_x.view(ctx.shape).to(dtype), None)
+    if d_x is None:
+        return spec.gate.product(*factors), (None, None)
+    x, d_first, d_second = spec.gate.backward(d_x, *factors)
+    return x, (d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from isotype.lora import elementwise
 from isotype.model.boundary import boundary_of
 
 
@@ -61,10 +62,14 @@ class _RmsNorm(torch.autograd.Function):
     # Every product is of float32 tensors and in place: torch multiplies tensors of two dtypes on a CPU by way of copies.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
+        ctx.parts = parts
+        if _is_compiled(x, weight):
+            made, inverse = elementwise.rms_norm(x, _factor(weight, parts), parts.eps)
+            ctx.save_for_backward(x, weight, inverse)
+            return made
         y = x.to(torch.float32, copy=True)
         length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         inverse = (length.square() / x.shape[-1] + parts.eps).rsqrt()
-        ctx.parts = parts
         ctx.save_for_backward(x, weight, inverse)
         y.mul_(inverse).mul_(_factor(weight, parts))
         return y.to(torch.promote_types(x.dtype, weight.dtype))
@@ -73,6 +78,8 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
+        if not ctx.needs_input_grad[1] and grad.dtype == x.dtype and _is_compiled(x, weight):
+            return elementwise.rms_norm_backward(grad, x, _factor(weight, ctx.parts), inverse), None, None
         normed = x.to(torch.float32, copy=True).mul_(inverse)
         inner = grad.to(torch.float32, copy=True)
         d_weight = None
@@ -84,6 +91,10 @@ class _RmsNorm(torch.autograd.Function):
         along = torch.linalg.vecdot(inner, normed)[..., None] / x.shape[-1]
         d_x = inner.sub_(normed.mul_(along)).mul_(inverse)
         return d_x.to(x.dtype), d_weight, None
+
+
+def _is_compiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return torch.promote_types(x.dtype, weight.dtype) == x.dtype and elementwise.usable(x)
 
 
 def _factor(weight: torch.Tensor, parts: NormParts) -> torch.Tensor:

@@ -3,36 +3,24 @@
 // Every product is of a matrix whose elements are broadcast (A) and one packed in panels (B): [columns / LANES][steps][LANES],
 // where an element is one 32-bit lane: a float, or two bfloat16 values that follow one another along the sum. So float and
 // bfloat16 are the same loops, and both sum in float.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <algorithm>
+#include <type_traits>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16, COLUMNS = 4;
-#elif defined(__AVX2__)
-constexpr int LANES = 8, COLUMNS = 2;
-#else
-constexpr int LANES = 4, COLUMNS = 4;
-#endif
+constexpr int COLUMNS = LANES == 8 ? 2 : 4;  // AVX2 has 16 registers, the others 32
 constexpr int ROWS = 6, STRIP = 48;
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef vec vec_u __attribute__((aligned(4)));
-typedef ivec ivec_u __attribute__((aligned(4)));
 
-vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from); }
-void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 
 // ------------------------------------------------------------------------------------------------- dtypes
 
@@ -98,13 +86,6 @@ void tile_product(const uint32_t* a, int64_t a_row, int64_t a_step, const uint32
         }
 }
 
-template <class T, int M>
-void row_product(int64_t columns, const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t panel,
-                 int64_t steps, float* c, int64_t c_row, float factor, bool add, int64_t first) {
-    (void)columns;
-    tile_product<T, M, COLUMNS>(a, a_row, a_step, b + first * panel, panel, steps, c + first * LANES, c_row, factor, add);
-}
-
 // `rows` a multiple of two, or the buffers as long as the next multiple of ROWS.
 template <class T>
 void product(int64_t rows, int64_t columns, const uint32_t* a, int64_t a_row, int64_t a_step, const uint32_t* b, int64_t panel,
@@ -129,24 +110,6 @@ void product(int64_t rows, int64_t columns, const uint32_t* a, int64_t a_row, in
 
 // ------------------------------------------------------------------------------------------------- softmax
 
-// 2^x for x <= 127; 0 below -126. Taylor's series of degree 7 on [-1/2, 1/2]: 5e-9 of the value.
-vec exp2v(vec x) {
-    const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
-    vec bounded = x < -126.0f ? vec{} - 126.0f : x;
-    vec shifted = bounded + MAGIC;
-    vec f = bounded - (shifted - MAGIC);
-    vec y = f * 1.5252733804e-5f + 1.5403530394e-4f;
-    y = y * f + 1.3333558146e-3f;
-    y = y * f + 9.6181291076e-3f;
-    y = y * f + 5.5504108665e-2f;
-    y = y * f + 2.4022650696e-1f;
-    y = y * f + 6.9314718056e-1f;
-    y = y * f + 1.0f;
-    ivec exponent = ((ivec)shifted - (int32_t)bits(MAGIC)) << 23;
-    ivec value = (ivec)y + exponent;
-    return (vec)(x < -126.0f ? ivec{} : value);
-}
-
 float largest_of(const float* x, int64_t n) {
     vec top = load(x);
     for (int64_t i = LANES; i < n; i += LANES) {
@@ -156,12 +119,6 @@ float largest_of(const float* x, int64_t n) {
     float found = top[0];
     for (int i = 1; i < LANES; i++) found = std::max(found, top[i]);
     return found;
-}
-
-float sum_of(vec x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
 }
 
 // ------------------------------------------------------------------------------------------------- what is called

@@ -17,10 +17,10 @@ import torch
 
 from isotype.core.compiled import NotCompiledError, load_compiled
 from isotype.lora.attention.plan import Plan, check_inputs
-from isotype.precision.devices.cpu import this_cpu
+from isotype.precision.devices.cpu import compiler_options
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+HEADERS = (Path(__file__).parents[1] / "vectors.h",)
 _Integer = ctypes.c_int64
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -73,7 +73,7 @@ class Strips:
 def compiled_strips() -> Strips:
     """The compiled loops; compiling takes some seconds, once on a machine."""
     try:
-        library = load_compiled(SOURCE, _options())
+        library = load_compiled(SOURCE, compiler_options(), HEADERS)
     except NotCompiledError as error:
         return Strips(str(error), frozenset(), {})
     dtypes = [dtype for dtype, name in _NAMES.items() if hasattr(library, f"forward_{name}")]
@@ -84,15 +84,6 @@ def compiled_strips() -> Strips:
             functions[name] = getattr(library, name)
             functions[name].restype = None
     return Strips(None, frozenset(dtypes), functions)
-
-
-def _options() -> tuple[str, ...]:
-    """Instructions that torch uses here, too: `ATEN_CPU_CAPABILITY` limits both."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512":
-        bfloat16 = "avx512_bf16" in (this_cpu().flags or ())
-        return (*_AVX512, "-mavx512bf16") if bfloat16 else _AVX512
-    return ("-mavx2", "-mfma") if capability == "AVX2" else ()
 
 
 def attention(
@@ -133,12 +124,12 @@ def attention(
     strips = compiled_strips()
     if strips.reason is not None:
         raise NotCompiledError(strips.reason)
-    dtype = q.dtype if work is None else work
-    spec = _Spec(
+    work = q.dtype if work is None else work
+    spec = _spec(
         plan,
         1 / math.sqrt(q.shape[3]) if scale is None else scale,
         softcap,
-        dtype if dtype in strips.dtypes else torch.float32,
+        work if work in strips.dtypes else torch.float32,
     )
     out: torch.Tensor = _Attention.apply(q, k, v, spec)  # type: ignore[no-untyped-call]
     return out
@@ -146,45 +137,48 @@ def attention(
 
 @dataclass(frozen=True)
 class _Spec:
-    plan: Plan
+    """What one call computes: `blocks` are nine numbers each, the last one which of the tiles is added, -1 for none."""
+
+    blocks: list[int]
+    tiles: list[torch.Tensor]
     scale: float
-    softcap: float | None
+    cap: float
+    whole: bool
     work: torch.dtype
+
+
+def _spec(plan: Plan, scale: float, softcap: float | None, work: torch.dtype) -> _Spec:
+    blocks: list[int] = []
+    tiles: list[torch.Tensor] = []
+    for part in plan.parts:
+        for block in part.blocks:
+            blocks += (*part.batch, *block.rows, *block.keys, *block.masked)
+            blocks.append(-1 if block.tile is None else len(tiles))
+            tiles += [] if block.tile is None else [block.tile.contiguous()]
+    return _Spec(blocks, tiles, scale, softcap or 0.0, plan.whole, work)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _Spec) -> torch.Tensor:
         ctx.spec = spec
-        inputs = [_readable(x, spec.work) for x in (q, k, v)]
-        out = _empty(q.shape[:3], v.shape[3], spec)
-        sums = torch.empty(*q.shape[:3], 2, dtype=torch.float32)
-        _run("forward", inputs, spec, sums, out=out)
+        inputs = (_readable(x, spec.work) for x in (q, k, v))
+        out, sums = _ops.attention_forward(*inputs, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, sums)
-        return out.to(q.dtype)
+        made: torch.Tensor = out.to(q.dtype)
+        return made
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sums = ctx.saved_tensors
-        inputs = [_readable(x, ctx.spec.work) for x in (q, k, v)]
-        grads = [
-            _empty(x.shape[:3], x.shape[3], ctx.spec) if needed else None
-            for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
-        ]
-        d_q, d_k, d_v = grads
-        _run(
-            "backward",
-            inputs,
-            ctx.spec,
-            sums,
-            d_out=_readable(d_out, ctx.spec.work),
-            d_q=d_q,
-            d_k=d_k,
-            d_v=d_v,
+        spec, needed = ctx.spec, list(ctx.needs_input_grad[:3])
+        inputs = (_readable(x, spec.work) for x in (d_out, q, k, v))
+        grads = _ops.attention_backward(
+            *inputs, sums, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole, needed
         )
-        return *(None if grad is None else grad.to(q.dtype) for grad in grads), None
+        return *(grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True)), None
 
 
 def _readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -192,31 +186,66 @@ def _readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _empty(shape: torch.Size, size: int, spec: _Spec) -> torch.Tensor:
-    """`[batch, heads, tokens, size]`, which lies in memory as `[batch, tokens, heads, size]`; what no block writes is zero."""
-    batch, heads, tokens = shape
-    make = torch.empty if spec.plan.whole else torch.zeros
-    return make((batch, tokens, heads, size), dtype=spec.work).transpose(1, 2)
+# As operators of torch's the loops are seen by everything that watches operators: the search for the first value that is not
+# finite names them. `whole`: every query is in a block; else what no block writes has to be zero.
+_LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor[] tiles, int[] blocks, float scale, float cap, bool whole)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor sums, Tensor[] tiles, int[] blocks, float scale,"
+    " float cap, bool whole, bool[] needed) -> (Tensor, Tensor, Tensor)"
+)
+_ops: Any = torch.ops.isotype
 
 
-def _run(
-    what: str, inputs: list[torch.Tensor], spec: _Spec, sums: torch.Tensor, **others: torch.Tensor | None
-) -> None:
-    """Hand one call to the compiled loops; every tensor lives until they are done."""
-    q, k, v = inputs
-    functions, name = compiled_strips()._functions, _NAMES[spec.work]
-    given = [(part.batch, block) for part in spec.plan.parts for block in part.blocks]
-    tiles = [None if block.tile is None else block.tile.contiguous() for _, block in given]
-    blocks = [
-        _Block(
-            *batch,
-            *block.rows,
-            *block.keys,
-            *block.masked,
-            *((None, 0) if tile is None else (tile.data_ptr(), len(tile))),
-        )
-        for (batch, block), tile in zip(given, tiles, strict=True)
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: list[torch.Tensor], blocks: list[int],
+    scale: float, cap: float, whole: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    out, sums = _empty(q, v.shape[3], whole), torch.empty(*q.shape[:3], 2, dtype=torch.float32)
+    call = _call((q, k, v), tiles, blocks, scale, cap)
+    _run("forward", q.dtype, call, {"out": out}, sums)
+    return out, sums
+
+
+def _backward(
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor,
+    tiles: list[torch.Tensor], blocks: list[int], scale: float, cap: float, whole: bool, needed: list[bool],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grads = [
+        _empty(x, x.shape[3], whole) if need else x.new_empty(0)
+        for x, need in zip((q, k, v), needed, strict=True)
     ]
+    wanted = {
+        name: grad for name, grad, need in zip(("d_q", "d_k", "d_v"), grads, needed, strict=True) if need
+    }
+    _run("backward", q.dtype, _call((q, k, v), tiles, blocks, scale, cap), {"d_out": d_out, **wanted}, sums)
+    return tuple(grads)
+
+
+_LIBRARY.impl("attention_forward", _forward, "CPU")
+_LIBRARY.impl("attention_backward", _backward, "CPU")
+
+
+def _empty(like: torch.Tensor, size: int, whole: bool) -> torch.Tensor:
+    """`[batch, heads, tokens, size]`, which lies in memory as `[batch, tokens, heads, size]`."""
+    batch, heads, tokens = like.shape[:3]
+    return (like.new_empty if whole else like.new_zeros)((batch, tokens, heads, size)).transpose(1, 2)
+
+
+def _call(
+    inputs: tuple[torch.Tensor, ...], tiles: list[torch.Tensor], blocks: list[int], scale: float, cap: float
+) -> _Call:
+    q, k, v = inputs
+    count = len(blocks) // 9
+    made = (_Block * count)()
+    for index in range(count):
+        *numbers, tile = blocks[9 * index : 9 * index + 9]
+        made[index] = _Block(
+            *numbers, *((tiles[tile].data_ptr(), len(tiles[tile])) if tile >= 0 else (None, 0))
+        )
     sizes = (
         len(q),
         k.shape[1],
@@ -226,16 +255,20 @@ def _run(
         q.shape[3],
         v.shape[3],
     )
-    call = _Call(
-        *sizes,
-        len(blocks),
-        torch.get_num_threads(),
-        spec.scale,
-        spec.softcap or 0.0,
-        (_Block * len(blocks))(*blocks),
-    )
-    for key, x in {"q": q, "k": k, "v": v, **others}.items():
-        setattr(call, key, _Matrix() if x is None else _Matrix(x.data_ptr(), *x.stride()[:3]))
+    return _Call(*sizes, count, torch.get_num_threads(), scale, cap, made, *map(_matrix, inputs))
+
+
+def _matrix(x: torch.Tensor) -> _Matrix:
+    return _Matrix(x.data_ptr(), *x.stride()[:3])
+
+
+def _run(
+    what: str, dtype: torch.dtype, call: _Call, others: dict[str, torch.Tensor], sums: torch.Tensor
+) -> None:
+    """Hand one call to the compiled loops; whoever calls holds every tensor until they are done."""
+    functions, name = compiled_strips()._functions, _NAMES[dtype]
+    for key, x in others.items():
+        setattr(call, key, _matrix(x))
     lanes, floats = _Integer(), _Integer()
     functions[f"needs_{name}"](
         ctypes.byref(call), what == "backward", ctypes.byref(lanes), ctypes.byref(floats)

@@ -140,6 +140,18 @@ def this_cpu() -> CpuFeatures:
     return CpuFeatures(title, None, source, platform.machine())
 
 
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+
+
+def compiler_options() -> tuple[str, ...]:
+    """What a C++ compiler is told to use the instructions that torch uses here: `ATEN_CPU_CAPABILITY` limits both."""
+    capability: str = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512":
+        bfloat16 = "avx512_bf16" in (this_cpu().flags or ())
+        return (*_AVX512, "-mavx512bf16") if bfloat16 else _AVX512
+    return ("-mavx2", "-mfma") if capability == "AVX2" else ()
+
+
 def this_onednn() -> OneDnn | None:
     """What torch's oneDNN takes here; None where torch was built without it."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

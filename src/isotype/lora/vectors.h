@@ -1,0 +1,77 @@
+// Vectors as wide as the CPU's, in GCC's and Clang's own notation: the same loops for AVX512, AVX2, SSE2 and NEON.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef vec vec_u __attribute__((aligned(4)));
+typedef ivec ivec_u __attribute__((aligned(4)));
+
+inline vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from); }
+inline void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
+
+inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
+
+// 2^x for x <= 127; 0 below -126; NaN for NaN. Taylor's series of degree 7 on [-1/2, 1/2]: 5e-9 of the value.
+inline vec exp2v(vec x) {
+    const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
+    vec bounded = x < -126.0f ? vec{} - 126.0f : x;
+    vec shifted = bounded + MAGIC;
+    vec f = bounded - (shifted - MAGIC);
+    vec y = f * 1.5252733804e-5f + 1.5403530394e-4f;
+    y = y * f + 1.3333558146e-3f;
+    y = y * f + 9.6181291076e-3f;
+    y = y * f + 5.5504108665e-2f;
+    y = y * f + 2.4022650696e-1f;
+    y = y * f + 6.9314718056e-1f;
+    y = y * f + 1.0f;
+    ivec exponent = ((ivec)shifted - (int32_t)bits(MAGIC)) << 23;
+    ivec value = (ivec)y + exponent;
+    vec found = (vec)(x < -126.0f ? ivec{} : value);
+    return x == x ? found : x;
+}
+
+inline float sum_of(vec x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+// ------------------------------------------------------------------------------------------------- values of tensors
+
+struct bfloat16 { uint16_t bits; };
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef halves halves_u __attribute__((aligned(2)));
+
+inline vec load(const bfloat16* from) {
+    return (vec)(__builtin_convertvector(*reinterpret_cast<const halves_u*>(from), words) << 16);
+}
+
+// To the nearest, ties to even.
+inline void store(bfloat16* to, vec x) {
+    words b = (words)x;
+    words rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    words nan = (words)(x == x ? (ivec){} : (ivec){} + 0x7fc0);
+    *reinterpret_cast<halves_u*>(to) = __builtin_convertvector((words)(x == x ? (ivec)rounded : (ivec)nan), halves);
+}
+
+// The first n < LANES of a vector, the others zero.
+template <class T> vec load_some(const T* from, int64_t n) {
+    T all[LANES] = {};
+    std::memcpy(all, from, n * sizeof(T));
+    return load(all);
+}
+template <class T> void store_some(T* to, vec x, int64_t n) {
+    T all[LANES];
+    store(all, x);
+    std::memcpy(to, all, n * sizeof(T));
+}
