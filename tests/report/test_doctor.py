@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -324,3 +325,21 @@ def test_a_table_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     render_doctor(_report(), Console(file=text, width=120))
     assert doubt in text.getvalue()
     assert doctor_json(_report())["device"]["doubts"] == [doubt]
+
+
+def test_a_cpu_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "none-such")
+    clause = machine.compiler_here()
+    assert clause == (
+        "there is no C++ compiler (none-such) on the path: "
+        "attention, norms and gated products run by torch's operators, more slowly"
+    )
+    report = _report(compiler=clause)
+    assert "  C++           there is no C++ compiler (none-such) on the path" in _text(report)
+    assert doctor_json(report)["compiler"] == clause
+    assert doctor_json(_report())["compiler"] is None
+    assert "C++" not in _text(_report())
+    monkeypatch.setenv("CXX", sys.executable)
+    assert machine.compiler_here() == (
+        f"{sys.executable} compiles attention, norms and gated products for this CPU"
+    )

@@ -49,7 +49,7 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
     Raises:
         NotCompiledError: no compiler, or it failed; or the cache folder cannot be written.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     file = _file(compiler, [source, *headers], options)
     try:
         if not file.is_file():
@@ -60,7 +60,12 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
         raise NotCompiledError(f"{file} could not be made or loaded: {error}") from error
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
+    """The compiler's command.
+
+    Raises:
+        NotCompiledError: there is none.
+    """
     given = shlex.split(os.environ.get("CXX", ""))
     for name, *more in [given] if given else [[name] for name in _COMPILERS]:
         if found := shutil.which(name):

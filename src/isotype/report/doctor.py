@@ -218,7 +218,9 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     libraries = [Text(f"{name} {version}") for name, version in report.versions.items() if version]
     console.print(Padding(Columns(libraries, padding=(0, 3), equal=True), (0, 0, 0, 2)))
     console.print()
-    console.print(_grid([("bitsandbytes", _bitsandbytes_line(report.bitsandbytes))]))
+    found: list[tuple[Text | str, Text | str]] = [("bitsandbytes", _bitsandbytes_line(report.bitsandbytes))]
+    found += [("C++", report.compiler)] if report.compiler else []
+    console.print(_grid(found))
     problems = _problems(report)
     if problems:
         console.print(_heading("To change"))
@@ -276,4 +278,5 @@ def doctor_json(report: DoctorReport) -> dict[str, Any]:
         "missing": list(report.missing),
         "fix": pip_command(report.incompatibilities, report.missing),
         "bitsandbytes": asdict(report.bitsandbytes),
+        "compiler": report.compiler or None,
     }

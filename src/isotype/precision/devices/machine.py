@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from isotype.core.compiled import NotCompiledError, find_compiler
 from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing, toolkits
@@ -71,6 +72,7 @@ class DoctorReport:
         incompatibilities: versions that do not fit each other.
         missing: requirements of the `train` extra that are not installed.
         bitsandbytes: whether it can quantize here.
+        compiler: what training on this CPU gets from a C++ compiler, or lacks without one, as a clause; empty for other devices.
     """
 
     profile: DeviceProfile
@@ -81,6 +83,7 @@ class DoctorReport:
     incompatibilities: tuple[Incompatibility, ...]
     missing: tuple[str, ...]
     bitsandbytes: BitsandbytesStatus
+    compiler: str = ""
 
     @property
     def torch_build(self) -> str:
@@ -126,7 +129,16 @@ def gather_doctor_report(
         incompatibilities=incompatible_here(profile.kind),
         missing=tuple(missing(versions)),
         bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, bitsandbytes_timeout),
+        compiler=compiler_here() if profile.present and profile.kind == "cpu" else "",
     )
+
+
+def compiler_here() -> str:
+    """What a training on a CPU gets from a C++ compiler, or lacks without one."""
+    try:
+        return f"{find_compiler()[0]} compiles attention, norms and gated products for this CPU"
+    except NotCompiledError as none:
+        return f"{none}: attention, norms and gated products run by torch's operators, more slowly"
 
 
 def try_bitsandbytes(
