@@ -11,8 +11,8 @@ threads, each in a process of its own; the three trainers in the same order, the
 Processes take turns (isotype, trl, …, isotype, trl, …) `--rounds` times. *step* is the median of all steps after the first
 two; *spread* the quartiles; *ratio* the peer's median over isotype's. *memory* is the peak of resident memory over what is
 resident after all imports. *loss* is that of the last step. *floor* is the time that the step's own matmuls take at the
-rate that this script measures for them here: forward and input gradient of every linear layer and of the head. With
-`--uneven` rows have an eighth of the tokens to all of them (words, so that tokens are some more and the longest are cut),
+rate that this script measures for them here, before and after each peer (the median): forward and input gradient of
+every linear layer and of the head. With `--uneven` rows have an eighth of the tokens to all of them (words, so that tokens are some more and the longest are cut),
 and floor and tokens/s are those of full rows; the bare loop and the Trainer, which take rows of one length, are left out.
 
 Run: python benchmarks/train.py [--storage nf4 none int8] [--dtype bf16 fp32] [--tokens 512 2048] [--checkpointing off on]
@@ -290,10 +290,12 @@ def run(peer: str, setup: Setup, threads: int) -> dict[str, Any]:
 def compare(setup: Setup, peers: list[str], rounds: int, threads: int) -> list[dict[str, Any]]:
     """Rows of the table for one configuration."""
     results: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
-    base = run("floor", setup, threads)
+    floors = [run("floor", setup, threads)]
     for _ in range(rounds):
         for peer in peers:
             results[peer].append(run(peer, setup, threads))
+            floors.append(run("floor", setup, threads))
+    base = {key: statistics.median(each[key] for each in floors) for key in ("seconds", "gflops")}
     rows = []
     for peer in peers:
         steps = [second for result in results[peer] for second in result["seconds"][WARM_UP:]]

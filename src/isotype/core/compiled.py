@@ -27,6 +27,8 @@ _OPTIONS = (
     "-fopenmp",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    # Values are copied as bytes and read as lanes.
+    "-fno-strict-aliasing",
 )
 _LIMIT = 300.0
 """Seconds after which a compiler is not waited for. It takes about five."""

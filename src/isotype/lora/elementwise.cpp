@@ -26,7 +26,7 @@ template <class T, class Do> void each(int64_t first, int64_t last, Do with) {
 }
 
 template <class T, class Do> void parallel(int64_t n, int64_t threads, Do with) {
-#pragma omp parallel for num_threads(std::min<int64_t>(threads, (n + CHUNK - 1) / CHUNK)) if (n > CHUNK)
+#pragma omp parallel for num_threads(threads) if (n > CHUNK)
     for (int64_t at = 0; at < n; at += CHUNK) each<T>(at, std::min(n, at + CHUNK), with);
 }
 
