@@ -81,12 +81,41 @@ def test_a_compiler_of_the_users_choice(
         load_compiled(source, [])
 
 
+@needs_compiler
+def test_a_damaged_library_is_made_again(cache: Path, source: Path) -> None:
+    load_compiled(source, ["-DANSWER=44"])
+    (file,) = cache.iterdir()
+    file.unlink()
+    file.write_bytes(b"damaged")
+    assert load_compiled(source, ["-DANSWER=44"]).answer() == 44
+
+
+@needs_compiler
+def test_the_next_compiler_is_tried(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(tmp_path, "echo no OpenMP error here >&2; exit 1")
+    (tmp_path / "a compiler").rename(tmp_path / "first")
+    works = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    monkeypatch.setattr(compiled, "_COMPILERS", (str(tmp_path / "first"), works))
+    assert load_compiled(source, ["-DANSWER=45"]).answer() == 45
+    monkeypatch.setattr(compiled, "_COMPILERS", (str(tmp_path / "first"),) * 2)
+    with pytest.raises(NotCompiledError, match=r"first failed: no OpenMP error here; .*first failed: "):
+        load_compiled(source, ["-DANSWER=46"])
+
+
+def test_a_compiler_that_cannot_be_read(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(NotCompiledError, match=r"\$CXX is \"'g\+\+\": No closing quotation"):
+        load_compiled(source, [])
+
+
 def test_what_is_no_library(
     cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the last argument is where the library goes
     monkeypatch.setenv("CXX", command(tmp_path, 'for last; do :; done; echo nothing > "$last"'))
-    with pytest.raises(NotCompiledError, match=r"answer-.*\.so could not be made or loaded"):
+    with pytest.raises(NotCompiledError, match=r"answer\.cpp could not be compiled or loaded"):
         load_compiled(source, [])
 
 
@@ -95,5 +124,5 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     cache.parent.write_text("a file where the folder would be")
     monkeypatch.setenv("CXX", command(tmp_path, "exit 0"))
-    with pytest.raises(NotCompiledError, match="could not be made or loaded"):
+    with pytest.raises(NotCompiledError, match="could not be compiled or loaded"):
         load_compiled(source, [])

@@ -477,3 +477,32 @@ def test_whatever_watches_operators_sees_the_loops() -> None:
         "isotype::attention_forward",
         "isotype::attention_backward",
     ]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    given = tensors((2, 4, 2, 70, 70, 16), torch.float32)
+    mask = padding([70, 33], 70, "left")
+    plans: list[Callable[[], Plan]] = [
+        lambda: plan_of((2, 70, 70), 32, causal=True),
+        lambda: plan_of_mask(mask.clone(), 2, 32),
+    ]
+    expected = [ours(*given, plan()) for plan in plans]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = [ours(*given, plan()) for plan in plans]
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_was_not_finite_in_one_call_is_gone_in_the_next() -> None:
+    given = tensors((1, 1, 1, 70, 70, 16), torch.float32)
+    plan = plan_of((1, 70, 70), 128, causal=True)
+    expected = ours(*given, plan, softcap=3.0)
+    ours(*given[:3], torch.full_like(given[3], math.nan), plan, softcap=3.0)
+    ours(given[0] * math.inf, *given[1:], plan, softcap=3.0)
+    for one, other in zip(ours(*given, plan, softcap=3.0), expected, strict=True):
+        assert torch.equal(one, other)

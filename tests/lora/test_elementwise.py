@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isotype.lora import elementwise
 from isotype.lora.gates import GATES
@@ -160,3 +161,44 @@ def test_their_callers_do_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(with_them, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert len(called) == 4
+
+
+def test_what_they_are_not_asked_for() -> None:
+    x = torch.randn(4, 8)
+    assert elementwise.usable(x, x)
+    for other in (x[:2], x[:, :1], x.double(), x.half(), x.to("meta"), x.bfloat16()):
+        assert not elementwise.usable(x, other)
+    with_gradient = x.clone().requires_grad_()
+    assert not elementwise.usable(with_gradient)
+    with torch.no_grad():
+        assert elementwise.usable(with_gradient)
+    with FakeTensorMode():
+        assert not elementwise.usable(torch.empty(4, 8))
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_product_outside_of_a_function_has_its_gradients(name: str) -> None:
+    gate, up = (torch.randn(4, 8).requires_grad_() for _ in range(2))
+    grads = torch.autograd.grad(GATES[name].product(gate, up).sum(), (gate, up))
+    wide = [x.detach().double().requires_grad_() for x in (gate, up)]
+    exact = torch.autograd.grad((GATES[name].activate(wide[0]) * wide[1]).sum(), wide)
+    for one, other in zip(grads, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_another_width_than_their_weight_raise() -> None:
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        rms_norm(torch.randn(2, 8), torch.ones(4), NormParts(1e-5, 0.0))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    x, weight = torch.randn(33, 40), torch.rand(40)
+    expected = elementwise.rms_norm(x, weight, 1e-5)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = elementwise.rms_norm(x, weight, 1e-5)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -194,10 +194,18 @@ def test_a_hook_inside_of_a_layer_sees_what_it_saw() -> None:
     handle = layer.lora_A["default"].register_forward_hook(
         lambda module, args, output: seen.append(tuple(output.shape))
     )
-    wanted = model(**batch).logits
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        out = model(**batch)
+        out.loss.backward()
+        return [out.logits, *(each.grad for each in model.parameters() if each.grad is not None)]
+
+    wanted = step()
     assert seen == [(*batch["input_ids"].shape, 4)]
     handle.remove()
-    torch.testing.assert_close(model(**batch).logits, wanted)
+    for one, other in zip(step(), wanted, strict=True):
+        torch.testing.assert_close(one, other)
     assert len(seen) == 1
 
 

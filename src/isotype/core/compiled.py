@@ -41,7 +41,7 @@ class NotCompiledError(Exception):
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
     """The library of a C++ source: from the cache folder, or compiled now and kept there.
 
-    The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path.
+    The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path that can.
 
     Args:
         source: one file.
@@ -49,31 +49,46 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
         headers: what the source includes of isotype's own.
 
     Raises:
-        NotCompiledError: no compiler, or it failed; or the cache folder cannot be written.
+        NotCompiledError: no compiler, or all failed; or the cache folder cannot be written.
     """
-    compiler = find_compiler()
-    file = _file(compiler, [source, *headers], options)
-    try:
-        if not file.is_file():
-            folders = sorted({f"-I{header.parent}" for header in headers})
-            _compile(compiler, source, [*options, *folders], file)
-        return ctypes.CDLL(str(file))
-    except OSError as error:
-        raise NotCompiledError(f"{file} could not be made or loaded: {error}") from error
+    reasons = []
+    for compiler in find_compilers():
+        try:
+            return _loaded(compiler, [source, *headers], options)
+        except NotCompiledError as error:
+            reasons.append(str(error))
+        except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home to keep a cache in
+            reasons.append(f"{source.name} could not be compiled or loaded: {error}")
+    raise NotCompiledError("; ".join(reasons))
 
 
-def find_compiler() -> list[str]:
-    """The compiler's command.
+def find_compilers() -> list[list[str]]:
+    """The commands of the compilers on this machine, at least one.
 
     Raises:
         NotCompiledError: there is none.
     """
-    given = shlex.split(os.environ.get("CXX", ""))
-    for name, *more in [given] if given else [[name] for name in _COMPILERS]:
-        if found := shutil.which(name):
-            return [found, *more]
-    sought = given[0] if given else ", ".join(_COMPILERS)
-    raise NotCompiledError(f"there is no C++ compiler ({sought}) on the path")
+    given = os.environ.get("CXX", "").strip()
+    try:
+        commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
+    except ValueError as error:
+        raise NotCompiledError(f"$CXX is {given!r}: {error}") from error
+    found = [[path, *more] for name, *more in commands if (path := shutil.which(name))]
+    if not found:
+        sought = ", ".join(command[0] for command in commands)
+        raise NotCompiledError(f"there is no C++ compiler ({sought}) on the path")
+    return found
+
+
+def _loaded(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> ctypes.CDLL:
+    file = _file(compiler, sources, options)
+    if file.is_file():
+        try:
+            return ctypes.CDLL(str(file))
+        except OSError:
+            pass  # damaged: it is made again
+    _compile(compiler, sources, options, file)
+    return ctypes.CDLL(str(file))
 
 
 def _file(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> Path:
@@ -86,11 +101,13 @@ def _file(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) 
     return default_cache_dir() / "compiled" / f"{sources[0].stem}-{key.hexdigest()[:16]}.so"
 
 
-def _compile(compiler: list[str], source: Path, options: Sequence[str], file: Path) -> None:
+def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
+    source, *headers = sources
+    folders = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
-        command = [*compiler, *_OPTIONS, *options, str(source), "-o", str(made)]
+        command = [*compiler, *_OPTIONS, *options, *folders, str(source), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT)
         except subprocess.TimeoutExpired as late:

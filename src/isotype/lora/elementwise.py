@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.core.compiled import NotCompiledError, load_compiled
 from isotype.precision.devices.cpu import compiler_options
@@ -20,6 +19,7 @@ from isotype.precision.devices.cpu import compiler_options
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("vectors.h"),)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @cache
@@ -31,12 +31,19 @@ def _library() -> ctypes.CDLL | None:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Whether the compiled loops take these tensors: on a CPU, of one dtype that they know, and there is a compiler."""
+    """Whether the compiled loops take these tensors: plain ones on a CPU, of one shape and a dtype that they know.
+
+    They have no derivatives: who computes with gradients takes torch's operators, or calls these from a function of autograd's.
+    """
     first = tensors[0]
     return (
         first.device.type == "cpu"
         and first.dtype in _NAMES
-        and all(x.dtype == first.dtype and not isinstance(x, FakeTensor) for x in tensors)
+        and all(
+            type(x) in _PLAIN and (x.device, x.dtype, x.shape) == (first.device, first.dtype, first.shape)
+            for x in tensors
+        )
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and not torch.compiler.is_compiling()
         and _library() is not None
     )
@@ -67,7 +74,7 @@ def rms_norm_backward(
 ) -> torch.Tensor:
     """The gradient of x; `inverse` is what `rms_norm` gave."""
     made: torch.Tensor = _ops.rms_norm_backward(
-        grad.contiguous(), x.contiguous(), weight.contiguous(), inverse
+        grad.contiguous(), x.contiguous(), weight.contiguous(), inverse.contiguous()
     )
     return made
 
@@ -117,7 +124,7 @@ def _silu_product_backward(
 
 @_operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    y, inverse = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
+    y, inverse = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
     sizes = inverse.numel(), x.shape[-1], torch.get_num_threads()
     _call("rms_norm", x.dtype, *sizes, float(eps), x, weight, y, inverse)
     return y, inverse

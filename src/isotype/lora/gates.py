@@ -38,7 +38,10 @@ class Gate:
         """`act(gate) * up`, in the operands' dtype."""
         if self.name == "silu" and elementwise.usable(gate, up):
             return elementwise.silu_product(gate, up)
-        return self.activate(gate).mul_(up)
+        active = self.activate(gate)
+        return (
+            active * up if torch.is_grad_enabled() else active.mul_(up)
+        )  # autograd keeps some activations' results
 
     def backward(
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
@@ -71,7 +74,7 @@ GATES = {
             partial(_aten.gelu_backward, approximate="tanh"),
         ),
         Gate("relu", torch.relu, lambda grad, x: grad * (x > 0)),
-        Gate("relu2", lambda x: torch.relu(x).square_(), lambda grad, x: grad * torch.relu(x).mul_(2)),
+        Gate("relu2", lambda x: torch.relu(x).square(), lambda grad, x: grad * torch.relu(x).mul_(2)),
         Gate("sigmoid", torch.sigmoid, _sigmoid_backward),
     )
 }

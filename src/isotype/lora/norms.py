@@ -94,7 +94,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _is_compiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return torch.promote_types(x.dtype, weight.dtype) == x.dtype and elementwise.usable(x)
+    fits = weight.shape == x.shape[-1:] and torch.promote_types(x.dtype, weight.dtype) == x.dtype
+    return fits and elementwise.usable(x)
 
 
 def _factor(weight: torch.Tensor, parts: NormParts) -> torch.Tensor:

@@ -173,7 +173,7 @@ def _tile(ahead: int, rows: int, columns: int, window: int | None) -> torch.Tens
     """-inf where the key is after the query or out of its window; query 0 is at the place of key `ahead`."""
     behind = torch.arange(rows)[:, None] + ahead - torch.arange(columns)
     closed = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return torch.zeros(1, rows, columns).masked_fill_(closed, -math.inf)
+    return torch.zeros(1, rows, columns, dtype=torch.float32).masked_fill_(closed, -math.inf)
 
 
 _Key = tuple[object, ...]
@@ -228,7 +228,9 @@ def _unread(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 def _tile_of(opened: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if bias is None:
-        return torch.zeros(opened.shape, device=opened.device).masked_fill_(~opened, -math.inf)
+        return torch.zeros(opened.shape, dtype=torch.float32, device=opened.device).masked_fill_(
+            ~opened, -math.inf
+        )
     return (bias.float() * LOG2_E).masked_fill_(~opened, -math.inf)
 
 

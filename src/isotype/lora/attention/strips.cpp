@@ -428,7 +428,7 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
         // From what was computed here, not from the rounded output: where one probability is near 1, these two cancel.
         float along = sum_of(total);
         for (int64_t j = 0; j < w.width; j += LANES) store(x + j, load(y + j) * (load(x + j) - along));
-        if (capped)
+        if (capped && i < s.count)
             for (int64_t j = 0; j < w.width; j += LANES) {
                 vec t = load(capped + i * w.width + j);
                 store(x + j, load(x + j) * (1.0f - t * t));

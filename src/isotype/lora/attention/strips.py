@@ -112,7 +112,8 @@ def attention(
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
-        `[batch, queries, query heads, value head]`. Zero for queries that attend to nothing.
+        `[batch, queries, query heads, value head]`. Zero for queries that attend to nothing. Keys and values of up to 32 places
+        beside a block's own are multiplied by zero: what is not finite there is seen, as beside a mask in torch's kernel.
 
     Raises:
         ValueError: shapes or dtypes do not go together, are not the plan's, or are float64.
@@ -124,7 +125,7 @@ def attention(
     strips = compiled_strips()
     if strips.reason is not None:
         raise NotCompiledError(strips.reason)
-    work = q.dtype if work is None else work
+    work = q.dtype if work is None or q.dtype.itemsize > 2 else work
     spec = _spec(
         plan,
         1 / math.sqrt(q.shape[3]) if scale is None else scale,
@@ -154,7 +155,7 @@ def _spec(plan: Plan, scale: float, softcap: float | None, work: torch.dtype) ->
         for block in part.blocks:
             blocks += (*part.batch, *block.rows, *block.keys, *block.masked)
             blocks.append(-1 if block.tile is None else len(tiles))
-            tiles += [] if block.tile is None else [block.tile.contiguous()]
+            tiles += [] if block.tile is None else [block.tile.float().contiguous()]
     return _Spec(blocks, tiles, scale, softcap or 0.0, plan.whole, work)
 
 
@@ -273,6 +274,7 @@ def _run(
     functions[f"needs_{name}"](
         ctypes.byref(call), what == "backward", ctypes.byref(lanes), ctypes.byref(floats)
     )
-    packed, totals = torch.empty(lanes.value, dtype=torch.int32), torch.empty(floats.value)
+    packed = torch.empty(lanes.value, dtype=torch.int32)
+    totals = torch.empty(floats.value, dtype=torch.float32)
     call.sums, call.packed, call.totals = sums.data_ptr(), packed.data_ptr(), totals.data_ptr()
     functions[f"{what}_{name}"](ctypes.byref(call))
