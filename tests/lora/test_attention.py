@@ -285,7 +285,7 @@ def test_scale_and_soft_capping(dtype: torch.dtype, scale: float | None, softcap
 @pytest.mark.parametrize(
     "size",
     [
-        0.5,
+        pytest.param(0.5, marks=pytest.mark.exhaustive),
         pytest.param(1.0, marks=pytest.mark.exhaustive),
         2.5,
         pytest.param(5.0, marks=pytest.mark.exhaustive),

@@ -1,7 +1,7 @@
 """Compiled gated products and norms against float64, and that their callers do without them.
 
 Tolerance: one rounding to b digits is off by at most 2^-b of a value (b: 8 in bfloat16); the arithmetic is float32's, whose sums
-over a row lose a few digits more.
+over a row, and half a dozen roundings where products are not fused with sums (SSE2), lose a few digits more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from isotype.lora import elementwise
 from isotype.lora.gates import GATES
 from isotype.lora.norms import NormParts, rms_norm
 
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
+TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8}
 SHAPES = [(1,), (7,), (16,), (3, 33), (5, 1536), (33, 1000), (0, 8)]
 
 

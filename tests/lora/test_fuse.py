@@ -439,7 +439,10 @@ def run(
     return results
 
 
-@pytest.mark.parametrize(("quantization", "budget"), [(None, 0), ("nf4", 1 << 30), ("nf4", 0), ("int8", 0)])
+@pytest.mark.parametrize(
+    ("quantization", "budget"),
+    [(None, 0), pytest.param("nf4", 1 << 30, marks=pytest.mark.exhaustive), ("nf4", 0), ("int8", 0)],
+)
 def test_models_of_several_dtypes_one_after_another_in_turn_and_at_once(
     saved: Saved, quantization: str | None, budget: int
 ) -> None:
