@@ -20,7 +20,7 @@ from isotype.lora.attention.plan import Plan, check_inputs
 from isotype.precision.devices.cpu import compiler_options
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = (Path(__file__).parents[1] / "vectors.h",)
+HEADERS = (Path(__file__).with_name("products.h"), Path(__file__).parents[1] / "vectors.h")
 _Integer = ctypes.c_int64
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
