@@ -12,8 +12,8 @@ Processes take turns (isotype, trl, …, isotype, trl, …) `--rounds` times. *s
 two; *spread* the quartiles; *ratio* the peer's median over isotype's. *memory* is the peak of resident memory over what is
 resident after all imports. *loss* is that of the last step. *floor* is the time that the step's own matmuls take at the
 rate that this script measures for them here, before and after each peer (the median): forward and input gradient of
-every linear layer and of the head. With `--uneven` rows have an eighth of the tokens to all of them (words, so that tokens are some more and the longest are cut),
-and floor and tokens/s are those of full rows; the bare loop and the Trainer, which take rows of one length, are left out.
+every linear layer and of the head. With `--uneven` rows have an eighth of the tokens to all of them (words, so that
+tokens are some more and the longest are cut), and floor and tokens/s are those of full rows; the bare loop and the Trainer, which take rows of one length, are left out.
 
 Run: python benchmarks/train.py [--storage nf4 none int8] [--dtype bf16 fp32] [--tokens 512 2048] [--checkpointing off on]
      [--rows 2] [--uneven] [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH]

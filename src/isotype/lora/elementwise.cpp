@@ -7,7 +7,6 @@
 namespace {
 
 constexpr int64_t CHUNK = 1 << 14;  // values that a thread takes at once: some 100 KiB of all operands together
-constexpr float LOG2_E = 1.44269504089f;
 
 vec sigmoid(vec x) {
     vec power = x * -LOG2_E;

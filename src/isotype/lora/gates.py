@@ -39,9 +39,8 @@ class Gate:
         if self.name == "silu" and elementwise.usable(gate, up):
             return elementwise.silu_product(gate, up)
         active = self.activate(gate)
-        return (
-            active * up if torch.is_grad_enabled() else active.mul_(up)
-        )  # autograd keeps some activations' results
+        # Autograd keeps the results of some activations.
+        return active * up if torch.is_grad_enabled() else active.mul_(up)
 
     def backward(
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor

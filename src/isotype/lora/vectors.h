@@ -1,5 +1,6 @@
 // Vectors as wide as the CPU's, in GCC's and Clang's own notation: the same loops for AVX512, AVX2, SSE2 and NEON.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -17,6 +18,8 @@ typedef ivec ivec_u __attribute__((aligned(4)));
 
 inline vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from); }
 inline void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
+
+constexpr float LOG2_E = 1.44269504089f;
 
 inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 
@@ -37,6 +40,17 @@ inline vec exp2v(vec x) {
     ivec value = (ivec)y + exponent;
     vec found = (vec)(x < -126.0f ? ivec{} : value);
     return x == x ? found : x;
+}
+
+inline float largest_of(const float* x, int64_t n) {
+    vec top = load(x);
+    for (int64_t i = LANES; i < n; i += LANES) {
+        vec next = load(x + i);
+        top = next > top ? next : top;
+    }
+    float found = top[0];
+    for (int i = 1; i < LANES; i++) found = std::max(found, top[i]);
+    return found;
 }
 
 inline float sum_of(vec x) {
@@ -60,8 +74,7 @@ inline vec load(const bfloat16* from) {
 inline void store(bfloat16* to, vec x) {
     words b = (words)x;
     words rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-    words nan = (words)(x == x ? (ivec){} : (ivec){} + 0x7fc0);
-    *reinterpret_cast<halves_u*>(to) = __builtin_convertvector((words)(x == x ? (ivec)rounded : (ivec)nan), halves);
+    *reinterpret_cast<halves_u*>(to) = __builtin_convertvector((words)(x == x ? (ivec)rounded : ivec{} + 0x7fc0), halves);
 }
 
 // The first n < LANES of a vector, the others zero.

@@ -98,16 +98,3 @@ void product(int64_t rows, int64_t columns, const uint32_t* a, int64_t a_row, in
     for (; j + COLUMNS <= panels; j += COLUMNS) down(std::integral_constant<int, COLUMNS>());
     for (; j < panels; j++) down(std::integral_constant<int, 1>());
 }
-
-// ------------------------------------------------------------------------------------------------- softmax
-
-float largest_of(const float* x, int64_t n) {
-    vec top = load(x);
-    for (int64_t i = LANES; i < n; i += LANES) {
-        vec next = load(x + i);
-        top = next > top ? next : top;
-    }
-    float found = top[0];
-    for (int i = 1; i < LANES; i++) found = std::max(found, top[i]);
-    return found;
-}

@@ -34,11 +34,11 @@ struct Call {
     const Block* blocks;
     Matrix q, k, v, out, d_out, d_q, d_k, d_v;  // those of the gradients null where they are not wanted
     float* sums;                        // [batch, key heads, group, queries, 2]: largest score, one over the sum
-    uint32_t* packed;                   // `packed_lanes` of them
-    float* totals;                      // of the backward: `total_floats` of them
+    uint32_t* packed;                   // as many as `needs` says
+    float* totals;                      // of the backward, as many as `needs` says
 };
 
-constexpr float LOG2_E = 1.44269504089f, LOWEST = -1e30f;
+constexpr float LOWEST = -1e30f;
 
 struct Sizes {
     int64_t keys, steps_head, steps_value, steps_keys, head, value;
@@ -51,26 +51,25 @@ Sizes sizes_of(const Call& c) {
             up(c.head, LANES), up(c.value_head, LANES)};
 }
 
-// K and V of one matrix, packed along the head for scores, along the keys for what is summed over keys.
-struct Packs { uint32_t *k_head, *v_head, *k_keys, *v_keys; };
+// K and V of one matrix, packed along the head for scores and their gradients, and along the keys what is summed over keys: V in
+// the forward, K in the backward, which alone has `v_head`.
+struct Packs { uint32_t *k_head, *v_head, *along_keys; };
 
 template <class T>
 int64_t lanes_of(const Sizes& s, bool backward) {
-    return backward ? s.keys * s.steps_head + s.keys * s.steps_value + s.head * s.steps_keys
-                    : s.keys * s.steps_head + s.value * s.steps_keys;
+    return s.keys * s.steps_head + (backward ? s.keys * s.steps_value + s.head * s.steps_keys : s.value * s.steps_keys);
 }
 
 template <class T>
 Packs packs_of(const Call& c, const Sizes& s, int64_t matrix, bool backward) {
     uint32_t* at = c.packed + matrix * lanes_of<T>(s, backward);
     uint32_t* next = at + s.keys * s.steps_head;
-    if (!backward) return {at, nullptr, nullptr, next};
-    return {at, next, next + s.keys * s.steps_value, nullptr};
+    return {at, next, backward ? next + s.keys * s.steps_value : next};
 }
 
 template <class T>
-const typename T::Value* row_of(const Matrix& m, int64_t batch, int64_t head, int64_t token) {
-    return reinterpret_cast<const typename T::Value*>(m.at) + batch * m.batch + head * m.head + token * m.token;
+typename T::Value* row_of(const Matrix& m, int64_t batch, int64_t head, int64_t token) {
+    return reinterpret_cast<typename T::Value*>(m.at) + batch * m.batch + head * m.head + token * m.token;
 }
 
 // rows [0, n) of x, which are columns of the product: [columns / LANES][steps][LANES], the sum along the row
@@ -107,6 +106,22 @@ void pack_along_column(Row row, int64_t padded_rows, int64_t width, int64_t padd
     }
 }
 
+// Every matrix's K and V, by the threads of the parallel region that calls it.
+template <class T>
+void pack(const Call& c, const Sizes& z, bool backward) {
+    const Matrix& summed = backward ? c.k : c.v;
+    int64_t width = backward ? c.head : c.value_head, padded = backward ? z.head : z.value;
+#pragma omp for schedule(dynamic)
+    for (int64_t m = 0; m < c.batch * c.key_heads; m++) {
+        int64_t n = m / c.key_heads, h = m % c.key_heads;
+        Packs p = packs_of<T>(c, z, m, backward);
+        pack_along_row<T>(c.k, n, h, c.keys, c.head, z.keys, p.k_head);
+        if (backward) pack_along_row<T>(c.v, n, h, c.keys, c.value_head, z.keys, p.v_head);
+        auto row = [&](int64_t key) { return key < c.keys ? row_of<T>(summed, n, h, key) : nullptr; };
+        pack_along_column<T>(row, z.keys, width, padded, p.along_keys);
+    }
+}
+
 // A strip's rows: folded row r is query r / group of head r % group.
 struct Strip {
     int64_t batch, key_head, first, count;
@@ -129,7 +144,7 @@ void scatter(const Call& c, const Strip& s, const Matrix& x, int64_t width, cons
     typedef typename T::Value Value;
     for (int64_t i = 0; i < s.count; i++) {
         int64_t r = s.first + i;
-        Value* to = const_cast<Value*>(row_of<T>(x, s.batch, s.key_head * c.group + r % c.group, r / c.group));
+        Value* to = row_of<T>(x, s.batch, s.key_head * c.group + r % c.group, r / c.group);
         int64_t j = 0;
         for (; j + LANES <= width; j += LANES) T::round_row(from + i * row + j, (uint32_t*)(to + j), LANES);
         for (; j < width; j++) to[j] = T::rounded(from[i * row + j]);
@@ -206,11 +221,11 @@ float* sums_of(const Call& c, const Strip& s, int64_t i) {
 // ------------------------------------------------------------------------------------------------- forward
 
 template <class T>
-void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& packs, int64_t widest_window) {
+void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& packs, int64_t most) {
     const Block& b = *at.block;
     const Strip& s = at.strip;
     Window w = window_of(b);
-    scratch.reserve(4 * STRIP * (z.steps_head + widest_window * 2 + z.value + 1) + 1024);
+    scratch.reserve(4 * STRIP * (z.steps_head + most * 2 + z.value + 1) + 1024);
     uint32_t* q = scratch.take<uint32_t>(STRIP * z.steps_head);
     float* p = scratch.take<float>(STRIP * w.width);
     uint32_t* rounded = scratch.take<uint32_t>(STRIP * w.width);
@@ -236,7 +251,7 @@ void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& p
         kept[0] = largest;
         kept[1] = 1 / std::max(sum_of(total), 1.0f);
     }
-    product<T>(up(s.count, ROWS), z.value, rounded, row, 1, packs.v_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, out,
+    product<T>(up(s.count, ROWS), z.value, rounded, row, 1, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, out,
                z.value, 1, false);
     for (int64_t i = 0; i < s.count; i++)
         for (int64_t j = 0; j < z.value; j += LANES) store(out + i * z.value + j, load(out + i * z.value + j) * sums_of(c, s, i)[1]);
@@ -246,7 +261,7 @@ void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& p
 template <class T>
 void forward(const Call& c) {
     Sizes z = sizes_of<T>(c);
-    int64_t matrices = c.batch * c.key_heads, most = widest(c);
+    int64_t most = widest(c);
     std::vector<Work> work;
     for (int64_t i = c.block_count - 1; i >= 0; i--)  // the longest last in causal attention: they go first
         for (int64_t n = c.blocks[i].part_first; n < c.blocks[i].part_last; n++)
@@ -254,14 +269,7 @@ void forward(const Call& c) {
                 strips(c, c.blocks[i], n, h, [&](Strip s) { work.push_back({c.blocks + i, s}); });
 #pragma omp parallel num_threads(c.threads)
     {
-#pragma omp for schedule(dynamic)
-        for (int64_t m = 0; m < matrices; m++) {
-            int64_t n = m / c.key_heads, h = m % c.key_heads;
-            Packs p = packs_of<T>(c, z, m, false);
-            pack_along_row<T>(c.k, n, h, c.keys, c.head, z.keys, p.k_head);
-            pack_along_column<T>([&](int64_t key) { return key < c.keys ? row_of<T>(c.v, n, h, key) : nullptr; }, z.keys,
-                                 c.value_head, z.value, p.v_keys);
-        }
+        pack<T>(c, z, false);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < (int64_t)work.size(); i++)
             forward_strip<T>(c, z, work[i], packs_of<T>(c, z, work[i].strip.batch * c.key_heads + work[i].strip.key_head, false), most);
@@ -339,7 +347,7 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
     to_score_gradients(s, rows, w.width, p, capped, d_p);
     for (int64_t i = 0; i < rows; i++) T::round_row(d_p + i * w.width, by_row + i * row, w.width);
     if (c.d_q.at) {
-        product<T>(rows, z.head, by_row, row, 1, packs.k_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, d_q, z.head,
+        product<T>(rows, z.head, by_row, row, 1, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, d_q, z.head,
                    c.scale, false);
         scatter<T>(c, s, c.d_q, c.head, d_q, z.head);
     }
@@ -362,15 +370,7 @@ void backward(const Call& c) {
     int64_t matrices = c.batch * c.key_heads, each = shares(c), most = widest(c), size = z.keys * (z.head + z.value);
 #pragma omp parallel num_threads(c.threads)
     {
-#pragma omp for schedule(dynamic)
-        for (int64_t m = 0; m < matrices; m++) {
-            int64_t n = m / c.key_heads, h = m % c.key_heads;
-            Packs p = packs_of<T>(c, z, m, true);
-            pack_along_row<T>(c.k, n, h, c.keys, c.head, z.keys, p.k_head);
-            pack_along_row<T>(c.v, n, h, c.keys, c.value_head, z.keys, p.v_head);
-            pack_along_column<T>([&](int64_t key) { return key < c.keys ? row_of<T>(c.k, n, h, key) : nullptr; }, z.keys, c.head,
-                                 z.head, p.k_keys);
-        }
+        pack<T>(c, z, true);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < matrices * each; i++) {
             int64_t m = i / each, n = m / c.key_heads, h = m % c.key_heads, at = 0;
