@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.choice import OWN, Name
-from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, starts_of
+from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of, starts_of
+from isotype.lora.loops import Loops
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OUTPUT_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3e-3}
@@ -40,8 +41,8 @@ def kernel(request: pytest.FixtureRequest) -> Name:
     return name
 
 
-def attention(q: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
-    return OWN[_current[0]](q, *args, **how)
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, **how: Any) -> torch.Tensor:
+    return OWN[_current[0]](q, k, v, spec_of(q, k, v, plan, **how))
 
 
 def tensors(
@@ -454,11 +455,11 @@ def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = tensors((2, 4, 2, 8, 8, 16), torch.float64)
     plan = plan_of((2, 8, 8), 32, causal=True)
     with pytest.raises(ValueError, match=r"are torch\.float64; these loops sum in float32"):
-        strips.attention(q, k, v, plan)
-    none = strips.Strips("there is no C++ compiler", frozenset(), {})
+        attention(q, k, v, plan)
+    none = Loops("there is no C++ compiler")
     monkeypatch.setattr(strips, "compiled_strips", lambda: none)
     with pytest.raises(NotCompiledError, match="there is no C"):
-        strips.attention(q.float(), k.float(), v.float(), plan)
+        attention(q.float(), k.float(), v.float(), plan)
 
 
 @pytest.mark.parametrize("kernel", ["strips"], indirect=True)

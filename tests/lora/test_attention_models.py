@@ -25,7 +25,8 @@ from isotype.lora.attention.choice import (
     shape_of,
 )
 from isotype.lora.attention.registered import use_fast_attention
-from isotype.lora.attention.strips import Strips, compiled_strips
+from isotype.lora.attention.strips import compiled_strips
+from isotype.lora.loops import Loops
 from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
 from tests.zoo import ARCHITECTURES
@@ -307,7 +308,7 @@ def test_only_what_is_faster_beyond_the_noise_is_taken() -> None:
 def test_without_a_compiler_two_kernels_are_measured_and_that_is_said(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none = Strips("there is no C++ compiler (c++) on the path", frozenset(), {})
+    none = Loops("there is no C++ compiler (c++) on the path")
     for module in (choices.strips, registered):
         monkeypatch.setattr(module, "compiled_strips", lambda: none)
     model = tiny_model("llama").eval()

@@ -5,29 +5,19 @@ torch has an operator for each factor, and each of them reads and writes all val
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from isotype.core.compiled import NotCompiledError, load_compiled
-from isotype.precision.devices.cpu import compiler_options
+from isotype.lora.loops import NAMES, OPS, Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("vectors.h"),)
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        return load_compiled(SOURCE, compiler_options(), HEADERS)
-    except NotCompiledError:
-        return None  # `isotype.lora.attention` says why: it needs the same compiler
+def _loops() -> Loops:
+    return loops_of(SOURCE, *HEADERS)
 
 
 def usable(*tensors: torch.Tensor) -> bool:
@@ -38,20 +28,20 @@ def usable(*tensors: torch.Tensor) -> bool:
     first = tensors[0]
     return (
         first.device.type == "cpu"
-        and first.dtype in _NAMES
+        and first.dtype in NAMES
         and all(
             type(x) in _PLAIN and (x.device, x.dtype, x.shape) == (first.device, first.dtype, first.shape)
             for x in tensors
         )
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and not torch.compiler.is_compiling()
-        and _library() is not None
+        and _loops().reason is None
     )
 
 
 def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of two tensors of one shape."""
-    made: torch.Tensor = _ops.silu_product(gate.contiguous(), up.contiguous())
+    made: torch.Tensor = OPS.silu_product(gate.contiguous(), up.contiguous())
     return made
 
 
@@ -59,13 +49,13 @@ def silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient."""
-    product, d_gate, d_up = _ops.silu_product_backward(grad.contiguous(), gate.contiguous(), up.contiguous())
+    product, d_gate, d_up = OPS.silu_product_backward(grad.contiguous(), gate.contiguous(), up.contiguous())
     return product, d_gate, d_up
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / sqrt(mean(x²) + eps) ⊙ weight in x's dtype, one over the root for each row); x `[…, n]`, weight float32 `[n]`."""
-    y, inverse = _ops.rms_norm(x.contiguous(), weight.contiguous(), eps)
+    y, inverse = OPS.rms_norm(x.contiguous(), weight.contiguous(), eps)
     return y, inverse
 
 
@@ -73,68 +63,42 @@ def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x; `inverse` is what `rms_norm` gave."""
-    made: torch.Tensor = _ops.rms_norm_backward(
+    made: torch.Tensor = OPS.rms_norm_backward(
         grad.contiguous(), x.contiguous(), weight.contiguous(), inverse.contiguous()
     )
     return made
 
 
-# Operators of torch's, so that whatever watches operators sees them.
-_LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
-_ops: Any = torch.ops.isotype
-
-
-def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def defined(function: Callable[..., Any]) -> Callable[..., Any]:
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(schema.partition("(")[0], function, "CPU")
-        return function
-
-    return defined
-
-
-def _call(name: str, dtype: torch.dtype, *given: torch.Tensor | int | float) -> None:
-    function = getattr(_library(), f"{name}_{_NAMES[dtype]}")
-    function.restype = None
-    function(*(_argument(each) for each in given))
-
-
-def _argument(given: torch.Tensor | int | float) -> Any:
-    if isinstance(given, torch.Tensor):
-        return ctypes.c_void_p(given.data_ptr())
-    return ctypes.c_int64(given) if isinstance(given, int) else ctypes.c_float(given)
-
-
-@_operator("silu_product(Tensor gate, Tensor up) -> Tensor")
+@operator("silu_product(Tensor gate, Tensor up) -> Tensor")
 def _silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(gate)
-    _call("silu_product", gate.dtype, gate.numel(), torch.get_num_threads(), gate, up, out)
+    _loops().run("silu_product", gate.dtype, gate.numel(), torch.get_num_threads(), gate, up, out)
     return out
 
 
-@_operator("silu_product_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)")
+@operator("silu_product_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)")
 def _silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     made = tuple(torch.empty_like(gate) for _ in range(3))
     threads = torch.get_num_threads()
-    _call("silu_product_backward", gate.dtype, gate.numel(), threads, grad, gate, up, *made)
+    _loops().run("silu_product_backward", gate.dtype, gate.numel(), threads, grad, gate, up, *made)
     return made
 
 
-@_operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+@operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     y, inverse = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
     sizes = inverse.numel(), x.shape[-1], torch.get_num_threads()
-    _call("rms_norm", x.dtype, *sizes, float(eps), x, weight, y, inverse)
+    _loops().run("rms_norm", x.dtype, *sizes, float(eps), x, weight, y, inverse)
     return y, inverse
 
 
-@_operator("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse) -> Tensor")
+@operator("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse) -> Tensor")
 def _rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor
 ) -> torch.Tensor:
     d_x = torch.empty_like(x)
     sizes = inverse.numel(), x.shape[-1], torch.get_num_threads()
-    _call("rms_norm_backward", x.dtype, *sizes, grad, x, weight, inverse, d_x)
+    _loops().run("rms_norm_backward", x.dtype, *sizes, grad, x, weight, inverse, d_x)
     return d_x

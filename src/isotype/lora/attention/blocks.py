@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from isotype.lora.attention.plan import LOG2_E, Block, Plan, check_inputs
+from isotype.lora.attention.plan import LOG2_E, Block, Plan, Spec
 
 _ELEMENTS = 1 << 19
 """Scores that one thread computes at once: 2 MiB in float32. With fewer, starting the operators costs as much as they save."""
@@ -22,59 +21,24 @@ _LOWEST = -1e30
 """Stands for the largest score of a query that attends to nothing, whose scores are all -inf."""
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What one call computes.
-
-    Attributes:
-        plan: which keys each query reads.
-        scale: what q kᵀ is multiplied by.
-        softcap: c of c tanh(s / c), which scores s go through before the mask; None for none.
-        work: dtype of those products of the backward whose operands have two bytes in the inputs, too.
-    """
-
-    plan: Plan
-    scale: float
-    softcap: float | None
-    work: torch.dtype
-
-
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    work: torch.dtype | None = None,
-) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """softmax(scale q kᵀ + mask) v, where the plan says which keys each query reads.
 
     Scores, their softmax and the gradients of both are float32, as are the sums; results are rounded once. torch has no product
     of 16-bit matrices with a float32 result on a CPU, and scores that are rounded to bfloat16 are off by 2⁻⁹ of themselves
     (6 % of a probability at a score of 30). So the products that give scores and outputs run in float32. What is rounded to
-    `work` are the operands of the gradients' products (probabilities, and gradients of scores), as in torch's own kernel.
+    `spec.work` are the operands of the gradients' products (probabilities, and gradients of scores), as in torch's own kernel.
 
     Args:
-        q: `[batch, query heads, queries, head]`, in any layout.
-        k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
-        v: `[batch, key heads, keys, value head]`; all three have one dtype.
-        plan: of this batch and these lengths.
-        scale: by default 1 / √head.
-        softcap: c of c tanh(s / c) (Gemma 2, https://arxiv.org/abs/2408.00118); None for none.
-        work: dtype that the gradients' products run in; by default that of the inputs. float32 where a CPU only emulates it.
+        q: see `spec_of`.
+        k: see `spec_of`.
+        v: see `spec_of`.
+        spec: what `spec_of` made for these tensors.
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
         `[batch, queries, query heads, value head]`. Zero for queries that attend to nothing.
-
-    Raises:
-        ValueError: shapes or dtypes do not go together, or are not the plan's.
     """
-    check_inputs(plan, q, k, v)
-    work = q.dtype if work is None or q.dtype.itemsize > 2 else work
-    spec = Spec(plan, 1 / math.sqrt(q.shape[3]) if scale is None else scale, softcap, work)
     out: torch.Tensor = _Attention.apply(q, k, v, spec)  # type: ignore[no-untyped-call]
     return out
 

@@ -20,7 +20,7 @@ from isotype.core.cache import default_cache_dir
 from isotype.core.dtypes import dtype_name
 from isotype.core.files import write_whole
 from isotype.lora.attention import blocks, strips
-from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask
+from isotype.lora.attention.plan import Spec, block_rows, plan_of, plan_of_mask, spec_of
 from isotype.lora.fused import working_dtype
 from isotype.precision.devices.cpu import this_cpu
 
@@ -37,6 +37,7 @@ _REPETITIONS = 5
 Kind = Literal["causal", "full", "masked"]
 Name = Literal["sdpa", "blocks", "strips"]
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Kind], torch.Tensor]
+OwnKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spec], torch.Tensor]
 
 
 def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -48,14 +49,14 @@ def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> tor
     return scaled_dot_product_attention(q, k, v, attn_mask=_mask(q, k))
 
 
-def _own(kernel: Callable[..., torch.Tensor]) -> Kernel:
+def _own(kernel: OwnKernel) -> Kernel:
     def called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
         rows = block_rows(q.shape[1] // k.shape[1])
         if kind == "masked":
             plan = plan_of_mask(_mask(q, k), len(q), rows)
         else:
             plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=kind == "causal")
-        return kernel(q, k, v, plan, work=attention_dtype(q))
+        return kernel(q, k, v, spec_of(q, k, v, plan, work=attention_dtype(q)))
 
     return called
 
@@ -65,7 +66,7 @@ def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
-OWN: dict[Name, Callable[..., torch.Tensor]] = {"blocks": blocks.attention, "strips": strips.attention}
+OWN: dict[Name, OwnKernel] = {"blocks": blocks.attention, "strips": strips.attention}
 """isotype's own kernels. One that rounds scores to 16 bits is none of them, however fast: its results are other ones."""
 
 KERNELS: dict[Name, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}

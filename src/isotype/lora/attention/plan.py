@@ -78,8 +78,47 @@ class Plan:
         )
 
 
-def check_inputs(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise a ValueError where shapes or dtypes do not go together, or are not the plan's."""
+@dataclass(frozen=True)
+class Spec:
+    """What one call computes.
+
+    Attributes:
+        plan: which keys each query reads.
+        scale: what q kᵀ is multiplied by.
+        softcap: c of c tanh(s / c), which scores s go through before the mask; None for none.
+        work: dtype that operands which were computed are rounded to.
+    """
+
+    plan: Plan
+    scale: float
+    softcap: float | None
+    work: torch.dtype
+
+
+def spec_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    work: torch.dtype | None = None,
+) -> Spec:
+    """What a call with these tensors computes, by whichever kernel.
+
+    Args:
+        q: `[batch, query heads, queries, head]`, in any layout.
+        k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
+        v: `[batch, key heads, keys, value head]`; all three have one dtype.
+        plan: of this batch and these lengths.
+        scale: by default 1 / √head.
+        softcap: c of c tanh(s / c) (Gemma 2, https://arxiv.org/abs/2408.00118); None for none.
+        work: dtype that products of 16-bit inputs run in; by default that of the inputs. float32 where a CPU only emulates it.
+
+    Raises:
+        ValueError: shapes or dtypes do not go together, or are not the plan's.
+    """
     (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
     if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
@@ -90,6 +129,8 @@ def check_inputs(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
             f"the plan is for {plan.batch} x {plan.queries} queries and {plan.keys} keys, "
             f"the inputs have {batch} x {queries} and {keys}"
         )
+    work = q.dtype if work is None or q.dtype.itemsize > 2 else work
+    return Spec(plan, 1 / math.sqrt(head) if scale is None else scale, softcap, work)
 
 
 def block_rows(group: int) -> int:

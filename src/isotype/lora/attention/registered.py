@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.names import plural
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
-from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask
+from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of
 from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.unpadded import unpadded_sides
 
@@ -229,8 +229,8 @@ def attention_forward(
             plan = plan_of_mask(attention_mask, len(q), rows)
         kernel = _kernel(module, inputs, kind, plan)
         if kernel != "sdpa":
-            out = OWN[kernel](q, k, v, plan, scale=scaling, work=attention_dtype(q))
-            return out.transpose(1, 2), None
+            spec = spec_of(q, k, v, plan, scale=scaling, work=attention_dtype(q))
+            return OWN[kernel](q, k, v, spec).transpose(1, 2), None
     report = _reports.get(module)
     if report is not None and reason is not None:
         report.left[reason] += 1

@@ -413,7 +413,7 @@ void needs(const Call& c, bool backward, int64_t* lanes, int64_t* floats) {
 #define EXPORT(NAME, T)                                                                                                   \
     extern "C" void forward_##NAME(const Call* c) { forward<T>(*c); }                                                      \
     extern "C" void backward_##NAME(const Call* c) { backward<T>(*c); }                                                    \
-    extern "C" void needs_##NAME(const Call* c, int32_t back, int64_t* lanes, int64_t* floats) { needs<T>(*c, back, lanes, floats); }
+    extern "C" void needs_##NAME(const Call* c, int64_t back, int64_t* lanes, int64_t* floats) { needs<T>(*c, back, lanes, floats); }
 
 EXPORT(float32, Float)
 #if defined(__AVX512BF16__)

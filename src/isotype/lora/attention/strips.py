@@ -6,23 +6,19 @@ What `blocks` computes, by products of 16-bit matrices with sums in float32, whi
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isotype.core.compiled import NotCompiledError, load_compiled
-from isotype.lora.attention.plan import Plan, check_inputs
-from isotype.precision.devices.cpu import compiler_options
+from isotype.core.compiled import NotCompiledError
+from isotype.lora.attention.plan import Spec
+from isotype.lora.loops import OPS, Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("products.h"), Path(__file__).parents[1] / "vectors.h")
 _Integer = ctypes.c_int64
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class _Matrix(ctypes.Structure):
@@ -55,60 +51,23 @@ class _Call(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Strips:
-    """What was compiled for this CPU.
-
-    Attributes:
-        reason: why there is nothing, as a clause; None where there is.
-        dtypes: what its products take.
-    """
-
-    reason: str | None
-    dtypes: frozenset[torch.dtype]
-    _functions: dict[str, Callable[..., None]]
-
-
-@cache
-def compiled_strips() -> Strips:
+def compiled_strips() -> Loops:
     """The compiled loops; compiling takes some seconds, once on a machine."""
-    try:
-        library = load_compiled(SOURCE, compiler_options(), HEADERS)
-    except NotCompiledError as error:
-        return Strips(str(error), frozenset(), {})
-    dtypes = [dtype for dtype, name in _NAMES.items() if hasattr(library, f"forward_{name}")]
-    functions = {}
-    for dtype in dtypes:
-        for what in ("forward", "backward", "needs"):
-            name = f"{what}_{_NAMES[dtype]}"
-            functions[name] = getattr(library, name)
-            functions[name].restype = None
-    return Strips(None, frozenset(dtypes), functions)
+    return loops_of(SOURCE, *HEADERS)
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    work: torch.dtype | None = None,
-) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """softmax(scale q kᵀ + mask) v, as `isotype.lora.attention.blocks.attention` computes it.
 
     Scores, their softmax and the gradients of both are float32, and so are all sums. Operands that were computed here
-    (probabilities, gradients of scores) are rounded to `work`, as in torch's own kernel.
+    (probabilities, gradients of scores) are rounded to `spec.work`, as in torch's own kernel, or stay float32 where nothing was
+    compiled for it.
 
     Args:
-        q: `[batch, query heads, queries, head]`, in any layout.
-        k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
-        v: `[batch, key heads, keys, value head]`; all three have one dtype, not float64.
-        plan: of this batch and these lengths.
-        scale: by default 1 / √head.
-        softcap: c of c tanh(s / c); None for none.
-        work: dtype of the products; by default that of the inputs. float32 where nothing was compiled for it.
+        q: see `spec_of`; not float64.
+        k: see `spec_of`.
+        v: see `spec_of`.
+        spec: what `spec_of` made for these tensors.
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
@@ -116,29 +75,25 @@ def attention(
         beside a block's own are multiplied by zero: what is not finite there is seen, as beside a mask in torch's kernel.
 
     Raises:
-        ValueError: shapes or dtypes do not go together, are not the plan's, or are float64.
+        ValueError: the tensors are float64.
         NotCompiledError: nothing could be compiled here.
     """
-    check_inputs(plan, q, k, v)
     if q.dtype == torch.float64:
         raise ValueError("q, k and v are torch.float64; these loops sum in float32")
     strips = compiled_strips()
     if strips.reason is not None:
         raise NotCompiledError(strips.reason)
-    work = q.dtype if work is None or q.dtype.itemsize > 2 else work
-    spec = _spec(
-        plan,
-        1 / math.sqrt(q.shape[3]) if scale is None else scale,
-        softcap,
-        work if work in strips.dtypes else torch.float32,
-    )
-    out: torch.Tensor = _Attention.apply(q, k, v, spec)  # type: ignore[no-untyped-call]
+    work = spec.work if strips.has("forward", spec.work) else torch.float32
+    out: torch.Tensor = _Attention.apply(q, k, v, _given(spec, work))  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True)
-class _Spec:
-    """What one call computes: `blocks` are nine numbers each, the last one which of the tiles is added, -1 for none."""
+class _Given:
+    """What the operators are given: `blocks` are nine numbers each, the last one which of the tiles is added, -1 for none.
+
+    `whole`: every query is in a block; else what no block writes has to be zero.
+    """
 
     blocks: list[int]
     tiles: list[torch.Tensor]
@@ -148,23 +103,23 @@ class _Spec:
     work: torch.dtype
 
 
-def _spec(plan: Plan, scale: float, softcap: float | None, work: torch.dtype) -> _Spec:
+def _given(spec: Spec, work: torch.dtype) -> _Given:
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []
-    for part in plan.parts:
+    for part in spec.plan.parts:
         for block in part.blocks:
             blocks += (*part.batch, *block.rows, *block.keys, *block.masked)
             blocks.append(-1 if block.tile is None else len(tiles))
-            tiles += [] if block.tile is None else [block.tile.float().contiguous()]
-    return _Spec(blocks, tiles, scale, softcap or 0.0, plan.whole, work)
+            tiles += [] if block.tile is None else [block.tile.contiguous()]
+    return _Given(blocks, tiles, spec.scale, spec.softcap or 0.0, spec.plan.whole, work)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _Spec) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _Given) -> torch.Tensor:
         ctx.spec = spec
         inputs = (_readable(x, spec.work) for x in (q, k, v))
-        out, sums = _ops.attention_forward(*inputs, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole)
+        out, sums = OPS.attention_forward(*inputs, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, sums)
         made: torch.Tensor = out.to(q.dtype)
@@ -176,7 +131,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, sums = ctx.saved_tensors
         spec, needed = ctx.spec, list(ctx.needs_input_grad[:3])
         inputs = (_readable(x, spec.work) for x in (d_out, q, k, v))
-        grads = _ops.attention_backward(
+        grads = OPS.attention_backward(
             *inputs, sums, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole, needed
         )
         return *(grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True)), None
@@ -187,20 +142,10 @@ def _readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# As operators of torch's the loops are seen by everything that watches operators: the search for the first value that is not
-# finite names them. `whole`: every query is in a block; else what no block writes has to be zero.
-_LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
+@operator(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor[] tiles, int[] blocks, float scale, float cap, bool whole)"
     " -> (Tensor, Tensor)"
 )
-_LIBRARY.define(
-    "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor sums, Tensor[] tiles, int[] blocks, float scale,"
-    " float cap, bool whole, bool[] needed) -> (Tensor, Tensor, Tensor)"
-)
-_ops: Any = torch.ops.isotype
-
-
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: list[torch.Tensor], blocks: list[int],
     scale: float, cap: float, whole: bool,
@@ -211,6 +156,10 @@ def _forward(
     return out, sums
 
 
+@operator(
+    "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor sums, Tensor[] tiles, int[] blocks, float scale,"
+    " float cap, bool whole, bool[] needed) -> (Tensor, Tensor, Tensor)"
+)
 def _backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor,
     tiles: list[torch.Tensor], blocks: list[int], scale: float, cap: float, whole: bool, needed: list[bool],
@@ -224,10 +173,6 @@ def _backward(
     }
     _run("backward", q.dtype, _call((q, k, v), tiles, blocks, scale, cap), {"d_out": d_out, **wanted}, sums)
     return tuple(grads)
-
-
-_LIBRARY.impl("attention_forward", _forward, "CPU")
-_LIBRARY.impl("attention_backward", _backward, "CPU")
 
 
 def _empty(like: torch.Tensor, size: int, whole: bool) -> torch.Tensor:
@@ -267,14 +212,14 @@ def _run(
     what: str, dtype: torch.dtype, call: _Call, others: dict[str, torch.Tensor], sums: torch.Tensor
 ) -> None:
     """Hand one call to the compiled loops; whoever calls holds every tensor until they are done."""
-    functions, name = compiled_strips()._functions, _NAMES[dtype]
+    strips = compiled_strips()
     for key, x in others.items():
         setattr(call, key, _matrix(x))
     lanes, floats = _Integer(), _Integer()
-    functions[f"needs_{name}"](
-        ctypes.byref(call), what == "backward", ctypes.byref(lanes), ctypes.byref(floats)
+    strips.run(
+        "needs", dtype, ctypes.byref(call), what == "backward", ctypes.byref(lanes), ctypes.byref(floats)
     )
     packed = torch.empty(lanes.value, dtype=torch.int32)
     totals = torch.empty(floats.value, dtype=torch.float32)
     call.sums, call.packed, call.totals = sums.data_ptr(), packed.data_ptr(), totals.data_ptr()
-    functions[f"{what}_{name}"](ctypes.byref(call))
+    strips.run(what, dtype, ctypes.byref(call))
