@@ -2,8 +2,8 @@
 
 `parts` times the whole layer and its parts, each with nothing else around it, in turns: its MLP, its attention (projections,
 rotary embeddings, kernel), the kernel alone, a norm, and the base's own matrix products alone. `products` times those products,
-forward and gradient of the input, as torch multiplies (`mm`) and by oneDNN's linear operator, which torch keeps to itself
-(`torch.ops.mkldnn`), with weights as they lie and packed. Medians and quartiles, milliseconds.
+forward and gradient of the input, as torch multiplies (`mm`), by oneDNN's linear operator, which torch keeps to itself
+(`torch.ops.mkldnn`), with weights as they lie and packed, and by isotype's compiled loops. Medians and quartiles, milliseconds.
 
 Run: python benchmarks/layer.py [--rows 2] [--tokens 512] [--dtype bfloat16] [--turns 21] [--threads 2]
 Prints both tables and one line of JSON.
@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isotype
 from isotype.core.dtypes import parse_dtype
 from isotype.lora.attention.registered import attention_forward
+from isotype.lora.products import Sum, compiled_products, write_sums
 from turns import in_turns, quartiles
 
 HIDDEN, INNER, HEADS, KEY_HEADS = 576, 1536, 9, 3
@@ -109,6 +110,8 @@ def products(rows: int, dtype: torch.dtype, turns: int) -> dict[str, dict[str, l
             "oneDNN": partial(pair, linear, x, grad, weight, weight.t()),
             "packed": partial(pair, linear, x, grad, packed, turned),
         }
+        if compiled_products().has("sums_of_products", dtype):
+            calls["loops"] = partial(pair, by_loops, x, grad, weight, weight.t())
         found[name] = in_turns(calls, turns, warm_up=2)
     return found
 
@@ -124,6 +127,13 @@ def pair(
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """X Wᵀ by oneDNN."""
     made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return made
+
+
+def by_loops(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """X Wᵀ by isotype's compiled loops."""
+    made = x.new_empty(x.shape[0], weight.shape[0])
+    write_sums([Sum(made, [(x, weight.t())])], compiled=True)
     return made
 
 

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from isotype.lora.gates import GATES
 from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
+from isotype.lora.products import compiled_products
 from isotype.lora.weights import DenseWeights
 
 # Relative error of a tensor's norm. One rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16, 25
@@ -111,6 +112,19 @@ INPUTS = {"three": (2, 3), "row": (1,), "empty": (0,), "odd": (7, 1, 5)}
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", BASES)
 def test_outputs_and_gradients_are_those_of_float64(kind: str, variant: str, dtype: torch.dtype) -> None:
+    outputs_and_gradients(kind, variant, dtype, compiled=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["dense", "nf4", "int8"])
+def test_so_are_those_of_compiled_loops(kind: str, variant: str, dtype: torch.dtype) -> None:
+    if not compiled_products().has("sums_of_products", dtype):
+        pytest.skip(f"nothing is compiled for {dtype} here")
+    outputs_and_gradients(kind, variant, dtype, compiled=True)
+
+
+def outputs_and_gradients(kind: str, variant: str, dtype: torch.dtype, *, compiled: bool) -> None:
     torch.manual_seed(len(kind) + len(variant))
     columns = 64 if kind in ("nf4", "nf4-double", "fp4") else 37
     for rows, shape, biases in zip(
@@ -120,7 +134,8 @@ def test_outputs_and_gradients_are_those_of_float64(kind: str, variant: str, dty
         layers = [Layer(base, biases, VARIANTS[variant]) for base, _ in made]
         tensors = [t for layer, n in zip(layers, rows, strict=True) for t in tensors_of(layer, n, columns)]
         x = torch.randn(*shape, columns).to(dtype).requires_grad_()
-        outputs = lora_linear(Spec(tuple(layers), DenseWeights(), dtype, dtype), (x,), tensors)
+        spec = Spec(tuple(layers), DenseWeights(), dtype, dtype, compiled=compiled)
+        outputs = lora_linear(spec, (x,), tensors)
         grads = [torch.randn_like(output) for output in outputs]
         (x64,), tensors64 = double([x]), double(tensors)
         outputs64 = expected(layers, [weight for _, weight in made], x64, tensors64)

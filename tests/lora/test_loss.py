@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from isotype.lora import softmax as softmaxes
 from isotype.lora.logits import Head
 from isotype.lora.loss import PerToken, Precision, language_model_loss, log_probs, log_probs_of_logits
 
@@ -83,6 +84,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(params=[True, False], ids=["loops", "torch"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The softmax by compiled loops, where there is a compiler, and by torch's operators."""
+    if not request.param:
+        monkeypatch.setattr(softmaxes, "_is_compiled", lambda *_: False)
+
+
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("feature", FEATURES)
@@ -130,6 +139,7 @@ def test_trained_head(dtype: torch.dtype, feature: str) -> None:
         assert error(found.grad, expected.grad) < TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 8, 9])
 @pytest.mark.parametrize("vocabulary", [1, 2, 5, 1031])
 def test_sizes(tokens: int, vocabulary: int) -> None:
@@ -230,6 +240,7 @@ def test_float16_under_a_large_loss_scale(gradients: tuple[str, ...]) -> None:
     assert error(large.grad, expected_x.grad * 256) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("gradients", [("log_probs",), ("log_probs", "entropy")], ids=["ahead", "again"])
 def test_a_sure_token(gradients: tuple[str, ...]) -> None:
     """Where 1 - p is below the smallest step of float32, log p and its gradient are still right."""
@@ -280,6 +291,7 @@ def test_gradient_that_was_not_announced() -> None:
         found.entropy.sum().backward()  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_is_top1_is_the_first_of_the_largest(dtype: torch.dtype) -> None:
     """The same as `argmax` over rounded logits, which in bfloat16 are often equal."""
@@ -309,6 +321,7 @@ def trl_log_probs(
     return found
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
 def test_at_least_as_close_as_trl(dtype: torch.dtype, spread: float) -> None:

@@ -332,7 +332,7 @@ def test_a_cpu_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     clause = machine.compiler_here()
     assert clause == (
         "there is no C++ compiler (none-such) on the path: "
-        "attention, norms and gated products run by torch's operators, more slowly"
+        "attention, LoRA layers, norms and the loss run by torch's operators, more slowly"
     )
     report = _report(compiler=clause)
     assert "  C++           there is no C++ compiler (none-such) on the path" in _text(report)
@@ -341,5 +341,5 @@ def test_a_cpu_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "C++" not in _text(_report())
     monkeypatch.setenv("CXX", sys.executable)
     assert machine.compiler_here() == (
-        f"{sys.executable} is there: attention, norms and gated products are compiled at the first step"
+        f"{sys.executable} is there: attention, LoRA layers, norms and the loss are compiled at the first step"
     )

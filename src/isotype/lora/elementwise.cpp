@@ -37,12 +37,11 @@ template <class T> void product(int64_t n, int64_t threads, const T* g, const T*
     });
 }
 
-// The product again and the gradients of its factors, from its own, `d`.
-template <class T>
-void product_backward(int64_t n, int64_t threads, const T* d, const T* g, const T* u, T* out, T* d_g, T* d_u) {
+// The product again, which takes the place of its gradient `d`, and the gradients of its factors.
+template <class T> void product_backward(int64_t n, int64_t threads, T* d, const T* g, const T* u, T* d_g, T* d_u) {
     parallel<T>(n, threads, [=](int64_t i, auto get, auto put) {
         vec x = get(g + i), y = get(u + i), grad = get(d + i), s = sigmoid(x);
-        put(out + i, x * s * y);
+        put(d + i, x * s * y);
         put(d_u + i, grad * x * s);
         put(d_g + i, grad * y * s * (1.0f + x * (1.0f - s)));
     });
@@ -89,8 +88,8 @@ void norm_backward(int64_t rows, int64_t width, int64_t threads, const T* d, con
 
 #define EXPORT(NAME, T)                                                                                                            \
     extern "C" void silu_product_##NAME(int64_t n, int64_t threads, const T* g, const T* u, T* out) { product(n, threads, g, u, out); } \
-    extern "C" void silu_product_backward_##NAME(int64_t n, int64_t threads, const T* d, const T* g, const T* u, T* out, T* d_g, T* d_u) { \
-        product_backward(n, threads, d, g, u, out, d_g, d_u);                                                                        \
+    extern "C" void silu_product_backward_##NAME(int64_t n, int64_t threads, T* d, const T* g, const T* u, T* d_g, T* d_u) { \
+        product_backward(n, threads, d, g, u, d_g, d_u);                                                                        \
     }                                                                                                                                \
     extern "C" void rms_norm_##NAME(int64_t rows, int64_t width, int64_t threads, float eps, const T* x, const float* w, T* y,         \
                                     float* inverse) {                                                                                \

@@ -48,8 +48,9 @@ def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient."""
-    product, d_gate, d_up = OPS.silu_product_backward(grad.contiguous(), gate.contiguous(), up.contiguous())
+    """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
+    product = grad.contiguous()
+    d_gate, d_up = OPS.silu_product_backward(product, gate.contiguous(), up.contiguous())
     return product, d_gate, d_up
 
 
@@ -76,14 +77,14 @@ def _silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@operator("silu_product_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)")
+@operator("silu_product_backward(Tensor(a!) grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
 def _silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    made = tuple(torch.empty_like(gate) for _ in range(3))
+) -> tuple[torch.Tensor, torch.Tensor]:
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate)
     threads = torch.get_num_threads()
-    _loops().run("silu_product_backward", gate.dtype, gate.numel(), threads, grad, gate, up, *made)
-    return made
+    _loops().run("silu_product_backward", gate.dtype, gate.numel(), threads, grad, gate, up, d_gate, d_up)
+    return d_gate, d_up
 
 
 @operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.gates import Gate
 from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
+from isotype.lora.products import is_used
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.quantized import quantization_state, row_scales
@@ -229,8 +230,10 @@ def _run(
 ) -> tuple[torch.Tensor, ...]:
     specs, tensors = zip(*(_layer(layer) for layer in layers), strict=True)
     compute, result = dtypes
-    spec = Spec(specs, weights, working_dtype(compute, inputs[0]), result, gate, torch.is_grad_enabled())
-    return lora_linear(spec, inputs, [tensor for own in tensors for tensor in own])
+    working, flat = working_dtype(compute, inputs[0]), [tensor for own in tensors for tensor in own]
+    compiled = is_used(working, *inputs, *flat)
+    spec = Spec(specs, weights, working, result, gate, torch.is_grad_enabled(), compiled)
+    return lora_linear(spec, inputs, flat)
 
 
 def gated_output(

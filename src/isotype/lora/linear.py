@@ -15,9 +15,10 @@ there, and the last product of a block is not computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from isotype.lora.gates import Gate
+from isotype.lora.products import Sum, write_sums
 from isotype.lora.weights import DenseWeights, shape_of
 
 
@@ -81,6 +83,7 @@ class Spec:
         result: dtype of the outputs.
         gate: of an input that is a gated product of two tensors.
         keep: whether a backward will follow, see `DenseWeights.matrix`.
+        compiled: whether compiled loops multiply, see `isotype.lora.products`.
     """
 
     layers: tuple[Layer, ...]
@@ -89,6 +92,7 @@ class Spec:
     result: torch.dtype
     gate: Gate | None = None
     keep: bool = True
+    compiled: bool = False
 
 
 def lora_linear(
@@ -130,7 +134,7 @@ class _LoraLinear(torch.autograd.Function):
             x = _rows(spec, first, second)
             each = tuple(_owned(spec, tensors))
             masks = tuple(_mask(adapter, x) for layer in spec.layers for adapter in layer.adapters)
-            hidden = _hidden(x, each, masks)
+            hidden = _hidden(spec, x, each, masks)
             done = [_output(spec, own, x, hidden, products) for own in each]
         outputs, totals, norms = zip(*done, strict=True)
         ctx.spec = spec
@@ -149,7 +153,7 @@ class _LoraLinear(torch.autograd.Function):
         masks, rest = rest[:adapters], rest[adapters:]
         totals, norms, tensors = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
         found: dict[int, torch.Tensor] = {}
-        d_x = None
+        arrived: list[tuple[_Own, torch.Tensor]] = []
         with torch.autocast(first.device.type, enabled=False):
             factors = _factors(spec, first, second)
             each = tuple(_owned(spec, tensors))
@@ -158,14 +162,14 @@ class _LoraLinear(torch.autograd.Function):
                 if grad is None:
                     continue
                 rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
-                rows = _through_output(own, rows, (hidden, d_hidden), total, norm, found)
-                if any(ctx.needs_input_grad[2:4]):
-                    with spec.weights.matrix(own.layer.base, spec.working, keep=True) as weight:
-                        d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
-            if d_x is not None:
-                _add_through_hidden(each, masks, d_hidden, d_x)
+                arrived.append(
+                    (own, _through_output(spec, own, rows, (hidden, d_hidden), total, norm, found))
+                )
+            d_x = None
+            if any(ctx.needs_input_grad[2:4]) and arrived:
+                d_x = _input_gradient(spec, arrived, each, masks, d_hidden)
             x, d_inputs = _through_input(ctx, d_x, factors)
-            _through_down(each, x, masks, d_hidden, found)
+            _through_down(spec, each, x, masks, d_hidden, found)
         return None, None, *d_inputs, *(found.get(index) for index in range(len(tensors)))
 
 
@@ -238,13 +242,16 @@ def _stacked(each: Sequence[_Own], dtype: torch.dtype) -> torch.Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
 
-def _hidden(x: torch.Tensor, each: Sequence[_Own], masks: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _hidden(
+    spec: Spec, x: torch.Tensor, each: Sequence[_Own], masks: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
     """X Aᵀ of all adapters side by side, `[rows, rank]`."""
     adapters = _adapters(each)
-    if not adapters:
-        return x.new_empty(x.shape[0], 0)
     if not any(mask is not None for mask in masks):
-        return x @ _stacked(each, x.dtype).t()
+        hidden = x.new_empty(x.shape[0], sum(adapter.rank for adapter, _ in adapters))
+        if adapters:
+            write_sums([Sum(hidden, ((x, _stacked(each, x.dtype).t()),))], compiled=spec.compiled)
+        return hidden
     parts = [
         _dropped(x, mask, adapter) @ down.to(x.dtype).t()
         for (adapter, down), mask in zip(adapters, masks, strict=True)
@@ -266,7 +273,7 @@ def _output(
     y = x.new_empty(x.shape[0], columns)
     with spec.weights.matrix(own.layer.base, x.dtype, keep=spec.keep) as weight:
         norm = _row_norms(weight, own)
-        _write_product(own, (x, hidden), weight, None, y)
+        _write_product(spec, own, (x, hidden), weight, None, y)
     scaled = y * (own.magnitude / norm)  # in the magnitude's dtype: float32
     return (scaled if bias is None else scaled + bias).to(spec.result), y, norm
 
@@ -281,22 +288,25 @@ def _write_later(
     dtype = factors[0].dtype
     y = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     with spec.weights.matrix(own.layer.base, dtype, keep=spec.keep) as weight:
-        _write_product(own, factors, weight, bias, y)
+        _write_product(spec, own, factors, weight, bias, y)
     if y is not out:
         out.copy_(y)
 
 
 def _write_product(
-    own: _Own, factors: _Factors, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    spec: Spec,
+    own: _Own,
+    factors: _Factors,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
     """X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer, all in one dtype, into `out`."""
     x, hidden = factors
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
+    terms = [(x, weight.t())]
     if own.up:
-        out.addmm_(hidden[:, own.columns], own.scaled_up(x.dtype).t())
+        terms.append((hidden[:, own.columns], own.scaled_up(x.dtype).t()))
+    write_sums([Sum(out, tuple(terms), bias)], compiled=spec.compiled)
 
 
 def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -311,6 +321,7 @@ def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
 
 
 def _through_output(
+    spec: Spec,
     own: _Own,
     rows: torch.Tensor,
     hidden: tuple[torch.Tensor, torch.Tensor],
@@ -327,11 +338,14 @@ def _through_output(
         found[own.start + own.layer.tensors - 1] = d_magnitude.to(own.magnitude.dtype)
         rows = (rows * (own.magnitude / norm)).to(hidden[0].dtype)
     if own.up:
-        torch.mm(rows, own.scaled_up(rows.dtype), out=backward)
-        d_up = rows.t() @ forward
-        parts = torch.split(d_up, [adapter.rank for adapter in own.layer.adapters], dim=1)
-        for index, (part, up, adapter) in enumerate(zip(parts, own.up, own.layer.adapters, strict=True)):
-            found[_place(own, index) + 1] = part.to(up.dtype) * adapter.scale
+        sums = [Sum(backward, ((rows, own.scaled_up(rows.dtype)),))]
+        parts = torch.split(forward, [adapter.rank for adapter in own.layer.adapters], dim=1)
+        for part, up, adapter in zip(parts, own.up, own.layer.adapters, strict=True):
+            d_up = torch.empty_like(up, dtype=torch.float32, memory_format=torch.contiguous_format)
+            sums.append(Sum(d_up, ((rows.t(), part),), factor=adapter.scale))
+        write_sums(sums, compiled=spec.compiled)
+        for index, (own_sum, up) in enumerate(zip(sums[1:], own.up, strict=True)):
+            found[_place(own, index) + 1] = own_sum.out.to(up.dtype)
     return rows
 
 
@@ -340,21 +354,36 @@ def _place(own: _Own, adapter: int) -> int:
     return own.start + len(own.biases) + 2 * adapter
 
 
-def _add_through_hidden(
-    each: Sequence[_Own], masks: Sequence[torch.Tensor | None], d_hidden: torch.Tensor, d_x: torch.Tensor
-) -> None:
-    """Add what comes through X Aᵀ to the gradient of X."""
-    adapters = _adapters(each)
-    if not any(mask is not None for mask in masks):
-        if adapters:
-            d_x.addmm_(d_hidden, _stacked(each, d_x.dtype))
-        return
-    parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
-    for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
-        d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
+def _input_gradient(
+    spec: Spec,
+    arrived: Sequence[tuple[_Own, torch.Tensor]],
+    each: Sequence[_Own],
+    masks: Sequence[torch.Tensor | None],
+    d_hidden: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of X from those of the products with each weight and with all A."""
+    adapters, rows = _adapters(each), arrived[0][1]
+    dropped = any(mask is not None for mask in masks)
+    last = [(d_hidden, _stacked(each, rows.dtype))] if adapters and not dropped else []
+    d_x = rows.new_empty(rows.shape[0], shape_of(each[0].layer.base)[1])
+    with ExitStack() as stack:
+
+        def weight_of(own: _Own) -> torch.Tensor:
+            if not spec.compiled:
+                stack.close()  # torch takes one product after another: one weight at a time is in scratch
+            return stack.enter_context(spec.weights.matrix(own.layer.base, rows.dtype, keep=True))
+
+        terms = ((rows, weight_of(own)) for own, rows in arrived)
+        write_sums([Sum(d_x, chain(terms, last))], compiled=spec.compiled)
+    if dropped:
+        parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
+        for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
+            d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
+    return d_x
 
 
 def _through_down(
+    spec: Spec,
     each: Sequence[_Own],
     x: torch.Tensor,
     masks: Sequence[torch.Tensor | None],
@@ -370,9 +399,9 @@ def _through_down(
         for place, part, (adapter, down), mask in zip(places, parts, adapters, masks, strict=True):
             found[place] = (part.t() @ _dropped(x, mask, adapter)).to(down.dtype)
     elif adapters:
-        for place, part, (_, down) in zip(
-            places, torch.split(d_hidden.t() @ x, ranks), adapters, strict=True
-        ):
+        d_down = x.new_empty(sum(ranks), x.shape[1], dtype=torch.float32)
+        write_sums([Sum(d_down, ((d_hidden.t(), x),))], compiled=spec.compiled)
+        for place, part, (_, down) in zip(places, torch.split(d_down, ranks), adapters, strict=True):
             found[place] = part.to(down.dtype)
 
 

@@ -9,6 +9,8 @@ from math import ceil
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.lora.products import Sum, is_used, write_sums
+
 _ROWS = 256  # tokens of a chunk: with more, a product is no faster
 _PART = 16 << 20  # bytes of the weight that are cast at a time
 _BLOCK = 3 << 19  # bytes of float32 that one core's softmax works on at a time: they stay in its cache
@@ -144,25 +146,26 @@ def project(
     logits: torch.Tensor,
 ) -> torch.Tensor:
     """Write W x + b into `logits`; returns that of the targets, in float32."""
+    compiled = is_used(call.working, x, weight)
     for part, matrix in _parts(weight, call.working):
-        out = logits[:, part]
-        if bias is None:
-            torch.mm(x, matrix.t(), out=out)
-        else:
-            torch.addmm(bias[part].to(call.working), x, matrix.t(), out=out)
-    own = weight.index_select(0, targets).to(call.working).float()
-    exact: torch.Tensor = torch.linalg.vecdot(x.float(), own)
+        own = None if bias is None else bias[part].to(call.working)
+        write_sums([Sum(logits[:, part], ((x, matrix.t()),), own)], compiled=compiled)
+    chosen = weight.index_select(0, targets).to(call.working).float()
+    exact: torch.Tensor = torch.linalg.vecdot(x.float(), chosen)
     return exact if bias is None else exact + bias.index_select(0, targets).to(call.working).float()
 
 
 def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Write `rows @ weight` into `out`, rounded once."""
+    compiled = is_used(call.working, rows, weight)
     if weight.dtype == call.working:
-        torch.mm(rows, weight, out=out)
+        write_sums([Sum(out, ((rows, weight),))], compiled=compiled)
         return
-    total = out.new_zeros(out.shape, dtype=torch.float32)
+    total, own = (torch.empty_like(out, dtype=torch.float32) for _ in range(2))
+    total.zero_()
     for part, matrix in _parts(weight, call.working):
-        total += rows[:, part] @ matrix
+        write_sums([Sum(own, ((rows[:, part], matrix),))], compiled=compiled)
+        total += own
     out.copy_(total)
 
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from isotype.core.cache import default_cache_dir
 from isotype.core.dtypes import dtype_name
-from isotype.core.files import write_whole
+from isotype.lora import measured
 from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.plan import Spec, block_rows, plan_of, plan_of_mask, spec_of
 from isotype.lora.fused import working_dtype
-from isotype.precision.devices.cpu import this_cpu
 
 REVISION = 2
 """Of the kernels: what was measured of former ones does not count."""
@@ -189,31 +184,13 @@ def choose(shape: Shape) -> tuple[Choice, str | None]:
         threads = torch.get_num_threads()
         made, file = measure(shape, threads), _file(threads, shape.dtype)
         _known[str(file), shape] = made
-        kept = {**_read(file), _key(shape): made}
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(
-                file, json.dumps({key: asdict(choice) for key, choice in kept.items()}, indent=1) + "\n"
-            )
-        except OSError as error:
-            return made, str(error)
-        return made, None
+        return made, measured.keep(file, _key(shape), asdict(made))
 
 
 def measure(shape: Shape, threads: int) -> Choice:
-    """Time every kernel, one after another in turns, in a thread of its own.
-
-    That thread knows nothing of the caller's autocast, saved-tensor hooks (gradient checkpointing) or dispatch modes.
-    """
+    """Time every kernel, one after another in turns, in a thread of its own."""
     times: dict[Name, list[float]] = {}
-
-    def run() -> None:
-        torch.set_num_threads(threads)  # OpenMP's number belongs to a thread
-        times.update(_times(shape))
-
-    worker = threading.Thread(target=run, name="isotype attention")
-    worker.start()
-    worker.join()
+    measured.apart(lambda: times.update(_times(shape)), threads)
     return decided(times)
 
 
@@ -257,28 +234,13 @@ def _key(shape: Shape) -> str:
     return f"{shape}, values of {shape.value_head}"
 
 
-@cache
-def _machine() -> list[str]:
-    cpu = this_cpu()
-    return [
-        cpu.title,
-        cpu.machine,
-        *sorted(cpu.flags or ()),
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-    ]
-
-
 def _file(threads: int, dtype: torch.dtype) -> Path:
-    key = json.dumps([REVISION, threads, *offered(dtype), *_machine()])
-    return default_cache_dir() / "attention" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return measured.file_of("attention", REVISION, threads, *offered(dtype))
 
 
 def _read(file: Path) -> dict[str, Choice]:
-    """What a file holds; one that is damaged, or of another layout, holds nothing."""
-    if not file.is_file():
-        return {}
+    """What a file holds; one of another layout holds nothing."""
     try:
-        return {key: Choice(**found) for key, found in json.loads(file.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        return {key: Choice(**found) for key, found in measured.read(file).items()}
+    except TypeError:
         return {}

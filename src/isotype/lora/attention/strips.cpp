@@ -4,13 +4,11 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#include "products.h"
+#include "../products.h"
 
 namespace {
 
 constexpr int STRIP = 48;  // rows whose scores a core's second cache holds; 24 and 96 are as fast, 12 are slower
-
-int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // ------------------------------------------------------------------------------------------------- what is called
 
@@ -151,18 +149,6 @@ void scatter(const Call& c, const Strip& s, const Matrix& x, int64_t width, cons
     }
 }
 
-// Memory of a thread: new memory costs more than what is computed in it.
-struct Scratch {
-    std::vector<char> memory;
-    size_t used = 0;
-    void reserve(size_t bytes) { used = 0; if (memory.size() < bytes + 4096) memory.resize(bytes + 4096); }
-    template <class V> V* take(int64_t n) {
-        uintptr_t at = reinterpret_cast<uintptr_t>(memory.data()) + used;
-        uintptr_t begin = (at + 63) / 64 * 64;
-        used += begin - at + n * sizeof(V);
-        return reinterpret_cast<V*>(begin);
-    }
-};
 thread_local Scratch scratch;
 
 struct Window { int64_t first, width; };  // keys of a block, in whole panels
@@ -177,8 +163,7 @@ template <class T>
 void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const uint32_t* q, const Packs& p, float* to, float* capped) {
     Window w = window_of(b);
     float factor = c.cap ? c.scale / c.cap * 2 * LOG2_E : c.scale * LOG2_E;
-    product<T>(up(s.count, ROWS), w.width, q, z.steps_head, 1, p.k_head + w.first * z.steps_head, z.steps_head * LANES, z.steps_head,
-               to, w.width, factor, false);
+    product<T>(up(s.count, ROWS), w.width, {q, z.steps_head, 1, z.steps_head}, p.k_head + w.first * z.steps_head, z.steps_head * LANES, to, w.width, factor, false);
     int64_t masked = b.masked_last - b.masked_first;
     for (int64_t i = 0; i < s.count; i++) {
         float* row = to + i * w.width;
@@ -251,8 +236,7 @@ void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& p
         kept[0] = largest;
         kept[1] = 1 / std::max(sum_of(total), 1.0f);
     }
-    product<T>(up(s.count, ROWS), z.value, rounded, row, 1, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, out,
-               z.value, 1, false);
+    product<T>(up(s.count, ROWS), z.value, {rounded, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, out, z.value, 1, false);
     for (int64_t i = 0; i < s.count; i++)
         for (int64_t j = 0; j < z.value; j += LANES) store(out + i * z.value + j, load(out + i * z.value + j) * sums_of(c, s, i)[1]);
     scatter<T>(c, s, c.out, c.value_head, out, z.value);
@@ -339,22 +323,20 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
     if (d_v) {
         by_pairs(p);
         pack_along_column<T>([&](int64_t i) { return (const Value*)(d_out + i * z.steps_value); }, rows, c.value_head, z.value, d_out_rows);
-        product<T>(w.width, z.value, by_pair, 1, w.width, d_out_rows, steps * LANES, steps, d_v + w.first * z.value, z.value, 1, true);
+        product<T>(w.width, z.value, {by_pair, 1, w.width, steps}, d_out_rows, steps * LANES, d_v + w.first * z.value, z.value, 1, true);
     }
     if (!d_k && !c.d_q.at) return;
-    product<T>(rows, w.width, d_out, z.steps_value, 1, packs.v_head + w.first * z.steps_value, z.steps_value * LANES, z.steps_value, d_p,
-               w.width, 1, false);
+    product<T>(rows, w.width, {d_out, z.steps_value, 1, z.steps_value}, packs.v_head + w.first * z.steps_value, z.steps_value * LANES, d_p, w.width, 1, false);
     to_score_gradients(s, rows, w.width, p, capped, d_p);
     for (int64_t i = 0; i < rows; i++) T::round_row(d_p + i * w.width, by_row + i * row, w.width);
     if (c.d_q.at) {
-        product<T>(rows, z.head, by_row, row, 1, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, row, d_q, z.head,
-                   c.scale, false);
+        product<T>(rows, z.head, {by_row, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, d_q, z.head, c.scale, false);
         scatter<T>(c, s, c.d_q, c.head, d_q, z.head);
     }
     if (d_k) {
         by_pairs(d_p);
         pack_along_column<T>([&](int64_t i) { return (const Value*)(q + i * z.steps_head); }, rows, c.head, z.head, q_rows);
-        product<T>(w.width, z.head, by_pair, 1, w.width, q_rows, steps * LANES, steps, d_k + w.first * z.head, z.head, c.scale, true);
+        product<T>(w.width, z.head, {by_pair, 1, w.width, steps}, q_rows, steps * LANES, d_k + w.first * z.head, z.head, c.scale, true);
     }
 }
 

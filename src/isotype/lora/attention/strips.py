@@ -17,7 +17,7 @@ from isotype.lora.attention.plan import Spec
 from isotype.lora.loops import OPS, Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = (Path(__file__).with_name("products.h"), Path(__file__).parents[1] / "vectors.h")
+HEADERS = tuple(Path(__file__).parents[1] / name for name in ("products.h", "vectors.h"))
 _Integer = ctypes.c_int64
 
 

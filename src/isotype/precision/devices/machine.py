@@ -136,9 +136,9 @@ def gather_doctor_report(
 def compiler_here() -> str:
     """What a training on a CPU gets from a C++ compiler, or lacks without one."""
     try:
-        return f"{find_compilers()[0][0]} is there: attention, norms and gated products are compiled at the first step"
+        return f"{find_compilers()[0][0]} is there: attention, LoRA layers, norms and the loss are compiled at the first step"
     except NotCompiledError as none:
-        return f"{none}: attention, norms and gated products run by torch's operators, more slowly"
+        return f"{none}: attention, LoRA layers, norms and the loss run by torch's operators, more slowly"
 
 
 def try_bitsandbytes(

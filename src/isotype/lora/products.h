@@ -1,0 +1,142 @@
+// Products of matrices whose elements are 32-bit lanes, summed in float: a lane is a float, or two bfloat16 values that follow
+// one another along the sum, so that both are the same loops.
+//
+// Of C = A B, A's elements are broadcast, and B is packed in panels: [columns / LANES][steps][LANES].
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include "vectors.h"
+
+constexpr int COLUMNS = LANES == 8 ? 2 : 4;  // AVX2 has 16 registers, the others 32
+constexpr int ROWS = 6;    // ROWS x COLUMNS sums stay in registers, and twice the rows of half the columns
+template <int N> using Const = std::integral_constant<int, N>;
+
+// ------------------------------------------------------------------------------------------------- dtypes
+
+struct Float {
+    typedef float Value;
+    static constexpr int PER_LANE = 1;
+    static vec fma(vec sum, ivec a, ivec b) { return sum + (vec)a * (vec)b; }
+    static float rounded(float x) { return x; }
+    static void round_row(const float* from, uint32_t* to, int64_t n) { std::memcpy(to, from, 4 * n); }
+    // Lanes of two rows that follow one another along a sum; of the first alone where a lane is one value.
+    static void pair_rows(const float* a, const float*, uint32_t* to, int64_t n) { std::memcpy(to, a, 4 * n); }
+    static uint32_t lane(const float* at, int64_t) { return bits(*at); }
+    // A vector of lanes of two rows that follow one another along a sum, as they lie.
+    static void interleave(const float* a, const float*, uint32_t* to) { std::memcpy(to, a, 4 * LANES); }
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16 {
+    typedef uint16_t Value;
+    static constexpr int PER_LANE = 2;
+    static vec fma(vec sum, ivec a, ivec b) {
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+    }
+    static __m256i narrow(const float* from) { return (__m256i)_mm512_cvtneps_pbh((__m512)load(from)); }
+    static uint16_t rounded(float x) {
+        return (uint16_t)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x)), 0);
+    }
+    static void round_row(const float* from, uint32_t* to, int64_t n) {
+        for (int64_t i = 0; i < n; i += LANES) _mm256_storeu_si256((__m256i*)((uint16_t*)to + i), narrow(from + i));
+    }
+    static void pair_rows(const float* a, const float* b, uint32_t* to, int64_t n) {
+        for (int64_t i = 0; i < n; i += LANES) {
+            __m512i low = _mm512_cvtepu16_epi32(narrow(a + i)), high = _mm512_cvtepu16_epi32(narrow(b + i));
+            _mm512_storeu_si512(to + i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        }
+    }
+    static uint32_t lane(const uint16_t* at, int64_t next) { return at[0] | (uint32_t)at[next] << 16; }
+    static void interleave(const uint16_t* a, const uint16_t* b, uint32_t* to) {
+        words low = __builtin_convertvector(*reinterpret_cast<const halves_u*>(a), words);
+        words high = __builtin_convertvector(*reinterpret_cast<const halves_u*>(b), words);
+        words both = low | high << 16;
+        std::memcpy(to, &both, sizeof both);
+    }
+};
+#endif
+
+// ------------------------------------------------------------------------------------------------- products
+
+// A part of a sum: A(i, k) = a[i * a_row + k * a_step]; B's panels go on with the part's steps.
+struct Part {
+    const uint32_t* a;
+    int64_t a_row, a_step, steps;
+};
+
+// C[M][N] (+)= factor * A B from row `first` of A; c has rows of c_row floats, whole panels wide.
+template <class T, int M, int N>
+void tile_product(const Part* parts, int64_t count, int64_t first, const uint32_t* b, int64_t panel, float* c, int64_t c_row, float factor,
+                  bool add) {
+    vec sum[M][N] = {};
+    for (int64_t p = 0; p < count; p++) {
+        const Part& part = parts[p];
+        const uint32_t* a = part.a + first * part.a_row;
+        for (int64_t k = 0; k < part.steps; k++, b += LANES) {
+            ivec column[N];
+#pragma GCC unroll 4
+            for (int j = 0; j < N; j++) column[j] = *reinterpret_cast<const ivec_u*>(b + j * panel);
+#pragma GCC unroll 12
+            for (int i = 0; i < M; i++) {
+                ivec row = (int32_t)a[i * part.a_row + k * part.a_step] + ivec{};
+#pragma GCC unroll 4
+                for (int j = 0; j < N; j++) sum[i][j] = T::fma(sum[i][j], row, column[j]);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) {
+            float* at = c + i * c_row + j * LANES;
+            store(at, add ? load(at) + sum[i][j] * factor : sum[i][j] * factor);
+        }
+}
+
+// C (+)= factor * (sum over the parts of A B); b: panels that lie `panel` lanes apart.
+template <class T>
+void product(int64_t rows, int64_t columns, const Part* parts, int64_t count, const uint32_t* b, int64_t panel, float* c, int64_t c_row,
+             float factor, bool add) {
+    int64_t panels = columns / LANES, j = 0;
+    auto down = [&](auto height, auto width) {
+        constexpr int M = decltype(height)::value, N = decltype(width)::value;
+        int64_t i = 0;
+        auto tile = [&](auto height) {
+            tile_product<T, decltype(height)::value, N>(parts, count, i, b + j * panel, panel, c + i * c_row + j * LANES, c_row, factor, add);
+            i += decltype(height)::value;
+        };
+        while (i + M <= rows) tile(height);
+        while (i + 2 <= rows) tile(Const<2>());
+        while (i < rows) tile(Const<1>());
+        j += N;
+    };
+    while (j + COLUMNS <= panels) down(Const<ROWS>(), Const<COLUMNS>());
+    if (COLUMNS > 2 && j + 2 <= panels) down(Const<2 * ROWS>(), Const<2>());
+    while (j < panels) down(Const<2 * ROWS>(), Const<1>());
+}
+
+template <class T>
+void product(int64_t rows, int64_t columns, const Part& part, const uint32_t* b, int64_t panel, float* c, int64_t c_row, float factor,
+             bool add) {
+    product<T>(rows, columns, &part, 1, b, panel, c, c_row, factor, add);
+}
+
+inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Memory of a thread: new memory costs more than what is computed in it.
+struct Scratch {
+    std::vector<char> memory;
+    size_t used = 0;
+    void reserve(size_t bytes) { used = 0; if (memory.size() < bytes + 4096) memory.resize(bytes + 4096); }
+    template <class V> V* take(int64_t n) {
+        uintptr_t at = reinterpret_cast<uintptr_t>(memory.data()) + used;
+        uintptr_t begin = (at + 63) / 64 * 64;
+        used += begin - at + n * sizeof(V);
+        return reinterpret_cast<V*>(begin);
+    }
+};

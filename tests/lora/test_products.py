@@ -1,0 +1,262 @@
+"""Sums of products by compiled loops against float64, for every way in which matrices can lie.
+
+Tolerance, of the norm: in bfloat16 the sum is rounded once (2^-8 of it at most); sums are float32's, of runs of
+256 lanes in float32. What is written as float32 has no rounding but those of the sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isotype.lora import products
+from isotype.lora.loops import Loops
+from isotype.lora.products import FEWEST, Sum, Timing, compiled_products, is_used, timing, write_sums
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
+SUMMED = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    if compiled_products().reason is not None:
+        pytest.skip("there is no C++ compiler")
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if not compiled_products().has("sums_of_products", request.param):
+        pytest.skip(f"this CPU has no products in {request.param}")
+    made: torch.dtype = request.param
+    return made
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+LAYOUTS = ("rows", "columns", "padded", "odd", "strided", "repeated")
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """Random values that lie in memory as the name says."""
+    if layout == "columns":
+        return torch.randn(columns, rows).to(dtype).t()
+    if layout == "padded":
+        return torch.randn(rows + 1, columns + 16).to(dtype)[:rows, 8 : columns + 8]
+    if layout == "odd":
+        return torch.randn(rows, columns + 3).to(dtype)[:, 1 : columns + 1]
+    if layout == "strided":
+        return torch.randn(2 * rows, 3 * columns).to(dtype)[::2, ::3]
+    if layout == "repeated":
+        return torch.randn(1, columns).to(dtype).expand(rows, columns)
+    return torch.randn(rows, columns).to(dtype)
+
+
+def exact(asked: Sum) -> torch.Tensor:
+    total = sum(
+        (left.double() @ right.double() for left, right in asked.terms), torch.zeros(asked.out.shape).double()
+    )
+    total *= asked.factor
+    return total if asked.bias is None else total + asked.bias.double()
+
+
+def check(asked: Sum) -> None:
+    asked.out.fill_(float("nan"))
+    write_sums([asked], compiled=True)
+    wanted, found = exact(asked), asked.out.double()
+    assert found.shape == wanted.shape
+    if not found.numel():
+        return
+    assert bool(found.isfinite().all())
+    size = sum(
+        float((left.double().abs() @ right.double().abs()).norm()) for left, right in asked.terms
+    ) * abs(asked.factor) + float(0 if asked.bias is None else asked.bias.double().norm())
+    rounding = TOLERANCES[asked.out.dtype] if asked.out.dtype != torch.float32 else SUMMED
+    assert float((found - wanted).norm()) <= rounding * float(wanted.norm()) + SUMMED * size / 10 + 1e-30
+
+
+SIZES = (
+    (1, 1, 1),
+    (6, 16, 64),
+    (13, 7, 5),
+    (97, 33, 65),
+    (96, 64, 128),
+    (200, 130, 70),
+    (3, 2100, 66),
+    (130, 4100, 9),
+)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("left", LAYOUTS)
+@pytest.mark.parametrize("right", LAYOUTS)
+def test_matrices_of_every_layout(left: str, right: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows, depth, columns in SIZES[:-2] if (left, right) != ("rows", "columns") else SIZES:
+        terms = ((matrix(rows, depth, dtype, left), matrix(depth, columns, dtype, right)),)
+        check(Sum(torch.empty(rows, columns, dtype=dtype), terms))
+
+
+@pytest.mark.usefixtures("threads")
+def test_several_terms_a_bias_and_a_factor(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for rows, columns, depths in ((70, 100, (64, 3, 1)), (130, 48, (1030, 16, 2100)), (1, 65, (5, 0, 2))):
+        terms = tuple(
+            (matrix(rows, depth, dtype, left), matrix(depth, columns, dtype, right))
+            for depth, left, right in zip(depths, LAYOUTS, reversed(LAYOUTS), strict=False)
+        )
+        for factor, bias in itertools.product((1.0, -0.37), (None, torch.randn(columns).to(dtype))):
+            check(Sum(torch.empty(rows, columns, dtype=dtype), terms, bias, factor))
+
+
+def test_by_torch_the_same() -> None:
+    torch.manual_seed(5)
+    for factor, bias, out in itertools.product(
+        (1.0, -0.37), (None, torch.randn(7)), (torch.float32, torch.float64)
+    ):
+        terms = [(torch.randn(9, depth), torch.randn(depth, 7)) for depth in (4, 1, 6)]
+        asked = Sum(torch.empty(9, 7, dtype=out), iter(terms), bias, factor)
+        write_sums([asked], compiled=False)
+        torch.testing.assert_close(
+            asked.out.double(), exact(replace(asked, terms=terms)), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("out", [torch.float32, None], ids=str)
+def test_what_is_written_may_lie_anyhow(out: torch.dtype | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    for layout in LAYOUTS[:-1]:
+        left, right = matrix(100, 37, dtype, "rows"), matrix(37, 70, dtype, "columns")
+        made = matrix(100, 70, out or dtype, layout)
+        around = made._base
+        before = None if around is None else around.clone()
+        check(Sum(made, ((left, right),)))
+        if around is not None and before is not None:
+            made.copy_(before.as_strided(made.shape, made.stride(), made.storage_offset()))
+            assert torch.equal(around, before)  # nothing beside it was written
+
+
+@pytest.mark.usefixtures("threads")
+def test_many_sums_in_one_call_and_empty_ones(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    asked = [
+        Sum(
+            torch.empty(rows, columns, dtype=dtype),
+            ((matrix(rows, depth, dtype, "rows"), matrix(depth, columns, dtype, "columns")),),
+        )
+        for rows, depth, columns in ((5, 8, 3), (0, 8, 3), (5, 8, 0), (4, 0, 6), (300, 70, 90))
+    ]
+    write_sums(asked, compiled=True)
+    for each in asked:
+        torch.testing.assert_close(each.out.double(), exact(each), rtol=2.0**-8, atol=1e-5)
+
+
+def test_threads_change_nothing(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    terms = ((matrix(500, 300, dtype, "rows"), matrix(300, 200, dtype, "columns")),)
+    made = []
+    before = torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        out = torch.empty(500, 200, dtype=dtype)
+        write_sums([Sum(out, terms)], compiled=True)
+        made.append(out)
+    torch.set_num_threads(before)
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])
+
+
+def test_what_is_not_finite_goes_on(dtype: torch.dtype) -> None:
+    left, right = torch.ones(70, 40, dtype=dtype), torch.ones(40, 70, dtype=dtype)
+    left[3, 5], left[4, 0], right[:, 9] = float("nan"), float("inf"), float("inf")
+    out = torch.empty(70, 70, dtype=dtype)
+    write_sums([Sum(out, ((left, right),))], compiled=True)
+    assert bool(out[3].isnan().all())
+    assert bool((out[4] == float("inf")).all())
+    assert bool((out[:3, 9] == float("inf")).all())
+    assert bool((out[:3, :9] == 40).all())
+
+
+class _Watched(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_operators_sees_those_of_torch(dtype: torch.dtype) -> None:
+    out = torch.empty(70, 70, dtype=dtype)
+    with _Watched() as watched:
+        write_sums(
+            [Sum(out, ((torch.ones(70, 3, dtype=dtype), torch.ones(3, 70, dtype=dtype)),))], compiled=True
+        )
+    assert any("mm" in name for name in watched.seen)
+    assert bool((out == 3).all())
+
+
+# ------------------------------------------------------------------------------------------------- which way is taken
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+    loops = compiled_products()  # before the folder is another one: they are not compiled again
+    monkeypatch.setattr(products, "compiled_products", lambda: loops)
+    monkeypatch.setattr(products, "_known", {})
+    return tmp_path / "products"
+
+
+def test_the_faster_way_is_measured_once_and_kept(
+    cache: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = timing(dtype)
+    assert min(made.torch, made.loops) > 0
+    products._known.clear()
+    monkeypatch.setattr(products, "measure", lambda dtype, threads: pytest.fail("measured again"))
+    assert timing(dtype) == made
+    (file,) = cache.iterdir()
+    monkeypatch.setattr(products, "measure", lambda dtype, threads: Timing(1.0, 2.0))
+    for damaged in ("{", "[]", '{"float32": 3}', json.dumps({"float32": {"a": 1}, "bfloat16": {}})):
+        file.write_text(damaged)
+        products._known.clear()
+        assert timing(dtype) == Timing(1.0, 2.0)
+
+
+def test_the_slower_way_is_not_taken(
+    cache: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(FEWEST, 8)
+    for taken in (Timing(2.0, 1.0), Timing(1.0, 2.0)):
+        products._known.clear()
+        monkeypatch.setattr(products, "measure", lambda dtype, threads, taken=taken: taken)
+        assert is_used(dtype, x) == (taken.loops < taken.torch)
+        shutil.rmtree(cache)
+
+
+def test_what_the_loops_cannot_take(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "timing", lambda dtype: Timing(2.0, 1.0))
+    x = torch.zeros(FEWEST, 8)
+    assert is_used(dtype, x, torch.nn.Parameter(x))
+    assert not is_used(dtype, x[1:])
+    assert not is_used(torch.float16, x)
+    assert not is_used(dtype, x.to("meta"))
+    assert not is_used(dtype, x, torch.zeros(1).as_subclass(type("Own", (torch.Tensor,), {})))
+    monkeypatch.setattr(products, "compiled_products", lambda: Loops("there is no C++ compiler"))
+    assert not is_used(dtype, x)
