@@ -124,6 +124,20 @@ def test_so_are_those_of_compiled_loops(kind: str, variant: str, dtype: torch.dt
     outputs_and_gradients(kind, variant, dtype, compiled=True)
 
 
+def test_float64_keeps_its_digits() -> None:
+    torch.manual_seed(9)
+    base, weight = base_layer("dense", 10, 37, torch.float64)
+    layer = Layer(base, (1.0,), VARIANTS["two"])
+    tensors = double(tensors_of(layer, 10, 37))
+    x = torch.randn(5, 37, dtype=torch.float64, requires_grad=True)
+    (made,) = lora_linear(Spec((layer,), DenseWeights(), torch.float64, torch.float64), (x,), tensors)
+    (wanted,) = expected([layer], [weight], x, tensors)
+    grad = torch.randn_like(made)
+    found = torch.autograd.grad(made, [x, *tensors], grad)
+    for one, other in zip(found, torch.autograd.grad(wanted, [x, *tensors], grad), strict=True):
+        assert error(one, other) < 1e-14
+
+
 def outputs_and_gradients(kind: str, variant: str, dtype: torch.dtype, *, compiled: bool) -> None:
     torch.manual_seed(len(kind) + len(variant))
     columns = 64 if kind in ("nf4", "nf4-double", "fp4") else 37

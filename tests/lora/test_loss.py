@@ -420,3 +420,33 @@ def test_logits_are_never_whole() -> None:
 
     assert isinstance(log_probs(head, hidden, targets), PerToken)
     assert peak(2000) < peak(500) * 1.1 < 2000 * 5000 * 2 / 2
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_that_cannot_be(dtype: torch.dtype) -> None:
+    head, hidden, targets = make(90, 17, 203, dtype, bias=True)
+    targets = targets % 200
+    assert head.bias is not None
+    head.bias[200:] = -torch.inf
+    x, expected_x = leaf(hidden), leaf(hidden, torch.float64)
+    exact = replace(head, weight=head.weight.double(), bias=head.bias.double())
+    found, expected = log_probs(head, x, targets, ("logsumexp",)), reference(exact, expected_x, targets)
+    found.log_probs.sum().backward()
+    expected["log_probs"].sum().backward()
+    for made, wanted in (
+        (found.log_probs, expected["log_probs"]),
+        (found.logsumexp, expected["logsumexp"]),
+        (x.grad, expected_x.grad),
+    ):
+        assert error(made, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.usefixtures("loops")
+def test_targets_of_another_dtype_and_a_bias_with_gaps() -> None:
+    head, hidden, targets = make(90, 17, 203, torch.float32, bias=True)
+    plain = log_probs(head, hidden, targets)
+    assert head.bias is not None
+    gaps = replace(head, bias=torch.stack([head.bias, head.bias + 1], dim=1)[:, 0])
+    for found in (log_probs(head, hidden, targets.int()), log_probs(gaps, hidden, targets)):
+        torch.testing.assert_close(found.log_probs, plain.log_probs, rtol=1e-6, atol=1e-6)

@@ -232,31 +232,68 @@ def test_the_faster_way_is_measured_once_and_kept(
     monkeypatch.setattr(products, "measure", lambda dtype, threads: pytest.fail("measured again"))
     assert timing(dtype) == made
     (file,) = cache.iterdir()
-    monkeypatch.setattr(products, "measure", lambda dtype, threads: Timing(1.0, 2.0))
-    for damaged in ("{", "[]", '{"float32": 3}', json.dumps({"float32": {"a": 1}, "bfloat16": {}})):
+    monkeypatch.setattr(products, "measure", lambda dtype, threads: Timing(1.0, 2.0, 0.5))
+    wrong = {"a": {"torch": 1.0}, "b": dict.fromkeys(("torch", "loops", "ratio"))}
+    contents = [json.dumps({"float32": each, "bfloat16": each}) for each in (*wrong.values(), 3)]
+    for damaged in ("{", "[]", *contents):
         file.write_text(damaged)
         products._known.clear()
-        assert timing(dtype) == Timing(1.0, 2.0)
+        assert timing(dtype) == Timing(1.0, 2.0, 0.5)
 
 
 def test_the_slower_way_is_not_taken(
     cache: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.zeros(FEWEST, 8)
-    for taken in (Timing(2.0, 1.0), Timing(1.0, 2.0)):
+    for taken in (Timing(2.0, 1.0, 2.0), Timing(1.0, 2.0, 0.5)):
         products._known.clear()
         monkeypatch.setattr(products, "measure", lambda dtype, threads, taken=taken: taken)
-        assert is_used(dtype, x) == (taken.loops < taken.torch)
+        assert is_used(dtype, x) == (taken.ratio > 1)
         shutil.rmtree(cache)
 
 
 def test_what_the_loops_cannot_take(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "timing", lambda dtype: Timing(2.0, 1.0))
+    monkeypatch.setattr(products, "timing", lambda dtype: Timing(2.0, 1.0, 2.0))
     x = torch.zeros(FEWEST, 8)
-    assert is_used(dtype, x, torch.nn.Parameter(x))
+    assert is_used(dtype, torch.nn.Parameter(x))
     assert not is_used(dtype, x[1:])
     assert not is_used(torch.float16, x)
     assert not is_used(dtype, x.to("meta"))
-    assert not is_used(dtype, x, torch.zeros(1).as_subclass(type("Own", (torch.Tensor,), {})))
+    assert not is_used(dtype, x.as_subclass(_Own))
     monkeypatch.setattr(products, "compiled_products", lambda: Loops("there is no C++ compiler"))
     assert not is_used(dtype, x)
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+def test_what_does_not_fit_is_refused_by_torch(dtype: torch.dtype) -> None:
+    left, right, out = (torch.ones(70, 70, dtype=dtype) for _ in range(3))
+    wrong = [
+        Sum(out, ((left[:, 1:], right),)),
+        Sum(out, ((left, right.half()),)),
+        Sum(out, ((left, right),), bias=torch.ones(69, dtype=dtype)),
+        Sum(out, ((left, right), (left[1:], right))),
+    ]
+    for each in wrong:
+        with pytest.raises(RuntimeError):
+            write_sums([each], compiled=True)
+
+
+def test_what_the_loops_cannot_read_is_left_to_torch(dtype: torch.dtype) -> None:
+    left, out = torch.ones(70, 70, dtype=dtype), torch.zeros(70, 70, dtype=dtype)
+    write_sums([Sum(out, ((left, left.as_subclass(_Own)),))], compiled=True)
+    assert bool((out == 70).all())
+    bias = torch.ones(140, dtype=dtype)[::2] * torch.arange(2, dtype=dtype).repeat(35)
+    for each in (bias, torch.ones(1, dtype=dtype).expand(70), torch.arange(140, dtype=dtype)[::2]):
+        check(Sum(out, ((left, left),), each))
+
+
+def test_what_a_measurement_raises_is_raised(
+    cache: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_layer_of", lambda dtype: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        timing(dtype)
+    assert not cache.exists()

@@ -231,7 +231,7 @@ def _run(
     specs, tensors = zip(*(_layer(layer) for layer in layers), strict=True)
     compute, result = dtypes
     working, flat = working_dtype(compute, inputs[0]), [tensor for own in tensors for tensor in own]
-    compiled = is_used(working, *inputs, *flat)
+    compiled = is_used(working, inputs[0])
     spec = Spec(specs, weights, working, result, gate, torch.is_grad_enabled(), compiled)
     return lora_linear(spec, inputs, flat)
 

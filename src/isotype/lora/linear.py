@@ -332,7 +332,7 @@ def _through_output(
     """From the gradient of Y to that of X Wᵀ, which is returned, and of this layer's own tensors and X Aᵀ."""
     forward, backward = (part[:, own.columns] for part in hidden)
     for index, (bias, scale) in enumerate(zip(own.biases, own.layer.biases, strict=True)):
-        found[own.start + index] = (rows.sum(0, dtype=torch.float32) * scale).to(bias.dtype)
+        found[own.start + index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
     if own.magnitude is not None and norm is not None and total is not None:
         d_magnitude = torch.linalg.vecdot(rows.float(), total.float(), dim=0) / norm
         found[own.start + own.layer.tensors - 1] = d_magnitude.to(own.magnitude.dtype)
@@ -341,12 +341,17 @@ def _through_output(
         sums = [Sum(backward, ((rows, own.scaled_up(rows.dtype)),))]
         parts = torch.split(forward, [adapter.rank for adapter in own.layer.adapters], dim=1)
         for part, up, adapter in zip(parts, own.up, own.layer.adapters, strict=True):
-            d_up = torch.empty_like(up, dtype=torch.float32, memory_format=torch.contiguous_format)
+            d_up = rows.new_empty(up.shape, dtype=_summed(rows))
             sums.append(Sum(d_up, ((rows.t(), part),), factor=adapter.scale))
         write_sums(sums, compiled=spec.compiled)
         for index, (own_sum, up) in enumerate(zip(sums[1:], own.up, strict=True)):
             found[_place(own, index) + 1] = own_sum.out.to(up.dtype)
     return rows
+
+
+def _summed(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which products of such matrices are summed."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _place(own: _Own, adapter: int) -> int:
@@ -373,7 +378,7 @@ def _input_gradient(
                 stack.close()  # torch takes one product after another: one weight at a time is in scratch
             return stack.enter_context(spec.weights.matrix(own.layer.base, rows.dtype, keep=True))
 
-        terms = ((rows, weight_of(own)) for own, rows in arrived)
+        terms = ((grad, weight_of(own)) for own, grad in arrived)
         write_sums([Sum(d_x, chain(terms, last))], compiled=spec.compiled)
     if dropped:
         parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
@@ -399,7 +404,7 @@ def _through_down(
         for place, part, (adapter, down), mask in zip(places, parts, adapters, masks, strict=True):
             found[place] = (part.t() @ _dropped(x, mask, adapter)).to(down.dtype)
     elif adapters:
-        d_down = x.new_empty(sum(ranks), x.shape[1], dtype=torch.float32)
+        d_down = x.new_empty(sum(ranks), x.shape[1], dtype=_summed(x))
         write_sums([Sum(d_down, ((d_hidden.t(), x),))], compiled=spec.compiled)
         for place, part, (_, down) in zip(places, torch.split(d_down, ranks), adapters, strict=True):
             found[place] = part.to(down.dtype)

@@ -146,7 +146,7 @@ def project(
     logits: torch.Tensor,
 ) -> torch.Tensor:
     """Write W x + b into `logits`; returns that of the targets, in float32."""
-    compiled = is_used(call.working, x, weight)
+    compiled = is_used(call.working, x)
     for part, matrix in _parts(weight, call.working):
         own = None if bias is None else bias[part].to(call.working)
         write_sums([Sum(logits[:, part], ((x, matrix.t()),), own)], compiled=compiled)
@@ -157,7 +157,7 @@ def project(
 
 def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Write `rows @ weight` into `out`, rounded once."""
-    compiled = is_used(call.working, rows, weight)
+    compiled = is_used(call.working, rows)
     if weight.dtype == call.working:
         write_sums([Sum(out, ((rows, weight),))], compiled=compiled)
         return

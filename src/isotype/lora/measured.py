@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,18 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     return held if whole else {}
 
 
-def keep(file: Path, name: str, measured: dict[str, Any]) -> str | None:
+def keep(file: Path, name: str, found: dict[str, Any]) -> str | None:
     """Add what was measured to a file; returns why it could not be kept, None where it was."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**read(file), name: measured}, indent=1) + "\n")
+        write_whole(file, json.dumps({**read(file), name: found}, indent=1) + "\n")
     except OSError as error:
         return str(error)
     return None
 
 
 def apart(run: Callable[[], None], threads: int) -> None:
-    """Call `run` in a thread of its own and wait for it.
+    """Call `run` in a thread of its own and wait for it; what it raises is raised here.
 
     That thread knows nothing of the caller's autocast, saved-tensor hooks (gradient checkpointing) or dispatch modes.
     """
@@ -67,6 +67,5 @@ def apart(run: Callable[[], None], threads: int) -> None:
         torch.set_num_threads(threads)  # OpenMP's number belongs to a thread
         run()
 
-    worker = threading.Thread(target=called, name="isotype measures")
-    worker.start()
-    worker.join()
+    with ThreadPoolExecutor(1, "isotype measures") as pool:
+        pool.submit(called).result()

@@ -9,10 +9,12 @@ namespace {
 constexpr int64_t GROUP = 64;    // columns whose part of B a core packs and keeps in its second cache
 constexpr int64_t PANELS = GROUP / LANES;
 constexpr int64_t SLAB = 1024;   // lanes of a sum at once: 256 KiB of a group
-template <class T> constexpr int64_t RUN = T::PER_LANE == 1 ? 256 : SLAB;  // lanes added one after another: longer sums lose digits of a float
+// Lanes that are added one after another: longer sums lose digits of a float. The rounding to bfloat16 hides what a slab's lose.
+template <class T> constexpr int64_t RUN = T::PER_LANE == 1 ? 256 : SLAB;
 constexpr int64_t STRIP = 96;    // rows whose sums stay in the first cache
 constexpr int64_t SHARES = 4;    // pieces of work for each thread, so that all end together
-constexpr int64_t PACKED = 1 << 18;  // lanes of A that are packed at once
+constexpr int64_t PACKED = 1 << 18;  // lanes of A that are packed at once, but for STRIP rows
+constexpr size_t KEPT = 4 << 20;     // bytes of scratch that a thread keeps for its next call
 
 struct Matrix {
     char* at;
@@ -109,7 +111,7 @@ template <class T> Lanes lanes_of_a(const Term& term, int64_t first, int64_t las
         Value none[LANES] = {}, ends[2][LANES] = {};
         for (int64_t k = 0; k < steps; k++)
             for (int64_t i = 0; i < rows; i += LANES) {
-                const Value *a = from + i + k * T::PER_LANE * m.column, *b = (k + 1) * T::PER_LANE > term.depth ? none : a + m.column;
+                const Value *a = from + i + k * T::PER_LANE * m.column, *b = k * T::PER_LANE + 1 < term.depth ? a + m.column : none;
                 if (int64_t n = rows - i; n < LANES) {
                     std::memcpy(ends[0], a, n * sizeof(Value)), std::memcpy(ends[1], b, n * sizeof(Value));
                     a = ends[0], b = ends[1];
@@ -151,20 +153,13 @@ struct Work {
     int64_t row_first, row_last, column_first, column_last;
 };
 
-template <class T> float as_float(const char* at, int64_t i) {
-    typename T::Value pair[2] = {0, reinterpret_cast<const typename T::Value*>(at)[i]};
-    float found;
-    std::memcpy(&found, (char*)(pair + 2) - 4, 4);  // bfloat16 is the upper half of a float
-    return found;
-}
-
 // Sums of a group's columns go to C.
 template <class T>
 void write(const Job& job, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* sums) {
     const Matrix& out = job.sum.out;
     float bias[GROUP] = {};
     if (job.sum.bias)
-        for (int64_t j = 0; j < columns; j++) bias[j] = as_float<T>(job.sum.bias, column + j);
+        for (int64_t j = 0; j < columns; j++) bias[j] = T::widened(((const typename T::Value*)job.sum.bias)[column + j]);
     for (int64_t i = 0; i < rows; i++) {
         alignas(64) float line[GROUP];
         for (int64_t j = 0; j < GROUP; j += LANES) store(line + j, load(sums + i * GROUP + j) + load(bias + j));
@@ -228,6 +223,7 @@ template <class T> void run(const Work& work) {
             write<T>(job, work.row_first + row, count, column, columns, sums);
         }
     }
+    scratch.release_beyond(KEPT);
 }
 
 // Pieces of a job for some threads: of its columns first, whose packed part of B is used by all rows; of its rows, where A has to be

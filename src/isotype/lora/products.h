@@ -6,13 +6,16 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #include "vectors.h"
 
-constexpr int COLUMNS = LANES == 8 ? 2 : 4;  // AVX2 has 16 registers, the others 32
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int COLUMNS = 4;
+#else
+constexpr int COLUMNS = 2;  // there are 16 registers, not 32
+#endif
 constexpr int ROWS = 6;    // ROWS x COLUMNS sums stay in registers, and twice the rows of half the columns
 template <int N> using Const = std::integral_constant<int, N>;
 
@@ -23,6 +26,7 @@ struct Float {
     static constexpr int PER_LANE = 1;
     static vec fma(vec sum, ivec a, ivec b) { return sum + (vec)a * (vec)b; }
     static float rounded(float x) { return x; }
+    static float widened(float x) { return x; }
     static void round_row(const float* from, uint32_t* to, int64_t n) { std::memcpy(to, from, 4 * n); }
     // Lanes of two rows that follow one another along a sum; of the first alone where a lane is one value.
     static void pair_rows(const float* a, const float*, uint32_t* to, int64_t n) { std::memcpy(to, a, 4 * n); }
@@ -42,6 +46,7 @@ struct BFloat16 {
     static uint16_t rounded(float x) {
         return (uint16_t)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x)), 0);
     }
+    static float widened(uint16_t x) { uint32_t b = (uint32_t)x << 16; float f; std::memcpy(&f, &b, 4); return f; }
     static void round_row(const float* from, uint32_t* to, int64_t n) {
         for (int64_t i = 0; i < n; i += LANES) _mm256_storeu_si256((__m256i*)((uint16_t*)to + i), narrow(from + i));
     }
@@ -63,6 +68,8 @@ struct BFloat16 {
 
 // ------------------------------------------------------------------------------------------------- products
 
+typedef int32_t lane_u __attribute__((aligned(2)));  // two values of a row that may begin anywhere
+
 // A part of a sum: A(i, k) = a[i * a_row + k * a_step]; B's panels go on with the part's steps.
 struct Part {
     const uint32_t* a;
@@ -83,7 +90,7 @@ void tile_product(const Part* parts, int64_t count, int64_t first, const uint32_
             for (int j = 0; j < N; j++) column[j] = *reinterpret_cast<const ivec_u*>(b + j * panel);
 #pragma GCC unroll 12
             for (int i = 0; i < M; i++) {
-                ivec row = (int32_t)a[i * part.a_row + k * part.a_step] + ivec{};
+                ivec row = *reinterpret_cast<const lane_u*>(a + i * part.a_row + k * part.a_step) + ivec{};
 #pragma GCC unroll 4
                 for (int j = 0; j < N; j++) sum[i][j] = T::fma(sum[i][j], row, column[j]);
             }
@@ -125,18 +132,3 @@ void product(int64_t rows, int64_t columns, const Part& part, const uint32_t* b,
              bool add) {
     product<T>(rows, columns, &part, 1, b, panel, c, c_row, factor, add);
 }
-
-inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// Memory of a thread: new memory costs more than what is computed in it.
-struct Scratch {
-    std::vector<char> memory;
-    size_t used = 0;
-    void reserve(size_t bytes) { used = 0; if (memory.size() < bytes + 4096) memory.resize(bytes + 4096); }
-    template <class V> V* take(int64_t n) {
-        uintptr_t at = reinterpret_cast<uintptr_t>(memory.data()) + used;
-        uintptr_t begin = (at + 63) / 64 * 64;
-        used += begin - at + n * sizeof(V);
-        return reinterpret_cast<V*>(begin);
-    }
-};

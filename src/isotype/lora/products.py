@@ -10,10 +10,10 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ FEWEST = 64
 REVISION = 1
 """Of the loops: what was measured of former ones does not count."""
 
-_ROWS, _WIDTH, _RANK, _TURNS = 512, 1024, 16, 7
+_ROWS, _WIDTH, _RANK, _TURNS = 512, 768, 16, 9
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def compiled_products() -> Loops:
     return loops_of(SOURCE, *HEADERS)
 
 
-def is_used(dtype: torch.dtype, x: torch.Tensor, *others: torch.Tensor) -> bool:
+def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
     """Whether the compiled loops take products of an input with others in a dtype: they can, and are faster here."""
     return (
         not torch.compiler.is_compiling()
         and x.device.type == "cpu"
         and x.numel() >= FEWEST * x.shape[-1]
-        and all(type(each) in _PLAIN for each in (x, *others))
+        and type(x) in _PLAIN
         and compiled_products().has("sums_of_products", dtype)
         and timing(dtype).faster
     )
@@ -76,22 +76,49 @@ def write_sums(sums: Sequence[Sum], *, compiled: bool) -> None:
 
     Args:
         sums: what to compute, none of which reads what another writes.
-        compiled: by the compiled loops, see `is_used`; else by torch's operators, which round after each product.
+        compiled: by the compiled loops, see `is_used`, where they can take all of them; else by torch's operators, which round
+            after each product.
+
+    Raises:
+        RuntimeError: the matrices do not fit each other, as torch says it.
     """
     # Who watches torch's operators sees them, as on a machine without a compiler.
-    if compiled and not torch._C._len_torch_dispatch_stack():
-        _by_loops(sums)
+    if not compiled or torch._C._len_torch_dispatch_stack():
+        for each in sums:
+            _by_torch(each, each.terms)
         return
-    _each_by_torch(sums)
+    held = [(each, tuple(each.terms)) for each in sums]  # until they have been read
+    if all(_fits(*each) for each in held):
+        _by_loops(held)
+        return
+    for each, terms in held:
+        _by_torch(each, terms)
 
 
-def _each_by_torch(sums: Sequence[Sum]) -> None:
-    for each in sums:
-        _by_torch(each)
+_Terms = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _by_torch(asked: Sum) -> None:
-    terms = iter(asked.terms)
+def _fits(asked: Sum, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether the loops, which read memory as they are told, can compute a sum."""
+    out, dtype = asked.out, terms[0][0].dtype
+    size, bias = tuple(out.shape), asked.bias
+    tensors = (out, *chain.from_iterable(terms), *(() if bias is None else (bias,)))
+    return (
+        compiled_products().has("sums_of_products", dtype)
+        and out.dtype in (dtype, torch.float32)
+        and all(type(x) in _PLAIN and x.device.type == "cpu" and x.layout == torch.strided for x in tensors)
+        and all(x.dtype == dtype for x in tensors[1:])
+        and all(left.dim() == right.dim() == 2 for left, right in terms)
+        and all(
+            (left.shape[0], right.shape[1]) == size and left.shape[1] == right.shape[0]
+            for left, right in terms
+        )
+        and (bias is None or bias.shape == out.shape[1:])
+    )
+
+
+def _by_torch(asked: Sum, given: _Terms) -> None:
+    terms = iter(given)
     left, right = next(terms)
     plain = asked.out.dtype == left.dtype
     made = asked.out if plain else torch.empty_like(asked.out, dtype=left.dtype)
@@ -108,33 +135,42 @@ def _by_torch(asked: Sum) -> None:
         asked.out.mul_(asked.factor)
 
 
-def _by_loops(sums: Sequence[Sum]) -> None:
-    numbers = array("q")
-    held = [tuple(each.terms) for each in sums]  # until they have been read
-    for each, terms in zip(sums, held, strict=True):
-        out, bias = each.out, 0 if each.bias is None else each.bias.data_ptr()
-        dtype, floats = terms[0][0].dtype, out.dtype == torch.float32
-        numbers.extend((out.data_ptr(), *out.stride(), *out.shape, floats, bias, len(terms)))
+def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> None:
+    numbers, biases = array("q"), []
+    for each, terms in sums:
+        out, bias = each.out, None if each.bias is None else each.bias.contiguous()
+        biases.append(bias)
+        at = 0 if bias is None else bias.data_ptr()
+        floats = out.dtype == torch.float32
+        numbers.extend((out.data_ptr(), *out.stride(), *out.shape, floats, at, len(terms)))
         for left, right in terms:
             numbers.extend(
                 (left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride(), left.shape[1])
             )
-    factors = array("f", [each.factor for each in sums])
+    factors = array("f", [each.factor for each, _ in sums])
     addresses = (c_void_p(each.buffer_info()[0]) for each in (numbers, factors))
-    compiled_products().run("sums_of_products", dtype, len(sums), *addresses, torch.get_num_threads())
+    dtype, threads = sums[0][1][0][0].dtype, torch.get_num_threads()
+    compiled_products().run("sums_of_products", dtype, len(sums), *addresses, threads)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a LoRA layer's products: by torch's operators, by the compiled loops."""
+    """How the products of a LoRA layer were measured.
+
+    Attributes:
+        torch: milliseconds by torch's operators.
+        loops: by the compiled loops.
+        ratio: the median over the turns of one over the other.
+    """
 
     torch: float
     loops: float
+    ratio: float
 
     @property
     def faster(self) -> bool:
         """Whether the loops are: torch multiplies by instructions that they do not have on some CPUs (AMX)."""
-        return self.loops < self.torch
+        return self.ratio > 1
 
 
 _known: dict[tuple[int, torch.dtype], Timing] = {}
@@ -155,10 +191,10 @@ def timing(dtype: torch.dtype) -> Timing:
 
 
 def _kept(file: Path, dtype: torch.dtype) -> Timing | None:
-    try:
-        return Timing(**measured.read(file)[dtype_name(dtype)])
-    except (KeyError, TypeError):  # not measured, or in another layout
-        return None
+    held = measured.read(file).get(dtype_name(dtype), {})
+    names = {each.name for each in fields(Timing)}
+    whole = held.keys() == names and all(isinstance(value, float) for value in held.values())
+    return Timing(**held) if whole else None
 
 
 def _kept_now(file: Path, dtype: torch.dtype, threads: int) -> Timing:
@@ -172,27 +208,43 @@ def measure(dtype: torch.dtype, threads: int) -> Timing:
     times: tuple[list[float], list[float]] = [], []
 
     def run() -> None:
-        sums = _layer_of(dtype)
-        ways: tuple[Callable[[], None], ...] = partial(_each_by_torch, sums), partial(_by_loops, sums)
+        steps = _layer_of(dtype)
         for turn in range(_TURNS + 1):
-            for way, taken in zip(ways, times, strict=True):
+            for compiled, taken in zip((False, True), times, strict=True):
                 began = time.perf_counter()
-                way()
+                for sums in steps:
+                    write_sums(sums, compiled=compiled)
                 if turn:  # the first one warms up
                     taken.append((time.perf_counter() - began) * 1e3)
 
     measured.apart(run, threads)
-    return Timing(*(round(statistics.median(taken), 4) for taken in times))
+    ratios = (torchs / own for torchs, own in zip(*times, strict=True))
+    return Timing(*(round(statistics.median(each), 4) for each in (*times, ratios)))
 
 
-def _layer_of(dtype: torch.dtype) -> list[Sum]:
-    """The output of a layer with LoRA, and the gradient of an input that two layers read."""
+def _layer_of(dtype: torch.dtype) -> list[list[Sum]]:
+    """What two layers with LoRA on the same input compute: X Aᵀ, the outputs, and in the backward the gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    x, y, hidden = made(_ROWS, _WIDTH), made(_ROWS, _WIDTH), made(_ROWS, _RANK)
-    one, other, up = made(_WIDTH, _WIDTH), made(_WIDTH, _WIDTH), made(_WIDTH, _RANK)
-    forward = Sum(torch.empty_like(x), ((x, one.t()), (hidden, up.t())))
-    return [forward, Sum(torch.empty_like(x), ((x, one), (y, other), (hidden, up.t())))]
+    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of)
+
+    x, down, hidden, d_hidden = made(_ROWS, _WIDTH), made(_RANK, _WIDTH), new(_ROWS, _RANK), new(_ROWS, _RANK)
+    layers = [(made(_WIDTH, _WIDTH), made(_WIDTH, _RANK), made(_ROWS, _WIDTH)) for _ in range(2)]
+    d_input = tuple((grad, weight) for weight, _, grad in layers)
+    return [
+        [Sum(hidden, ((x, down.t()),))],
+        *([Sum(new(_ROWS, _WIDTH), ((x, weight.t()), (hidden, up.t())))] for weight, up, _ in layers),
+        *(
+            [
+                Sum(d_hidden, ((grad, up),)),
+                Sum(new(_WIDTH, _RANK, of=torch.float32), ((grad.t(), hidden),), factor=2.0),
+            ]
+            for _, up, grad in layers
+        ),
+        [Sum(new(_ROWS, _WIDTH), (*d_input, (d_hidden, down)))],
+        [Sum(new(_RANK, _WIDTH, of=torch.float32), ((d_hidden.t(), x),))],
+    ]

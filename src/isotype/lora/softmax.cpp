@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
 #include "vectors.h"
 
 namespace {
@@ -14,6 +13,8 @@ struct Results {
     float *log_probs, *logsumexp, *entropy, *mean_logits, *log_sum_sq_probs, *factor;
     bool* is_top1;
 };
+
+thread_local Scratch scratch;
 
 struct Sums { vec e = {}, e_z = {}, e_e = {}; };
 
@@ -27,7 +28,7 @@ void row(int64_t width, float slope, float lift, T* logits, float exact, int64_t
             vec x = load(logits + i) * slope;
             store(z + i, x);
             largest = x > largest ? x : largest;
-            nan += x - x;  // 0, or NaN
+            nan = x == x ? nan : x;
             run += x;
         }
         total += run;
@@ -36,7 +37,7 @@ void row(int64_t width, float slope, float lift, T* logits, float exact, int64_t
     for (int i = 0; i < LANES; i++) top = std::max(top, largest[i]);
     for (int64_t i = whole; i < width; i++) {
         float x = load_some(logits + i, 1)[0] * slope;
-        z[i] = x, top = std::max(top, x), sum += x, none += x - x;
+        z[i] = x, top = std::max(top, x), sum += x, none = x == x ? none : x;
     }
     top += none;
     if (to.mean_logits) to.mean_logits[at] = sum / width;
@@ -75,9 +76,10 @@ void softmax(int64_t rows, int64_t width, int64_t threads, float slope, float li
              const Results* to) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> z(width + LANES);
+        scratch.reserve(4 * (width + LANES));
+        float* z = scratch.take<float>(width + LANES);
 #pragma omp for
-        for (int64_t r = 0; r < rows; r++) row(width, slope, lift, logits + r * width, exact[r], targets[r], *to, r, z.data());
+        for (int64_t r = 0; r < rows; r++) row(width, slope, lift, logits + r * width, exact[r], targets[r], *to, r, z);
     }
 }
 

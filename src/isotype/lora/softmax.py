@@ -74,16 +74,17 @@ class _Results(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in (*_FLOATS, "factor", "is_top1")]
 
 
-def _is_compiled(call: Call, *tensors: torch.Tensor) -> bool:
+def _is_compiled(call: Call, logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether the compiled loops take a block: plain tensors on a CPU that lie together, without a soft cap."""
-    first = tensors[0]
     return (
-        call.softcap is None
-        and first.device.type == "cpu"
-        and first.dtype in NAMES
-        and all(type(each) is torch.Tensor and each.is_contiguous() for each in tensors)
+        not torch.compiler.is_compiling()
+        and call.softcap is None
+        and logits.device.type == "cpu"
+        and logits.dtype in NAMES
+        and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)
+        and exact.shape == targets.shape == logits.shape[:1]
+        and all(type(each) is torch.Tensor and each.is_contiguous() for each in (logits, exact, targets))
         and not torch._C._len_torch_dispatch_stack()  # who watches torch's operators sees them
-        and not torch.compiler.is_compiling()
         and loops_of(SOURCE, *HEADERS).reason is None
     )
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -23,9 +24,12 @@ constexpr float LOG2_E = 1.44269504089f;
 
 inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 
+constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
+// The bits of y 2^n, where `shifted` is n + MAGIC.
+inline ivec times_power(vec y, vec shifted) { return (ivec)y + (((ivec)shifted - (int32_t)bits(MAGIC)) << 23); }
+
 // 2^x for x <= 127; 0 below -126; NaN for NaN. Taylor's series of degree 7 on [-1/2, 1/2]: 5e-9 of the value.
 inline vec exp2v(vec x) {
-    const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
     vec bounded = x < -126.0f ? vec{} - 126.0f : x;
     vec shifted = bounded + MAGIC;
     vec f = bounded - (shifted - MAGIC);
@@ -36,16 +40,13 @@ inline vec exp2v(vec x) {
     y = y * f + 2.4022650696e-1f;
     y = y * f + 6.9314718056e-1f;
     y = y * f + 1.0f;
-    ivec exponent = ((ivec)shifted - (int32_t)bits(MAGIC)) << 23;
-    ivec value = (ivec)y + exponent;
-    vec found = (vec)(x < -126.0f ? ivec{} : value);
+    vec found = (vec)(x < -126.0f ? ivec{} : times_power(y, shifted));
     return x == x ? found : x;
 }
 
 // e^x for x <= 88, within two units in the last place; 0 below -87; NaN for NaN. The remainder of x / log 2 is exact, for its nearest
 // whole number is multiplied by log 2 in two parts; then Taylor's series of degree 7 on [-0.35, 0.35]: 6e-9 of the value.
 inline vec expv(vec x) {
-    const float MAGIC = 12582912.0f;
     vec bounded = x < -87.0f ? vec{} - 87.0f : x;
     vec shifted = bounded * LOG2_E + MAGIC, n = shifted - MAGIC;
     vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
@@ -56,8 +57,7 @@ inline vec expv(vec x) {
     y = y * r + 0.5f;
     y = y * r + 1.0f;
     y = y * r + 1.0f;
-    ivec exponent = ((ivec)shifted - (int32_t)bits(MAGIC)) << 23;
-    vec found = (vec)(x < -87.0f ? ivec{} : (ivec)y + exponent);
+    vec found = (vec)(x < -87.0f ? ivec{} : times_power(y, shifted));
     return x == x ? found : x;
 }
 
@@ -107,3 +107,21 @@ template <class T> void store_some(T* to, vec x, int64_t n) {
     store(all, x);
     std::memcpy(to, all, n * sizeof(T));
 }
+
+// ------------------------------------------------------------------------------------------------- memory
+
+inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Memory of a thread: new memory costs more than what is computed in it.
+struct Scratch {
+    std::vector<char> memory;
+    size_t used = 0;
+    void reserve(size_t bytes) { used = 0; if (memory.size() < bytes + 4096) memory.resize(bytes + 4096); }
+    void release_beyond(size_t bytes) { if (memory.size() > bytes) memory = {}; }
+    template <class V> V* take(int64_t n) {
+        uintptr_t at = reinterpret_cast<uintptr_t>(memory.data()) + used;
+        uintptr_t begin = (at + 63) / 64 * 64;
+        used += begin - at + n * sizeof(V);
+        return reinterpret_cast<V*>(begin);
+    }
+};
