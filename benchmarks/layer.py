@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isotype
 from isotype.core.dtypes import parse_dtype
 from isotype.lora.attention.registered import attention_forward
-from isotype.lora.products import Sum, compiled_products, write_sums
+from isotype.lora.loops.products import Sum, compiled_products, write_sums
 from turns import in_turns, quartiles
 
 HIDDEN, INNER, HEADS, KEY_HEADS = 576, 1536, 9, 3

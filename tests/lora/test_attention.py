@@ -22,7 +22,7 @@ from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.choice import OWN, Name
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of, starts_of
-from isotype.lora.loops import Loops
+from isotype.lora.loops.loading import Loops
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OUTPUT_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3e-3}

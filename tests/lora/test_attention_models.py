@@ -26,7 +26,7 @@ from isotype.lora.attention.choice import (
 )
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.attention.strips import compiled_strips
-from isotype.lora.loops import Loops
+from isotype.lora.loops.loading import Loops
 from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
 from tests.zoo import ARCHITECTURES

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from isotype.lora import elementwise
 from isotype.lora.gates import GATES
-from isotype.lora.loops import Loops
+from isotype.lora.loops import elementwise
+from isotype.lora.loops.loading import Loops
 from isotype.lora.norms import NormParts, rms_norm
 
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8}

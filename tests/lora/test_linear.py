@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from isotype.lora.gates import GATES
 from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
-from isotype.lora.products import compiled_products
+from isotype.lora.loops.products import compiled_products
 from isotype.lora.weights import DenseWeights
 
 # Relative error of a tensor's norm. One rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16, 25
@@ -122,6 +122,24 @@ def test_so_are_those_of_compiled_loops(kind: str, variant: str, dtype: torch.dt
     if not compiled_products().has("sums_of_products", dtype):
         pytest.skip(f"nothing is compiled for {dtype} here")
     outputs_and_gradients(kind, variant, dtype, compiled=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_adapter_below_the_last_digit_of_the_base_is_not_lost(dtype: torch.dtype) -> None:
+    if not compiled_products().has("sums_of_products", dtype):
+        pytest.skip(f"nothing is compiled for {dtype} here")
+    torch.manual_seed(8)
+    base, weight = base_layer("dense", 256, 64, dtype)
+    layer = Layer(base, (), (Adapter(4, 1.0),))
+    down, up = torch.randn(4, 64).to(dtype).float(), (torch.randn(256, 4) * 2.0**-14).to(dtype).float()
+    x = torch.randn(512, 64).to(dtype)
+    spec = Spec((layer,), DenseWeights(), dtype, dtype, compiled=True)
+    with torch.no_grad():
+        (made,) = lora_linear(spec, (x,), [down, up])
+    plain, own = x.double() @ weight.t(), (x.double() @ down.double().t()) @ up.double().t()
+    # Added to a base that is rounded already, what is less than half of its last digit is gone: a share of nothing.
+    share = float(((made.double() - plain) * own).sum() / own.square().sum())
+    assert abs(share - 1) < 0.1
 
 
 def test_float64_keeps_its_digits() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from isotype.lora import softmax as softmaxes
 from isotype.lora.logits import Head
+from isotype.lora.loops import softmax
 from isotype.lora.loss import PerToken, Precision, language_model_loss, log_probs, log_probs_of_logits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,7 +88,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The softmax by compiled loops, where there is a compiler, and by torch's operators."""
     if not request.param:
-        monkeypatch.setattr(softmaxes, "_is_compiled", lambda *_: False)
+        monkeypatch.setattr(softmax, "usable", lambda *_: False)
 
 
 @pytest.mark.usefixtures("loops")

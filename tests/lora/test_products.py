@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isotype.lora import products
-from isotype.lora.loops import Loops
-from isotype.lora.products import FEWEST, Sum, Timing, compiled_products, is_used, timing, write_sums
+from isotype.lora.loops import products
+from isotype.lora.loops.loading import Loops
+from isotype.lora.loops.products import FEWEST, Sum, Timing, compiled_products, is_used, timing, write_sums
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 SUMMED = 1e-6

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.gates import Gate
 from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
-from isotype.lora.products import is_used
+from isotype.lora.loops.products import is_used
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.quantized import quantization_state, row_scales

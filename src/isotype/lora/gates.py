@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from isotype.lora import elementwise
+from isotype.lora.loops import elementwise
 
 _aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from isotype.lora.gates import Gate
-from isotype.lora.products import Sum, write_sums
+from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.weights import DenseWeights, shape_of
 
 
@@ -83,7 +83,7 @@ class Spec:
         result: dtype of the outputs.
         gate: of an input that is a gated product of two tensors.
         keep: whether a backward will follow, see `DenseWeights.matrix`.
-        compiled: whether compiled loops multiply, see `isotype.lora.products`.
+        compiled: whether compiled loops multiply, see `isotype.lora.loops.products`.
     """
 
     layers: tuple[Layer, ...]

@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isotype.lora.products import Sum, is_used, write_sums
+from isotype.lora.loops.products import Sum, is_used, write_sums
 
 _ROWS = 256  # tokens of a chunk: with more, a product is no faster
 _PART = 16 << 20  # bytes of the weight that are cast at a time

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from isotype.lora import elementwise
+from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
 
 

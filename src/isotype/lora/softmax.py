@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.lora.logits import Buffers, Call, bend
-from isotype.lora.loops import NAMES, loops_of
-
-SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = (Path(__file__).with_name("vectors.h"),)
-_FLOATS = ("log_probs", "logsumexp", "entropy", "mean_logits", "log_sum_sq_probs")
+from isotype.lora.loops import softmax as loops
 
 
 def softmax(
@@ -31,8 +25,8 @@ def softmax(
     The gradient -(1[j = t] - p_j) is divided by 1 - p_t: that leaves -1 at the target and the others' shares of the rest, and
     nothing underflows or cancels, however sure the model is. The factors, which are returned, make up for it.
     """
-    if _is_compiled(call, logits, exact, targets):
-        return _by_loops(call, logits, exact, targets, found, ahead)
+    if call.softcap is None and loops.usable(logits, exact, targets):
+        return loops.softmax(logits, exact, targets, (call.slope, call.lift), found, ahead)
     n, at = logits.shape[0], targets[:, None]
     slope = None if buffers.slope is None else buffers.slope[:n]
     z = bend(call, buffers.values[:n].copy_(logits), slope)
@@ -68,51 +62,6 @@ def softmax(
     target = torch.full_like(exact, -call.lift) if own_slope is None else own_slope * -call.lift
     logits.scatter_(1, at, target[:, None].to(logits.dtype))
     return others / (others + own_e) * (-call.slope / call.lift)
-
-
-class _Results(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in (*_FLOATS, "factor", "is_top1")]
-
-
-def _is_compiled(call: Call, logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Whether the compiled loops take a block: plain tensors on a CPU that lie together, without a soft cap."""
-    return (
-        not torch.compiler.is_compiling()
-        and call.softcap is None
-        and logits.device.type == "cpu"
-        and logits.dtype in NAMES
-        and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)
-        and exact.shape == targets.shape == logits.shape[:1]
-        and all(type(each) is torch.Tensor and each.is_contiguous() for each in (logits, exact, targets))
-        and not torch._C._len_torch_dispatch_stack()  # who watches torch's operators sees them
-        and loops_of(SOURCE, *HEADERS).reason is None
-    )
-
-
-def _by_loops(
-    call: Call,
-    logits: torch.Tensor,
-    exact: torch.Tensor,
-    targets: torch.Tensor,
-    found: Mapping[str, torch.Tensor],
-    ahead: bool,
-) -> torch.Tensor | None:
-    factor = torch.empty_like(exact) if ahead else None
-    written = {**found, **({} if factor is None else {"factor": factor})}
-    results = _Results(**{name: each.data_ptr() for name, each in written.items()})
-    sizes = *logits.shape, torch.get_num_threads()
-    loops_of(SOURCE, *HEADERS).run(
-        "softmax",
-        logits.dtype,
-        *sizes,
-        float(call.slope),
-        call.lift,
-        logits,
-        exact,
-        targets,
-        ctypes.byref(results),
-    )
-    return factor
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#include "../products.h"
+#include "../loops/products.h"
 
 namespace {
 
@@ -163,7 +163,8 @@ template <class T>
 void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const uint32_t* q, const Packs& p, float* to, float* capped) {
     Window w = window_of(b);
     float factor = c.cap ? c.scale / c.cap * 2 * LOG2_E : c.scale * LOG2_E;
-    product<T>(up(s.count, ROWS), w.width, {q, z.steps_head, 1, z.steps_head}, p.k_head + w.first * z.steps_head, z.steps_head * LANES, to, w.width, factor, false);
+    product<T>(up(s.count, ROWS), w.width, {q, z.steps_head, 1, z.steps_head}, p.k_head + w.first * z.steps_head,
+               z.steps_head * LANES, to, w.width, factor, false);
     int64_t masked = b.masked_last - b.masked_first;
     for (int64_t i = 0; i < s.count; i++) {
         float* row = to + i * w.width;
@@ -236,7 +237,8 @@ void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& p
         kept[0] = largest;
         kept[1] = 1 / std::max(sum_of(total), 1.0f);
     }
-    product<T>(up(s.count, ROWS), z.value, {rounded, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, out, z.value, 1, false);
+    product<T>(up(s.count, ROWS), z.value, {rounded, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES,
+               z.steps_keys * LANES, out, z.value, 1, false);
     for (int64_t i = 0; i < s.count; i++)
         for (int64_t j = 0; j < z.value; j += LANES) store(out + i * z.value + j, load(out + i * z.value + j) * sums_of(c, s, i)[1]);
     scatter<T>(c, s, c.out, c.value_head, out, z.value);
@@ -326,11 +328,13 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
         product<T>(w.width, z.value, {by_pair, 1, w.width, steps}, d_out_rows, steps * LANES, d_v + w.first * z.value, z.value, 1, true);
     }
     if (!d_k && !c.d_q.at) return;
-    product<T>(rows, w.width, {d_out, z.steps_value, 1, z.steps_value}, packs.v_head + w.first * z.steps_value, z.steps_value * LANES, d_p, w.width, 1, false);
+    product<T>(rows, w.width, {d_out, z.steps_value, 1, z.steps_value}, packs.v_head + w.first * z.steps_value,
+               z.steps_value * LANES, d_p, w.width, 1, false);
     to_score_gradients(s, rows, w.width, p, capped, d_p);
     for (int64_t i = 0; i < rows; i++) T::round_row(d_p + i * w.width, by_row + i * row, w.width);
     if (c.d_q.at) {
-        product<T>(rows, z.head, {by_row, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES, z.steps_keys * LANES, d_q, z.head, c.scale, false);
+        product<T>(rows, z.head, {by_row, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES,
+                   z.steps_keys * LANES, d_q, z.head, c.scale, false);
         scatter<T>(c, s, c.d_q, c.head, d_q, z.head);
     }
     if (d_k) {

@@ -14,10 +14,10 @@ import torch
 
 from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention.plan import Spec
-from isotype.lora.loops import OPS, Loops, loops_of, operator
+from isotype.lora.loops.loading import OPS, Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = tuple(Path(__file__).parents[1] / name for name in ("products.h", "vectors.h"))
+HEADERS = tuple(Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
 _Integer = ctypes.c_int64
 
 

@@ -114,8 +114,9 @@ void product(int64_t rows, int64_t columns, const Part* parts, int64_t count, co
         constexpr int M = decltype(height)::value, N = decltype(width)::value;
         int64_t i = 0;
         auto tile = [&](auto height) {
-            tile_product<T, decltype(height)::value, N>(parts, count, i, b + j * panel, panel, c + i * c_row + j * LANES, c_row, factor, add);
-            i += decltype(height)::value;
+            constexpr int H = decltype(height)::value;
+            tile_product<T, H, N>(parts, count, i, b + j * panel, panel, c + i * c_row + j * LANES, c_row, factor, add);
+            i += H;
         };
         while (i + M <= rows) tile(height);
         while (i + 2 <= rows) tile(Const<2>());

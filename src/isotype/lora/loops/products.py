@@ -20,7 +20,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.lora import measured
-from isotype.lora.loops import Loops, loops_of
+from isotype.lora.loops.loading import Loops, loops_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from isotype.lora.loops import NAMES, OPS, Loops, loops_of, operator
+from isotype.lora.loops.loading import NAMES, OPS, Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("vectors.h"),)

@@ -213,7 +213,8 @@ template <class T> void run(const Work& work) {
                 do {
                     size_t last = first;
                     int64_t steps = 0;
-                    while (last < parts.size() && (last == first || steps + parts[last].steps <= RUN<T> + RUN<T> / 8)) steps += parts[last++].steps;
+                    auto fits = [&] { return last == first || steps + parts[last].steps <= RUN<T> + RUN<T> / 8; };
+                    while (last < parts.size() && fits()) steps += parts[last++].steps;
                     product<T>(count, up(columns, LANES), parts.data() + first, last - first, from, panel, sums, GROUP, job.factor,
                                first || &slab != &slabs[0]);
                     from += steps * LANES;
