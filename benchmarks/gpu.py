@@ -5,6 +5,7 @@
 - agreement: a sample of `benchmarks/agreement.py`, real steps on the device;
 - memory: `benchmarks/memory.py`, foreseen bytes beside those that torch's allocator hands out;
 - fused: outputs and gradients of fused layers and of PEFT's own against float64, every base × variant × dtype;
+- small: `benchmarks/small_adapter.py`, how much of an adapter's output arrives in bfloat16 and float16;
 - switching: bf16, fp16 and bf16 again in one process, alternating, and on two streams at once: the bits of each model alone;
 - train: `benchmarks/gpu_train.py`, a model of Llama-3-8B's shape by isotype, TRL, TRL with Liger's kernels, unsloth.
 
@@ -218,6 +219,12 @@ def _exact(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return _step(twin.double(), x.double().requires_grad_())
 
 
+def small(asked: Asked) -> dict[str, Any]:
+    """The last lines of the benchmark."""
+    base = [sys.executable, "benchmarks/small_adapter.py", "--device", asked.device, "--dtype"]
+    return {dtype: _last_json(_call([*base, dtype]))["rows"] for dtype in ("bfloat16", "float16")}
+
+
 def switching(asked: Asked) -> dict[str, Any]:
     """Whether models of other dtypes leave a model's bits alone, in turn, alternating and at once."""
     import isotype
@@ -281,7 +288,7 @@ def train(asked: Asked) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Asked], dict[str, Any]]] = {
-    part.__name__: part for part in (machine, fused, switching, train, memory, agreement, contracts)
+    part.__name__: part for part in (machine, fused, small, switching, train, memory, agreement, contracts)
 }
 
 

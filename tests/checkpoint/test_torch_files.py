@@ -23,6 +23,10 @@ from isotype.cli.main import main
 from isotype.core.errors import CheckpointError
 from tests.models import quiet, save_tiny
 
+OLDER = (
+    torch.__version__ < "2.13"
+)  # which may not say where in a file a tensor is: it is read by torch.load then
+
 
 def as_torch(directory: Path, shards: int = 1) -> Path:
     """A checkpoint of safetensors saved again as pytorch_model.bin, or as shards of it with an index."""
@@ -54,6 +58,9 @@ def test_headers_are_those_of_safetensors(saved, tmp_path, shards):
     mapped = MappedFiles()
     for tensor in headers.tensors:
         assert torch.equal(mapped.tensor(tensor), values[tensor.name])
+        if not tensor.begin:
+            assert OLDER
+            continue
         stored = tensor.file.read_bytes()[tensor.begin : tensor.begin + tensor.bytes]
         assert stored == values[tensor.name].contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -84,7 +91,7 @@ def test_tensors_of_one_storage_and_of_other_strides(tmp_path):
     }
     torch.save(parts, tmp_path / "pytorch_model.bin")
     headers = {tensor.name: tensor for tensor in read_headers(tmp_path).tensors}
-    assert headers["rows"].begin == headers["whole"].begin + 16
+    assert OLDER or headers["rows"].begin == headers["whole"].begin + 16
     mapped = MappedFiles()
     assert all(torch.equal(mapped.tensor(headers[name]), value) for name, value in parts.items())
 

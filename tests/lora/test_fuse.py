@@ -281,8 +281,8 @@ class _Products(TorchDispatchMode):
         self.weight, self.count = weight, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.mm:
-            right = args[1]
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            right = args[-1]
             self.count += right.data_ptr() == self.weight.data_ptr() and right.shape == self.weight.t().shape
         return func(*args, **kwargs or {})
 

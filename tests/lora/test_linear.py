@@ -124,22 +124,34 @@ def test_so_are_those_of_compiled_loops(kind: str, variant: str, dtype: torch.dt
     outputs_and_gradients(kind, variant, dtype, compiled=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_adapter_below_the_last_digit_of_the_base_is_not_lost(dtype: torch.dtype) -> None:
-    if not compiled_products().has("sums_of_products", dtype):
+@pytest.mark.parametrize("bias", [None, 0.0, 8.0])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_adapter_below_the_last_digit_of_the_base_is_not_lost(
+    dtype: torch.dtype, compiled: bool, bias: float | None
+) -> None:
+    if compiled and not compiled_products().has("sums_of_products", dtype):
         pytest.skip(f"nothing is compiled for {dtype} here")
     torch.manual_seed(8)
     base, weight = base_layer("dense", 256, 64, dtype)
-    layer = Layer(base, (), (Adapter(4, 1.0),))
-    down, up = torch.randn(4, 64).to(dtype).float(), (torch.randn(256, 4) * 2.0**-14).to(dtype).float()
-    x = torch.randn(512, 64).to(dtype)
-    spec = Spec((layer,), DenseWeights(), dtype, dtype, compiled=True)
-    with torch.no_grad():
-        (made,) = lora_linear(spec, (x,), [down, up])
-    plain, own = x.double() @ weight.t(), (x.double() @ down.double().t()) @ up.double().t()
-    # Added to a base that is rounded already, what is less than half of its last digit is gone: a share of nothing.
-    share = float(((made.double() - plain) * own).sum() / own.square().sum())
-    assert abs(share - 1) < 0.1
+    layer = Layer(base, () if bias is None else (1.0,), (Adapter(4, 1.0),))
+    down = torch.randn(4, 64).to(dtype).float()
+    up = (torch.randn(256, 4) * torch.finfo(dtype).eps / 100).to(dtype).float()
+    x = torch.randn(1024, 64).to(dtype).requires_grad_()
+    biases = [] if bias is None else [torch.randn(256).add(bias).to(dtype)]
+    spec = Spec((layer,), DenseWeights(), dtype, dtype, compiled=compiled)
+    (made,) = lora_linear(spec, (x,), [*biases, down, up])
+    own = (x.double() @ down.double().t()) @ up.double().t()
+    assert share(made - sum(biases, x.double() @ weight.t()), own) == pytest.approx(1, abs=0.1)
+    grad = torch.randn_like(made)
+    (found,) = torch.autograd.grad(made, x, grad)
+    of_adapter = (grad.double() @ up.double()) @ down.double()
+    assert share(found - grad.double() @ weight, of_adapter) == pytest.approx(1, abs=0.1)
+
+
+def share(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How much of what is wanted is found beside what was rounded to a larger neighbour: 1 where nothing is lost."""
+    return float((found * wanted).sum().detach() / wanted.square().sum().detach())
 
 
 def test_float64_keeps_its_digits() -> None:

@@ -303,10 +303,9 @@ def _write_product(
 ) -> None:
     """X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer, all in one dtype, into `out`."""
     x, hidden = factors
-    terms = [(x, weight.t())]
-    if own.up:
-        terms.append((hidden[:, own.columns], own.scaled_up(x.dtype).t()))
-    write_sums([Sum(out, tuple(terms), bias)], compiled=spec.compiled)
+    # The adapters' first: torch's operators would add it to a base that is rounded already, and it begins at zero.
+    small = ((hidden[:, own.columns], own.scaled_up(x.dtype).t()),) if own.up else ()
+    write_sums([Sum(out, (*small, (x, weight.t())), bias)], compiled=spec.compiled)
 
 
 def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -369,7 +368,7 @@ def _input_gradient(
     """The gradient of X from those of the products with each weight and with all A."""
     adapters, rows = _adapters(each), arrived[0][1]
     dropped = any(mask is not None for mask in masks)
-    last = [(d_hidden, _stacked(each, rows.dtype))] if adapters and not dropped else []
+    small = [(d_hidden, _stacked(each, rows.dtype))] if adapters and not dropped else []
     d_x = rows.new_empty(rows.shape[0], shape_of(each[0].layer.base)[1])
     with ExitStack() as stack:
 
@@ -379,7 +378,7 @@ def _input_gradient(
             return stack.enter_context(spec.weights.matrix(own.layer.base, rows.dtype, keep=True))
 
         terms = ((grad, weight_of(own)) for own, grad in arrived)
-        write_sums([Sum(d_x, chain(terms, last))], compiled=spec.compiled)
+        write_sums([Sum(d_x, chain(small, terms))], compiled=spec.compiled)
     if dropped:
         parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
         for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):

@@ -46,7 +46,7 @@ class Sum:
     Attributes:
         out: `[rows, columns]` of that dtype or float32.
         terms: left `[rows, depth]` and right `[depth, columns]` of each product, at least one. torch's operators take one
-            after another: an iterator may make each when it is its turn.
+            after another, the smallest first, see `write_sums`: an iterator may make each when it is its turn, without a bias.
         bias: `[columns]`.
         factor: what the products are multiplied by.
     """
@@ -80,7 +80,8 @@ def write_sums(sums: Sequence[Sum], *, compiled: bool) -> None:
     Args:
         sums: what to compute, none of which reads what another writes.
         compiled: by the compiled loops, see `is_used`, where they can take all of them; else by torch's operators, which round
-            after each product.
+            after each product. These add a product to what is there before they round: what is small is lost if it comes after
+            what is large, and is not if it comes before. A bias comes last, for it may be large.
 
     Raises:
         RuntimeError: the matrices do not fit each other, as torch says it.
@@ -121,21 +122,24 @@ def _fits(asked: Sum, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> boo
 
 
 def _by_torch(asked: Sum, given: _Terms) -> None:
-    terms = iter(given)
+    bias = asked.bias
+    held = () if bias is None else tuple(given)
+    terms = iter(held or given)
     left, right = next(terms)
     plain = asked.out.dtype == left.dtype
     made = asked.out if plain else torch.empty_like(asked.out, dtype=left.dtype)
-    alpha = 1.0 if asked.bias is None else asked.factor
-    if asked.bias is None:
-        torch.mm(left, right, out=made)
+    if alone := bias is not None and len(held) == 1:
+        torch.addmm(bias, left, right, alpha=asked.factor, out=made)
     else:
-        torch.addmm(asked.bias, left, right, alpha=alpha, out=made)
+        torch.mm(left, right, out=made)
     for left, right in terms:
-        made.addmm_(left, right, alpha=alpha)
+        made.addmm_(left, right)
     if not plain:
         asked.out.copy_(made)
-    if alpha != asked.factor:
+    if asked.factor != 1 and not alone:
         asked.out.mul_(asked.factor)
+    if bias is not None and not alone:
+        asked.out.add_(bias)
 
 
 def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> None:
