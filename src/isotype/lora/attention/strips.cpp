@@ -73,16 +73,21 @@ typename T::Value* row_of(const Matrix& m, int64_t batch, int64_t head, int64_t 
 // rows [0, n) of x, which are columns of the product: [columns / LANES][steps][LANES], the sum along the row
 template <class T>
 void pack_along_row(const Matrix& x, int64_t batch, int64_t head, int64_t n, int64_t width, int64_t padded, uint32_t* to) {
-    int64_t steps = up(width, T::PER_LANE) / T::PER_LANE;
+    int64_t steps = up(width, T::PER_LANE) / T::PER_LANE, turned = 0;
     for (int64_t key = 0; key < padded; key++) {
         uint32_t* at = to + key / LANES * steps * LANES + key % LANES;
+        if (key % LANES == 0) {
+            turned = key + LANES <= n ? width / T::PER_LANE / LANES * LANES : 0;
+            for (int64_t k = 0; k < turned; k += LANES)
+                transpose([&](int i) { return row_of<T>(x, batch, head, key + i) + k * T::PER_LANE; }, at + k * LANES);
+        }
         if (key >= n) {
             for (int64_t k = 0; k < steps; k++) at[k * LANES] = 0;
             continue;
         }
         const typename T::Value* row = row_of<T>(x, batch, head, key);
         int64_t whole = width / T::PER_LANE;
-        for (int64_t k = 0; k < whole; k++) at[k * LANES] = T::lane(row + k * T::PER_LANE, 1);
+        for (int64_t k = turned; k < whole; k++) at[k * LANES] = T::lane(row + k * T::PER_LANE, 1);
         if (whole < steps) {
             typename T::Value last[2] = {row[width - 1], 0};
             at[whole * LANES] = T::lane(last, 1);
@@ -97,7 +102,10 @@ void pack_along_column(Row row, int64_t padded_rows, int64_t width, int64_t padd
     int64_t steps = padded_rows / T::PER_LANE;
     for (int64_t k = 0; k < steps; k++) {
         const Value *a = row(k * T::PER_LANE), *b = T::PER_LANE == 2 ? row(k * 2 + 1) : nullptr;
-        for (int64_t j = 0; j < padded_width; j++) {
+        int64_t j = 0;
+        for (; a && (b || T::PER_LANE == 1) && j + LANES <= width; j += LANES)
+            T::interleave(a + j, b + j, to + j * steps + k * LANES);
+        for (; j < padded_width; j++) {
             Value pair[2] = {a && j < width ? a[j] : Value(0), b && j < width ? b[j] : Value(0)};
             to[j / LANES * steps * LANES + k * LANES + j % LANES] = T::lane(pair, 1);
         }

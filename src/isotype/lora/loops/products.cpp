@@ -81,6 +81,8 @@ void pack_b(const Term& term, int64_t k, int64_t steps, int64_t first, int64_t c
                 T::interleave(a, b, to + done * LANES);
             }
         } else if (m.row == 1) {
+            for (; n == LANES && done + LANES <= whole; done += LANES)
+                transpose([&](int c) { return from + c * m.column + (k + done) * T::PER_LANE; }, to + done * LANES);
             for (; done < whole; done += std::min(BLOCK, whole - done))
                 for (int64_t c = 0; c < n; c++) {
                     const Value* row = from + c * m.column + (k + done) * T::PER_LANE;
@@ -163,7 +165,9 @@ void write(const Job& job, int64_t row, int64_t rows, int64_t column, int64_t co
     for (int64_t i = 0; i < rows; i++) {
         alignas(64) float line[GROUP];
         for (int64_t j = 0; j < GROUP; j += LANES) store(line + j, load(sums + i * GROUP + j) + load(bias + j));
-        if (job.sum.out_is_float)
+        if (job.sum.out_is_float && out.column == 1 && columns == GROUP)
+            Float::round_row(line, (uint32_t*)value_of<Float>(out, row + i, column), GROUP);
+        else if (job.sum.out_is_float)
             for (int64_t j = 0; j < columns; j++) *value_of<Float>(out, row + i, column + j) = line[j];
         else if (out.column == 1 && columns == GROUP)
             T::round_row(line, (uint32_t*)value_of<T>(out, row + i, column), GROUP);
@@ -199,6 +203,9 @@ template <class T> void run(const Work& work) {
         int64_t columns = std::min(GROUP, work.column_last - column);
         for (int64_t row = 0; row < rows; row += strip) {
             int64_t count = std::min(strip, rows - row);
+            bool direct = one && job.sum.out_is_float && job.sum.out.column == 1 && columns == GROUP && !job.sum.bias;
+            float* c = direct ? value_of<Float>(job.sum.out, work.row_first + row, column) : sums;
+            int64_t c_row = direct ? job.sum.out.row : GROUP;
             for (const Slab& slab : slabs) {
                 parts.clear();
                 uint32_t* at = b;
@@ -215,13 +222,13 @@ template <class T> void run(const Work& work) {
                     int64_t steps = 0;
                     auto fits = [&] { return last == first || steps + parts[last].steps <= RUN<T> + RUN<T> / 8; };
                     while (last < parts.size() && fits()) steps += parts[last++].steps;
-                    product<T>(count, up(columns, LANES), parts.data() + first, last - first, from, panel, sums, GROUP, job.factor,
+                    product<T>(count, up(columns, LANES), parts.data() + first, last - first, from, panel, c, c_row, job.factor,
                                first || &slab != &slabs[0]);
                     from += steps * LANES;
                     first = last;
                 } while (first < parts.size());
             }
-            write<T>(job, work.row_first + row, count, column, columns, sums);
+            if (!direct) write<T>(job, work.row_first + row, count, column, columns, sums);
         }
     }
     scratch.release_beyond(KEPT);

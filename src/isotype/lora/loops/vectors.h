@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX512F__)
@@ -19,6 +20,38 @@ typedef ivec ivec_u __attribute__((aligned(4)));
 
 inline vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from); }
 inline void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
+#endif
+
+// Exchanges lanes of `a` that have bit S in their number for those of `b` that have it not.
+template <int S, int... I> void exchange(ivec& a, ivec& b, std::integer_sequence<int, I...>) {
+    ivec first = SHUFFLE(a, b, (I & S ? LANES + I - S : I)...);
+    b = SHUFFLE(a, b, (I & S ? LANES + I : I + S)...);
+    a = first;
+}
+
+template <int S> void exchange_all(ivec* x) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & S)) exchange<S>(x[i], x[i + S], std::make_integer_sequence<int, LANES>());
+    if constexpr (S > 1) exchange_all<S / 2>(x);
+}
+
+typedef ivec ivec_2 __attribute__((aligned(2)));
+
+// Lane k of `row(i)` goes to to[k * LANES + i], for LANES rows of as many lanes.
+template <class Row> void transpose(Row row, uint32_t* to) {
+    ivec x[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) x[i] = *reinterpret_cast<const ivec_2*>(row(i));
+    exchange_all<LANES / 2>(x);
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) *reinterpret_cast<ivec_u*>(to + k * LANES) = x[k];
+}
 
 constexpr float LOG2_E = 1.44269504089f;
 
