@@ -419,7 +419,7 @@ def test_logits_are_never_whole() -> None:
         return max(sizes)
 
     assert isinstance(log_probs(head, hidden, targets), PerToken)
-    assert peak(2000) < peak(500) * 1.1 < 2000 * 5000 * 2 / 2
+    assert peak(2000) < peak(768) * 1.1 < 2000 * 5000 * 2 / 2
 
 
 @pytest.mark.usefixtures("loops")
