@@ -14,10 +14,9 @@ there, and the last product of a block is not computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -110,13 +109,25 @@ def lora_linear(
     products: list[_Product] = []
     outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(spec, products, first, second, *tensors)  # type: ignore[no-untyped-call]
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-        for product in products:
-            product()
+        _write(spec, products)
     return outputs
 
 
-_Product = Callable[[], None]
-"""Writes an output that was returned without its numbers."""
+@dataclass(frozen=True)
+class _Product:
+    """An output that was returned without its numbers, `out`: X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer."""
+
+    own: _Own
+    x: torch.Tensor
+    hidden: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+
+    def written_to(self, out: torch.Tensor, weight: torch.Tensor) -> Sum:
+        # The adapters' first: torch's operators would add it to a base that is rounded already, and it begins at zero.
+        up, columns = self.own.scaled_up(self.x.dtype), self.own.columns
+        small = ((self.hidden[:, columns], up.t()),) if up is not None else ()
+        return Sum(out, (*small, (self.x, weight.t())), self.bias)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -185,8 +196,10 @@ class _Own:
     up: tuple[torch.Tensor, ...]
     magnitude: torch.Tensor | None
 
-    def scaled_up(self, dtype: torch.dtype) -> torch.Tensor:
-        """s B of all adapters side by side, `[out, rank]`."""
+    def scaled_up(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """s B of all adapters side by side, `[out, rank]`; None without adapters."""
+        if not self.up:
+            return None
         parts = [b * adapter.scale for b, adapter in zip(self.up, self.layer.adapters, strict=True)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
 
@@ -268,44 +281,39 @@ def _output(
     columns = shape_of(own.layer.base)[0]
     if own.magnitude is None:
         out = x.new_empty(x.shape[0], columns, dtype=spec.result)
-        products.append(partial(_write_later, spec, own, (x, hidden), bias, out))
+        products.append(_Product(own, x, hidden, bias, out))
         return out, None, None
     y = x.new_empty(x.shape[0], columns)
     with spec.weights.matrix(own.layer.base, x.dtype, keep=spec.keep) as weight:
         norm = _row_norms(weight, own)
-        _write_product(spec, own, (x, hidden), weight, None, y)
+        product = _Product(own, x, hidden, None, y)
+        write_sums([product.written_to(y, weight)], compiled=spec.compiled)
     scaled = y * (own.magnitude / norm)  # in the magnitude's dtype: float32
     return (scaled if bias is None else scaled + bias).to(spec.result), y, norm
 
 
-_Factors = tuple[torch.Tensor, torch.Tensor]
-"""(X, X Aᵀ of all adapters)"""
+def _write(spec: Spec, products: Sequence[_Product]) -> None:
+    """Write outputs that were returned without their numbers."""
+    outs = [
+        out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
+        for out, x in ((each.out, each.x) for each in products)
+    ]
+    with ExitStack() as stack:
+        sums = (
+            each.written_to(out, _weight(spec, each.own, each.x.dtype, stack, keep=spec.keep))
+            for each, out in zip(products, outs, strict=True)
+        )
+        write_sums(sums, compiled=spec.compiled)
+    for each, out in zip(products, outs, strict=True):
+        if out is not each.out:
+            each.out.copy_(out)
 
 
-def _write_later(
-    spec: Spec, own: _Own, factors: _Factors, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    dtype = factors[0].dtype
-    y = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
-    with spec.weights.matrix(own.layer.base, dtype, keep=spec.keep) as weight:
-        _write_product(spec, own, factors, weight, bias, y)
-    if y is not out:
-        out.copy_(y)
-
-
-def _write_product(
-    spec: Spec,
-    own: _Own,
-    factors: _Factors,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer, all in one dtype, into `out`."""
-    x, hidden = factors
-    # The adapters' first: torch's operators would add it to a base that is rounded already, and it begins at zero.
-    small = ((hidden[:, own.columns], own.scaled_up(x.dtype).t()),) if own.up else ()
-    write_sums([Sum(out, (*small, (x, weight.t())), bias)], compiled=spec.compiled)
+def _weight(spec: Spec, own: _Own, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
+    """The base weight of a layer, in scratch until the stack is closed or torch's operators have multiplied by it."""
+    if not spec.compiled:
+        stack.close()  # torch takes one product after another: one weight at a time is in scratch
+    return stack.enter_context(spec.weights.matrix(own.layer.base, dtype, keep=keep))
 
 
 def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -336,8 +344,9 @@ def _through_output(
         d_magnitude = torch.linalg.vecdot(rows.float(), total.float(), dim=0) / norm
         found[own.start + own.layer.tensors - 1] = d_magnitude.to(own.magnitude.dtype)
         rows = (rows * (own.magnitude / norm)).to(hidden[0].dtype)
-    if own.up:
-        sums = [Sum(backward, ((rows, own.scaled_up(rows.dtype)),))]
+    scaled_up = own.scaled_up(rows.dtype)
+    if scaled_up is not None:
+        sums = [Sum(backward, ((rows, scaled_up),))]
         parts = torch.split(forward, [adapter.rank for adapter in own.layer.adapters], dim=1)
         for part, up, adapter in zip(parts, own.up, own.layer.adapters, strict=True):
             d_up = rows.new_empty(up.shape, dtype=_summed(rows))
@@ -371,13 +380,7 @@ def _input_gradient(
     small = [(d_hidden, _stacked(each, rows.dtype))] if adapters and not dropped else []
     d_x = rows.new_empty(rows.shape[0], shape_of(each[0].layer.base)[1])
     with ExitStack() as stack:
-
-        def weight_of(own: _Own) -> torch.Tensor:
-            if not spec.compiled:
-                stack.close()  # torch takes one product after another: one weight at a time is in scratch
-            return stack.enter_context(spec.weights.matrix(own.layer.base, rows.dtype, keep=True))
-
-        terms = ((grad, weight_of(own)) for own, grad in arrived)
+        terms = ((grad, _weight(spec, own, rows.dtype, stack, keep=True)) for own, grad in arrived)
         write_sums([Sum(d_x, chain(small, terms))], compiled=spec.compiled)
     if dropped:
         parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)

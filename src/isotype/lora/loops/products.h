@@ -6,9 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #include "vectors.h"
 
 #if defined(__AVX512F__) || defined(__aarch64__)

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
 from dataclasses import asdict, dataclass, fields
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -74,11 +73,12 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
     )
 
 
-def write_sums(sums: Sequence[Sum], *, compiled: bool) -> None:
+def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
     """Write sums of products of matrices of one dtype on one device; no derivatives.
 
     Args:
-        sums: what to compute, none of which reads what another writes.
+        sums: what to compute, none of which reads what another writes. torch's operators take one after another: an iterator
+            may make each when it is its turn.
         compiled: by the compiled loops, see `is_used`, where they can take all of them; else by torch's operators, which round
             after each product. These add a product to what is there before they round: what is small is lost if it comes after
             what is large, and is not if it comes before. A bias comes last, for it may be large.
@@ -92,7 +92,7 @@ def write_sums(sums: Sequence[Sum], *, compiled: bool) -> None:
             _by_torch(each, each.terms)
         return
     held = [(each, tuple(each.terms)) for each in sums]  # until they have been read
-    if all(_fits(*each) for each in held):
+    if held and all(_fits(*each) for each in held):
         _by_loops(held)
         return
     for each, terms in held:
@@ -104,21 +104,26 @@ _Terms = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 def _fits(asked: Sum, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether the loops, which read memory as they are told, can compute a sum."""
-    out, dtype = asked.out, terms[0][0].dtype
-    size, bias = tuple(out.shape), asked.bias
-    tensors = (out, *chain.from_iterable(terms), *(() if bias is None else (bias,)))
+    out, bias, dtype = asked.out, asked.bias, terms[0][0].dtype
+    size = tuple(out.shape)
+    for left, right in terms:
+        if not (
+            _readable(left, dtype)
+            and _readable(right, dtype)
+            and left.dim() == right.dim() == 2
+            and (left.shape[0], right.shape[1]) == size
+            and left.shape[1] == right.shape[0]
+        ):
+            return False
     return (
         compiled_products().has("sums_of_products", dtype)
-        and out.dtype in (dtype, torch.float32)
-        and all(type(x) in _PLAIN and x.device.type == "cpu" and x.layout == torch.strided for x in tensors)
-        and all(x.dtype == dtype for x in tensors[1:])
-        and all(left.dim() == right.dim() == 2 for left, right in terms)
-        and all(
-            (left.shape[0], right.shape[1]) == size and left.shape[1] == right.shape[0]
-            for left, right in terms
-        )
-        and (bias is None or bias.shape == out.shape[1:])
+        and (_readable(out, dtype) or _readable(out, torch.float32))
+        and (bias is None or (_readable(bias, dtype) and bias.shape == size[1:]))
     )
+
+
+def _readable(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype == dtype and type(x) in _PLAIN and x.is_cpu and x.layout == torch.strided
 
 
 def _by_torch(asked: Sum, given: _Terms) -> None:
