@@ -124,6 +124,35 @@ def test_so_are_those_of_compiled_loops(kind: str, variant: str, dtype: torch.dt
     outputs_and_gradients(kind, variant, dtype, compiled=True)
 
 
+LOW = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("working", "result"), [*((torch.float32, low) for low in LOW), *((low, torch.float32) for low in LOW)]
+)
+def test_products_in_one_dtype_and_outputs_in_another(
+    working: torch.dtype, result: torch.dtype, compiled: bool
+) -> None:
+    torch.manual_seed(12)
+    made = [base_layer("dense", rows, 37, working) for rows in (70, 5, 33)]
+    layers = [
+        Layer(base, biases, VARIANTS[variant])
+        for (base, _), biases, variant in zip(made, ((1.0,), (), ()), ("lora", "dora", "two"), strict=True)
+    ]
+    tensors = [
+        t for layer, rows in zip(layers, (70, 5, 33), strict=True) for t in tensors_of(layer, rows, 37)
+    ]
+    x = torch.randn(81, 37).to(result)
+    outputs = lora_linear(
+        Spec(tuple(layers), DenseWeights(), working, result, compiled=compiled), (x,), tensors
+    )
+    wanted = expected(layers, [weight for _, weight in made], x.double(), double(tensors))
+    for one, other in zip(outputs, wanted, strict=True):
+        assert one.dtype == result
+        assert error(one, other) < max(TOLERANCES[working], TOLERANCES[result])
+
+
 @pytest.mark.parametrize("bias", [None, 0.0, 8.0])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

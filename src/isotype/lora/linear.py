@@ -293,27 +293,25 @@ def _output(
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Write outputs that were returned without their numbers."""
-    outs = [
-        out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
-        for out, x in ((each.out, each.x) for each in products)
-    ]
-    with ExitStack() as stack:
-        sums = (
-            each.written_to(out, _weight(spec, each.own, each.x.dtype, stack, keep=spec.keep))
-            for each, out in zip(products, outs, strict=True)
-        )
-        write_sums(sums, compiled=spec.compiled)
-    for each, out in zip(products, outs, strict=True):
-        if out is not each.out:
-            each.out.copy_(out)
+    """Write outputs that were returned without their numbers: all in one call of the compiled loops, where none is cast after."""
+    cast = spec.result not in (spec.working, torch.float32)
+    for group in [products] if spec.compiled and not cast else [[each] for each in products]:
+        outs = [torch.empty_like(each.out, dtype=spec.working) if cast else each.out for each in group]
+        with ExitStack() as stack:
+            sums = (
+                each.written_to(out, _weight(spec, each.own, stack, keep=spec.keep))
+                for each, out in zip(group, outs, strict=True)
+            )
+            write_sums(sums, compiled=spec.compiled)
+        if cast:
+            group[0].out.copy_(outs[0])
 
 
-def _weight(spec: Spec, own: _Own, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
+def _weight(spec: Spec, own: _Own, stack: ExitStack, *, keep: bool) -> torch.Tensor:
     """The base weight of a layer, in scratch until the stack is closed or torch's operators have multiplied by it."""
     if not spec.compiled:
         stack.close()  # torch takes one product after another: one weight at a time is in scratch
-    return stack.enter_context(spec.weights.matrix(own.layer.base, dtype, keep=keep))
+    return stack.enter_context(spec.weights.matrix(own.layer.base, spec.working, keep=keep))
 
 
 def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -380,7 +378,7 @@ def _input_gradient(
     small = [(d_hidden, _stacked(each, rows.dtype))] if adapters and not dropped else []
     d_x = rows.new_empty(rows.shape[0], shape_of(each[0].layer.base)[1])
     with ExitStack() as stack:
-        terms = ((grad, _weight(spec, own, rows.dtype, stack, keep=True)) for own, grad in arrived)
+        terms = ((grad, _weight(spec, own, stack, keep=True)) for own, grad in arrived)
         write_sums([Sum(d_x, chain(small, terms))], compiled=spec.compiled)
     if dropped:
         parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
