@@ -118,3 +118,4 @@ if __name__ == "__main__":
     distributed.all_gather_object(every, results)
     if distributed.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(every))
+    distributed.destroy_process_group()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from torch import distributed
 
 from isotype.core.errors import Problem, TrainingError, UsageError
 
@@ -143,6 +147,22 @@ def lost_process_named(trainer: Any) -> Iterator[None]:
         # The launcher ends this process now; what is left is to say why.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _lost(trainer, trainer.last_checkpoint()) from error
+
+
+@cache
+def leave_group_at_exit() -> None:
+    """Leave the process group when this process ends, which neither transformers nor accelerate does.
+
+    The threads of a group that is still there when Python is torn down end the process now and then with SIGABRT, "terminate called
+    without an active exception": https://github.com/pytorch/pytorch/issues/190489. For processes whose training came to its end; one that
+    has lost another must not wait for it.
+    """
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _lost(trainer: Any, checkpoint: Path | None) -> TrainingError:

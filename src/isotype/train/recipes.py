@@ -36,7 +36,7 @@ from isotype.train.governed import (
     masters_of,
     mixed_precision_name,
 )
-from isotype.train.launched import lost_process_named, take_sharding
+from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
 from isotype.train.ranges import policy_by_ranges
@@ -385,6 +385,7 @@ def _train(
         try:
             with lost_process_named(trainer):
                 stopped_by = _train_and_save(trainer, root, resume, console)
+            leave_group_at_exit()
         except TrainingError as failure:
             record = record_of(sample, "failed", str(failure))
             report = write(record, made_steps=recorder.made_steps)
