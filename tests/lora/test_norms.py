@@ -12,7 +12,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.norms import NormParts, is_norm, norm_parts, rms_norm
+from isotype.model.boundary import BoundarySettings, set_boundary
 from tests.models import quiet
 
 # Relative error of a tensor's norm: one rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16), the
@@ -117,3 +119,14 @@ def test_the_norms_of_transformers() -> None:
         norms = [module for module in model.modules() if is_norm(module)]
         assert norms
         assert all(norm_parts(norm) is not None for norm in norms)
+
+
+def test_a_boundary_on_top_leaves_what_is_not_fused_to_the_class_below() -> None:
+    model = nn.Sequential(LlamaRMSNorm(16))
+    x = torch.ones(2, 16, dtype=torch.int64)
+    wanted = model(x)
+    fuse(model, {"input": torch.randn(2, 16)})
+    set_boundary(model[0], BoundarySettings("float32", torch.float32))
+    torch.testing.assert_close(model(x), wanted)
+    unfuse(model)
+    torch.testing.assert_close(model(x), wanted)

@@ -22,9 +22,11 @@ class Fused(Swapped):
 
     Attributes:
         lora_state: names of the attributes that a module of this class has more than its original.
+        lora_original: the class that was swapped. A boundary that is set later lies on top, with an `original` of its own.
     """
 
     lora_state: tuple[str, ...] = ()
+    lora_original: type[nn.Module]
 
 
 class FusedLora(Fused):
@@ -64,23 +66,23 @@ class FusedNorm(Fused):
 
 def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, GatedInput):
-        return gated_output(self.lora_weights, self, x, self.original.forward)
+        return gated_output(self.lora_weights, self, x, self.lora_original.forward)
     if not args and not kwargs and isinstance(x, torch.Tensor) and not torch.compiler.is_compiling():
         made = self.lora_siblings.output(self, x)
         if made is not None:
             return made
-    return self.original.forward(self, x, *args, **kwargs)
+    return self.lora_original.forward(self, x, *args, **kwargs)
 
 
 # PEFT changes base weights by `.data`, which nothing else could notice.
 def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
     self.lora_weights.forget(self.get_base_layer())
-    return self.original.merge(self, *args, **kwargs)
+    return self.lora_original.merge(self, *args, **kwargs)
 
 
 def _unmerge(self: Any) -> Any:
     self.lora_weights.forget(self.get_base_layer())
-    return self.original.unmerge(self)
+    return self.lora_original.unmerge(self)
 
 
 def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,14 +90,14 @@ def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     down = self._modules[parts.down]
     hooked = down._forward_hooks or down._forward_pre_hooks
     if args or kwargs or hooked or torch.compiler.is_compiling() or not isinstance(down, FusedLora):
-        return self.original.forward(self, x, *args, **kwargs)
+        return self.lora_original.forward(self, x, *args, **kwargs)
     first, second = call_in_order(self, parts, x)
     return down(GatedInput(parts.gate, first, second))  # type: ignore[operator]
 
 
 def _forward_norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or torch.compiler.is_compiling() or not x.is_floating_point():
-        return self.original.forward(self, x, *args, **kwargs)
+        return self.lora_original.forward(self, x, *args, **kwargs)
     return rms_norm(x, self.weight, self.lora_norm)
 
 
@@ -108,7 +110,7 @@ _MEMBERS: Mapping[type[Fused], Mapping[str, Any]] = {
 
 @cache
 def _fused_class(kind: Any, base: Any) -> Any:
-    return swapped_class(kind, (_fused_class, (kind, base)), base, _MEMBERS[kind])
+    return swapped_class(kind, (_fused_class, (kind, base)), base, _MEMBERS[kind], lora_original=base)
 
 
 def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
