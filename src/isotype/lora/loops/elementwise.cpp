@@ -1,4 +1,4 @@
-// Gated products and RMSNorms, forward and backward: one reading, one writing, float between them, one rounding.
+// Gated products, RMSNorms and rotations, forward and backward: one reading, one writing, float between them, one rounding.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -84,6 +84,34 @@ void norm_backward(int64_t rows, int64_t width, int64_t threads, const T* d, con
     });
 }
 
+// Values [batch, heads, tokens, dim] of any strides but the last, which is one.
+template <class T> struct Heads { T* at; int64_t batch, head, token; };
+
+// Rotary positions: the halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its own
+// place. Back, as their gradients go: (a cos + b sin', b cos - a sin'), where sin' are the other half's. Tables are [tokens, dim], and
+// `apart` from those of the next batch: 0 where all have the same.
+template <class T>
+void rotate(int64_t batch, int64_t heads, int64_t tokens, int64_t dim, int64_t apart, bool back, int64_t threads, Heads<const T> x,
+            const T* cos, const T* sin, Heads<T> out) {
+    int64_t half = dim / 2;
+#pragma omp parallel for num_threads(threads) if (batch * heads * tokens * dim > CHUNK)
+    for (int64_t r = 0; r < batch * tokens; r++) {
+        int64_t b = r / tokens, t = r % tokens;
+        const T *c = cos + b * apart + t * dim, *s = sin + b * apart + t * dim;
+        const T *first = back ? s + half : s, *second = back ? s : s + half, *from = x.at + b * x.batch + t * x.token;
+        T* to = out.at + b * out.batch + t * out.token;
+        float sign = back ? -1.0f : 1.0f;
+        each<T>(0, half, [=](int64_t i, auto get, auto put) {
+            vec c1 = get(c + i), c2 = get(c + half + i), s1 = sign * get(first + i), s2 = sign * get(second + i);
+            for (int64_t h = 0; h < heads; h++) {
+                vec one = get(from + h * x.head + i), other = get(from + h * x.head + half + i);
+                put(to + h * out.head + i, one * c1 - other * s1);
+                put(to + h * out.head + half + i, other * c2 + one * s2);
+            }
+        });
+    }
+}
+
 }  // namespace
 
 #define EXPORT(NAME, T)                                                                                                            \
@@ -98,6 +126,10 @@ void norm_backward(int64_t rows, int64_t width, int64_t threads, const T* d, con
     extern "C" void rms_norm_backward_##NAME(int64_t rows, int64_t width, int64_t threads, const T* d, const T* x, const float* w,     \
                                              const float* inverse, T* d_x) {                                                         \
         norm_backward(rows, width, threads, d, x, w, inverse, d_x);                                                                  \
+    }                                                                                                                                \
+    extern "C" void rotate_##NAME(int64_t batch, int64_t heads, int64_t tokens, int64_t dim, int64_t apart, int64_t back,              \
+                                  int64_t threads, const Heads<const T>* x, const T* cos, const T* sin, const Heads<T>* out) {        \
+        rotate(batch, heads, tokens, dim, apart, back, threads, *x, cos, sin, *out);                                                  \
     }
 
 EXPORT(float32, float)

@@ -1,11 +1,13 @@
-"""Gated products and RMSNorms by compiled loops (elementwise.cpp): every value is read once, computed in float32, rounded once.
+"""Gated products, RMSNorms and rotations by compiled loops (elementwise.cpp): every value is read once, computed in float32, rounded once.
 
 torch has an operator for each factor, and each of them reads and writes all values.
 """
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,23 +22,37 @@ def _loops() -> Loops:
     return loops_of(SOURCE, *HEADERS)
 
 
-def usable(*tensors: torch.Tensor) -> bool:
-    """Whether the compiled loops take these tensors: plain ones on a CPU, of one shape and a dtype that they know.
+class _Heads(ctypes.Structure):
+    """`[batch, heads, tokens, dim]` of any strides but the last, which is one."""
 
-    They have no derivatives: who computes with gradients takes torch's operators, or calls these from a function of autograd's.
-    """
+    _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_int64) for n in ("batch", "head", "token"))]
+
+
+def compiled() -> bool:
+    """Whether there are compiled loops."""
+    return _loops().reason is None
+
+
+def known(*tensors: Any) -> bool:
+    """Whether these are plain tensors on a CPU, of one shape and a dtype that the compiled loops know, and there are such."""
+    if not all(type(x) in _PLAIN for x in tensors):
+        return False
     first = tensors[0]
     return (
         first.device.type == "cpu"
         and first.dtype in NAMES
-        and all(
-            type(x) in _PLAIN and (x.device, x.dtype, x.shape) == (first.device, first.dtype, first.shape)
-            for x in tensors
-        )
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and all((x.device, x.dtype, x.shape) == (first.device, first.dtype, first.shape) for x in tensors)
         and not torch.compiler.is_compiling()
-        and _loops().reason is None
+        and compiled()
     )
+
+
+def usable(*tensors: torch.Tensor) -> bool:
+    """Whether the compiled loops take these tensors.
+
+    They have no derivatives: who computes with gradients takes torch's operators, or calls these from a function of autograd's.
+    """
+    return known(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -67,6 +83,21 @@ def rms_norm_backward(
     made: torch.Tensor = OPS.rms_norm_backward(
         grad.contiguous(), x.contiguous(), weight.contiguous(), inverse.contiguous()
     )
+    return made
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Rotary positions, or with `back` the gradient of x from theirs.
+
+    The halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its own place.
+
+    Args:
+        x: `[batch, heads, tokens, dim]`, dim even; the result lies in memory as it does.
+        cos: `[batch or 1, tokens, dim]` in x's dtype, as `sin`.
+        sin: see `cos`.
+        back: whether x is a gradient.
+    """
+    made: torch.Tensor = OPS.rotate(x, cos.contiguous(), sin.contiguous(), back)
     return made
 
 
@@ -103,3 +134,17 @@ def _rms_norm_backward(
     sizes = inverse.numel(), x.shape[-1], torch.get_num_threads()
     _loops().run("rms_norm_backward", x.dtype, *sizes, grad, x, weight, inverse, d_x)
     return d_x
+
+
+@operator("rotate(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor")
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+    out = torch.empty_like(x)
+    if x.stride(-1) != 1 or out.stride(-1) != 1:
+        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    batch, heads, tokens, dim = x.shape
+    apart = 0 if len(cos) == 1 else tokens * dim
+    places = [_Heads(each.data_ptr(), *each.stride()[:3]) for each in (x, out)]
+    given, made = map(ctypes.byref, places)
+    sizes = batch, heads, tokens, dim, apart, int(back), torch.get_num_threads()
+    _loops().run("rotate", x.dtype, *sizes, given, cos, sin, made)
+    return out
