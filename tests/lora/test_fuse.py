@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import isotype
 from isotype.core.dtypes import parse_dtype as dtype_of
 from isotype.lora.fuse import fuse, unfuse
+from isotype.lora.loops import elementwise
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import tiny_batch, tiny_model
 from tests.pairwise import pairwise
@@ -142,12 +143,14 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
     assert attention.q_proj.lora_siblings.layers == (attention.q_proj, attention.k_proj, attention.v_proj)
     assert attention.q_proj.lora_siblings is attention.v_proj.lora_siblings
     assert attention.o_proj.lora_siblings.layers == (attention.o_proj,)
+    rotary = "rotary: queries and keys of 2 attention layers are rotated in one function each\n"
     assert str(report) == (
         "fused: 14 LoRA layers\n"
         "together: q_proj k_proj v_proj (2 times)\n"
         "together: gate_proj up_proj (2 times)\n"
         "gated: 2 MLPs (silu), whose product is formed again in the backward\n"
         "norms: 5 RMSNorms in one function each\n"
+        f"{rotary if elementwise.compiled() else ''}"
         "attention: the faster kernel for each class of shapes, measured when it is first called\n"
         "padding: left out of the batches of TRL's trainers where it lies left or right of the tokens"
     )

@@ -15,10 +15,13 @@ from isotype.core.units import format_bytes
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
 from isotype.lora.fused import Siblings, why_not, working_dtype
 from isotype.lora.gated import gated_parts
-from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, put_in, take_out
+from isotype.lora.loops import elementwise
+from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, FusedRotary, put_in, take_out
 from isotype.lora.norms import is_norm, norm_parts
+from isotype.lora.rotary import rotates
 from isotype.lora.same_input import same_input
 from isotype.lora.weights import DenseWeights
+from isotype.model.boundary import boundary_of
 from isotype.model.enforce import policy_of
 from isotype.model.walk import is_tuner_layer
 
@@ -39,6 +42,8 @@ class FusionReport:
         unseen: why it is not known which layers read the same input; empty where it is.
         copies: how many base weights have a dense copy in the compute dtype.
         copied_bytes: the bytes of those copies.
+        rotary: names of the attention layers that rotate queries and keys in one function (on a CPU with a compiler only), but for
+            calls that rotate parts of heads or in several dtypes.
     """
 
     fused: tuple[str, ...]
@@ -50,6 +55,7 @@ class FusionReport:
     unseen: str = ""
     copies: int = 0
     copied_bytes: int = 0
+    rotary: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -81,6 +87,9 @@ class FusionReport:
             )
         if self.norms:
             lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')} in one function each")
+        if self.rotary:
+            layers = plural(len(self.rotary), "attention layer")
+            lines.append(f"rotary: queries and keys of {layers} are rotated in one function each")
         if self.copies:
             size = format_bytes(self.copied_bytes)
             lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
@@ -101,9 +110,9 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
 
     Parameters, names, files, merging and switching of adapters stay PEFT's own. A layer whose active adapter cannot be
     fused (see `FusionReport.left`) runs as PEFT has it; so does every layer while it is merged or disabled, is compiled,
-    or has hooks inside. Gated MLPs form their product again in the backward instead of keeping it, and RMSNorms compute
-    in one function on a CPU. There attention takes the kernel that is measured to be faster, once on a machine and for
-    every class of shapes (`isotype.lora.attention`).
+    or has hooks inside. Gated MLPs form their product again in the backward instead of keeping it, and RMSNorms and rotary
+    positions compute in one function on a CPU. There attention takes the kernel that is measured to be faster, once on a
+    machine and for every class of shapes (`isotype.lora.attention`).
     The model is run once, without gradients, to see which layers read the same input.
 
     Args:
@@ -130,6 +139,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
         for layer in siblings.layers:
             put_in(layer, FusedLora, weights, siblings)
     _keep_copies(model, weights, fused)
+    rotary = _fuse_rotary(model) if on_cpu else ()
     return FusionReport(
         tuple(fused),
         tuple(names for names in groups if len(names) > 1),
@@ -140,6 +150,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
         unseen,
         weights.copies,
         weights.bytes,
+        rotary,
     )
 
 
@@ -166,6 +177,19 @@ def _fuse_norms(model: nn.Module) -> tuple[str, ...]:
     }
     for module, parts in found.values():
         put_in(module, FusedNorm, parts)
+    return tuple(found)
+
+
+def _fuse_rotary(model: nn.Module) -> tuple[str, ...]:
+    if not elementwise.compiled():
+        return ()
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if boundary_of(module) is None and rotates(type(module).forward)
+    }
+    for module in found.values():
+        put_in(module, FusedRotary)
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Modules that compute another way: LoRA layers, gated MLPs and norms, by a swap of their class."""
+"""Modules that compute another way: LoRA layers, gated MLPs, norms and attention, by a swap of their class."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from isotype.lora.fused import GatedInput, Siblings, gated_output
 from isotype.lora.gated import GatedParts, call_in_order
 from isotype.lora.norms import NormParts, rms_norm
+from isotype.lora.rotary import with_loops
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of, set_boundary
 from isotype.model.swapped import Swapped, swap, swapped_class
@@ -64,6 +65,10 @@ class FusedNorm(Fused):
     lora_norm: NormParts
 
 
+class FusedRotary(Fused):
+    """An attention layer whose queries and keys are rotated in one function."""
+
+
 def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, GatedInput):
         return gated_output(self.lora_weights, self, x, self.lora_original.forward)
@@ -101,10 +106,18 @@ def _forward_norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return rms_norm(x, self.weight, self.lora_norm)
 
 
+def _forward_rotary(self: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = self.lora_original.forward
+    if not torch.compiler.is_compiling():
+        forward = with_loops(forward)
+    return forward(self, *args, **kwargs)
+
+
 _MEMBERS: Mapping[type[Fused], Mapping[str, Any]] = {
     FusedLora: {"forward": _forward_lora, "merge": _merge, "unmerge": _unmerge},
     FusedMlp: {"forward": _forward_gated},
     FusedNorm: {"forward": _forward_norm},
+    FusedRotary: {"forward": _forward_rotary},
 }
 
 

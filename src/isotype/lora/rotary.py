@@ -1,0 +1,147 @@
+"""Rotary positions of queries and keys in one function: https://arxiv.org/abs/2104.09864.
+
+    (a, b) -> (a cos - b sin, b cos + a sin)
+
+for the halves a, b of a head, in float32 inside, rounded once. transformers' models call a function of their own module for it; here
+a copy of an attention layer's forward calls another one, and the module stays as it is.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from functools import cache, wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from isotype.lora.loops import elementwise
+
+NAME = "apply_rotary_pos_emb"
+"""What the modules of transformers call the function."""
+
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+"""Of numbers up to about ten, whose products and sums are rounded one by one."""
+
+
+_looked_at: dict[FunctionType, FunctionType] = {}
+"""Each forward that was asked for -> the function that its module had then."""
+
+
+def rotates(forward: Any) -> bool:
+    """Whether a class's forward rotates queries and keys in a way that `with_loops` knows."""
+    rotate = _rotation_of(forward)
+    if rotate is None:
+        return False
+    _looked_at[forward] = rotate
+    return _copied(forward, rotate) is not None
+
+
+def with_loops(forward: Any) -> Any:
+    """A method that does what `forward` does, but rotates by compiled loops; `forward` itself where that is not known.
+
+    It sees its module as it is now: whoever has put another rotation into it since `rotates` was asked gets that one.
+    """
+    rotate = _rotation_of(forward)
+    # Nobody has asked of a model that was fused in another process.
+    if rotate is None or _looked_at.setdefault(forward, rotate) is not rotate:
+        return forward
+    copied = _copied(forward, rotate)
+    if copied is None:
+        return forward
+    # The names of one dictionary stay as they are, which keeps what Python has remembered about them.
+    copied.__globals__.update({**forward.__globals__, NAME: copied.__globals__[NAME]})
+    return copied
+
+
+def _rotation_of(forward: Any) -> FunctionType | None:
+    rotate = forward.__globals__.get(NAME) if isinstance(forward, FunctionType) else None
+    return rotate if isinstance(rotate, FunctionType) else None
+
+
+@cache
+def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
+    # What is decorated does something else before; who writes to a module's names would write to the copy's.
+    if hasattr(forward, "__wrapped__") or not _rotates_by_name(forward) or not _is_rotation(rotate):
+        return None
+    names = {**forward.__globals__, NAME: _replacement(rotate)}
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    made.__qualname__ = forward.__qualname__
+    return made
+
+
+def _rotates_by_name(forward: FunctionType) -> bool:
+    """Whether a forward calls the function by its name, and none beside it (DeepSeek's choose between two)."""
+    steps = [(step.opname, str(step.argval)) for step in dis.get_instructions(forward)]
+    called = {
+        name for operator, name in steps if operator == "LOAD_GLOBAL" and name.startswith("apply_rotary")
+    }
+    writes = any(operator in ("STORE_GLOBAL", "DELETE_GLOBAL") for operator, _ in steps)
+    return called == {NAME} and not writes
+
+
+def _is_rotation(rotate: Any) -> bool:
+    """Whether a function computes the formula, seen by running it on a few numbers."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
+    numbers = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+    for dtype, tolerance in _TOLERANCES.items():
+        given = [x.to(dtype) for x in numbers]
+        q, k, cos, sin = (x.double() for x in given)
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                made = rotate(*given)
+        except Exception:  # noqa: BLE001 - a function that takes something else raises whatever it likes
+            return False
+        if not isinstance(made, tuple) or len(made) != 2:
+            return False
+        for found, wanted in zip(made, (_rotated(q, cos, sin), _rotated(k, cos, sin)), strict=True):
+            if not isinstance(found, torch.Tensor) or (found.dtype, found.shape) != (dtype, wanted.shape):
+                return False
+            if not torch.allclose(found.double(), wanted, rtol=tolerance, atol=tolerance):
+                return False
+    return True
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+
+def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(rotate)
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and (not kwargs or kwargs == {"unsqueeze_dim": 1}) and _fits(*args):
+            q, k, cos, sin = args
+            return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+        return rotate(*args, **kwargs)
+
+    return rotated
+
+
+def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    if not (elementwise.known(q) and elementwise.known(k) and elementwise.known(cos, sin)):
+        return False
+    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype):
+        return False
+    if cos.shape[-1] % 2 or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
+        return False
+    return all(x.shape[2:] == cos.shape[1:] and len(cos) in (1, len(x)) for x in (q, k))
+
+
+class _Rotate(torch.autograd.Function):
+    # One tensor at a time: a key that needs no gradient gets none because the query needs one.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        return elementwise.rotate(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return None if grad is None else elementwise.rotate(grad, cos, sin, back=True), None, None
