@@ -17,6 +17,7 @@ from rich.console import Console
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
+from isotype.core.heap import freed_memory_kept
 from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover
@@ -383,7 +384,7 @@ def _train(
         write = partial(write_report, root=root, writes=trainer.args.should_save)
         recorder.keep = Kept(lambda: write(record_of(sample, "running"), made_steps=True))
         try:
-            with lost_process_named(trainer):
+            with lost_process_named(trainer), freed_memory_kept():
                 stopped_by = _train_and_save(trainer, root, resume, console)
             leave_group_at_exit()
         except TrainingError as failure:
