@@ -88,17 +88,18 @@ def _reached(layer: nn.Module) -> bool:
     """
     parts = [layer]  # asked for every product: `modules()` takes three times as long
     for part in parts:
-        inside = part is not layer
-        if inside and (
-            part._forward_hooks
-            or part._forward_pre_hooks
-            or part._backward_hooks
-            or hasattr(part, "_hf_hook")
+        state = part.__dict__
+        if part is not layer and (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or "_hf_hook" in state
         ):
             return True
-        if any(is_sharded(parameter) for parameter in part._parameters.values() if parameter is not None):
-            return True
-        parts += [child for child in part._modules.values() if child is not None]
+        for parameter in state["_parameters"].values():
+            if parameter is not None and is_sharded(parameter):
+                return True
+        parts += [child for child in state["_modules"].values() if child is not None]
     return False
 
 

@@ -168,14 +168,12 @@ class _LoraLinear(torch.autograd.Function):
         with torch.autocast(first.device.type, enabled=False):
             factors = _factors(spec, first, second)
             each = tuple(_owned(spec, tensors))
-            d_hidden = torch.zeros_like(hidden)
             for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
-                if grad is None:
-                    continue
-                rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
-                arrived.append(
-                    (own, _through_output(spec, own, rows, (hidden, d_hidden), total, norm, found))
-                )
+                if grad is not None:
+                    rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
+                    arrived.append((own, _through_output(own, rows, total, norm, found)))
+            d_hidden = torch.empty_like(hidden) if len(arrived) == layers else torch.zeros_like(hidden)
+            _through_up(spec, arrived, hidden, d_hidden, found)
             d_x = None
             if any(ctx.needs_input_grad[2:4]) and arrived:
                 d_x = _input_gradient(spec, arrived, each, masks, d_hidden)
@@ -326,33 +324,45 @@ def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
 
 
 def _through_output(
-    spec: Spec,
     own: _Own,
     rows: torch.Tensor,
-    hidden: tuple[torch.Tensor, torch.Tensor],
     total: torch.Tensor | None,
     norm: torch.Tensor | None,
     found: dict[int, torch.Tensor],
 ) -> torch.Tensor:
-    """From the gradient of Y to that of X Wᵀ, which is returned, and of this layer's own tensors and X Aᵀ."""
-    forward, backward = (part[:, own.columns] for part in hidden)
+    """From the gradient of Y to that of X Wᵀ, which is returned, and of this layer's biases and magnitude."""
     for index, (bias, scale) in enumerate(zip(own.biases, own.layer.biases, strict=True)):
         found[own.start + index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
-    if own.magnitude is not None and norm is not None and total is not None:
-        d_magnitude = torch.linalg.vecdot(rows.float(), total.float(), dim=0) / norm
-        found[own.start + own.layer.tensors - 1] = d_magnitude.to(own.magnitude.dtype)
-        rows = (rows * (own.magnitude / norm)).to(hidden[0].dtype)
-    scaled_up = own.scaled_up(rows.dtype)
-    if scaled_up is not None:
-        sums = [Sum(backward, ((rows, scaled_up),))]
-        parts = torch.split(forward, [adapter.rank for adapter in own.layer.adapters], dim=1)
-        for part, up, adapter in zip(parts, own.up, own.layer.adapters, strict=True):
+    if own.magnitude is None or norm is None or total is None:
+        return rows
+    d_magnitude = torch.linalg.vecdot(rows.float(), total.float(), dim=0) / norm
+    found[own.start + own.layer.tensors - 1] = d_magnitude.to(own.magnitude.dtype)
+    return (rows * (own.magnitude / norm)).to(total.dtype)
+
+
+def _through_up(
+    spec: Spec,
+    arrived: Sequence[tuple[_Own, torch.Tensor]],
+    hidden: torch.Tensor,
+    d_hidden: torch.Tensor,
+    found: dict[int, torch.Tensor],
+) -> None:
+    """From the gradients of the products with each weight to those of all B and of X Aᵀ, which are written into `d_hidden`."""
+    sums, places = [], []
+    for own, rows in arrived:
+        scaled_up = own.scaled_up(rows.dtype)
+        if scaled_up is None:
+            continue
+        sums.append(Sum(d_hidden[:, own.columns], ((rows, scaled_up),)))
+        ranks = [adapter.rank for adapter in own.layer.adapters]
+        parts = torch.split(hidden[:, own.columns], ranks, dim=1)
+        for index, (part, up, adapter) in enumerate(zip(parts, own.up, own.layer.adapters, strict=True)):
             d_up = rows.new_empty(up.shape, dtype=_summed(rows))
             sums.append(Sum(d_up, ((rows.t(), part),), factor=adapter.scale))
-        write_sums(sums, compiled=spec.compiled)
-        for index, (own_sum, up) in enumerate(zip(sums[1:], own.up, strict=True)):
-            found[_place(own, index) + 1] = own_sum.out.to(up.dtype)
-    return rows
+            places.append((_place(own, index) + 1, d_up, up.dtype))
+    write_sums(sums, compiled=spec.compiled)
+    for place, d_up, dtype in places:
+        found[place] = d_up.to(dtype)
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from isotype.model.boundary import original_class
+from isotype.model.boundary import Boundary
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,24 @@ _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Con
 
 def kind_of(module: nn.Module) -> str:
     """The kind of a module, as in `Place.kind`."""
-    names = [cls.__name__ for cls in type(module).__mro__]
+    cls: Any = type(module)
+    return _kind_of(cls)
+
+
+@cache
+def _kind_of(cls: Any) -> str:
+    names = [each.__name__ for each in cls.__mro__]
     if _TUNER in names:
         return "other"  # PEFT names its wrappers after the layers they wrap
     for name, kind in _BY_CLASS_NAME.items():
         if name in names:
             return kind
-    if isinstance(module, _LINEAR):
+    if issubclass(cls, _LINEAR):
         return "linear"
-    if isinstance(module, nn.Embedding):
+    if issubclass(cls, nn.Embedding):
         return "embedding"
-    if "norm" in original_class(module).__name__.lower():
+    plain = cls.original if issubclass(cls, Boundary) else cls
+    if "norm" in plain.__name__.lower():
         return "norm"
     return "other"
 

@@ -159,21 +159,39 @@ void scatter(const Call& c, const Strip& s, const Matrix& x, int64_t width, cons
 
 thread_local Scratch scratch;
 
-struct Window { int64_t first, width; };  // keys of a block, in whole panels
+struct Window { int64_t first, last, width; };  // keys; `width`: in whole panels
 
-Window window_of(const Block& b) {
+Window window_of(const Block& b, int64_t last) {
     int64_t first = b.key_first / (2 * LANES) * (2 * LANES);
-    return {first, up(b.key_last - first, 2 * LANES)};
+    return {first, last, up(last - first, 2 * LANES)};
+}
+
+const float* tile_row(const Call& c, const Block& b, const Strip& s, int64_t i) {
+    int64_t r = s.first + i, head = b.tile_heads == 1 ? 0 : s.key_head * c.group + r % c.group;
+    return b.tile + (head * (b.row_last - b.row_first) + r / c.group - b.row_first) * (b.masked_last - b.masked_first);
+}
+
+// The keys that a strip reads: the block's, but for the last ones that are closed to all of its rows.
+Window window_of(const Call& c, const Block& b, const Strip& s) {
+    if (!b.tile || b.masked_last != b.key_last) return window_of(b, b.key_last);
+    int64_t open = 0, masked = b.masked_last - b.masked_first;
+    for (int64_t i = s.count - 1; i >= 0; i--) {
+        const float* row = tile_row(c, b, s, i);
+        int64_t j = masked;
+        while (j > open && row[j - 1] == -INFINITY) j--;
+        open = j;
+    }
+    return window_of(b, std::max(b.masked_first + open, b.key_first + 1));
 }
 
 // scores of a strip in units of log 2, with mask; tanh of the capped ones in `capped`
 template <class T>
-void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const uint32_t* q, const Packs& p, float* to, float* capped) {
-    Window w = window_of(b);
+void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const Window& w, const uint32_t* q, const Packs& p, float* to,
+            float* capped) {
     float factor = c.cap ? c.scale / c.cap * 2 * LOG2_E : c.scale * LOG2_E;
     product<T>(up(s.count, ROWS), w.width, {q, z.steps_head, 1, z.steps_head}, p.k_head + w.first * z.steps_head,
                z.steps_head * LANES, to, w.width, factor, false);
-    int64_t masked = b.masked_last - b.masked_first;
+    int64_t masked = std::min(b.masked_last, w.last) - b.masked_first;
     for (int64_t i = 0; i < s.count; i++) {
         float* row = to + i * w.width;
         if (c.cap)
@@ -185,10 +203,9 @@ void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const
                 store(row + j, t * (c.cap * LOG2_E));
             }
         for (int64_t j = 0; j < b.key_first - w.first; j++) row[j] = -INFINITY;
-        for (int64_t j = b.key_last - w.first; j < w.width; j++) row[j] = -INFINITY;
+        for (int64_t j = w.last - w.first; j < w.width; j++) row[j] = -INFINITY;
         if (!b.tile) continue;
-        int64_t r = s.first + i, head = b.tile_heads == 1 ? 0 : s.key_head * c.group + r % c.group;
-        const float* tile = b.tile + (head * (b.row_last - b.row_first) + r / c.group - b.row_first) * masked;
+        const float* tile = tile_row(c, b, s, i);
         float* at = row + b.masked_first - w.first;
         for (int64_t j = 0; j < masked; j++) at[j] += tile[j];
     }
@@ -196,7 +213,7 @@ void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const
 
 int64_t widest(const Call& c) {
     int64_t found = 0;
-    for (int64_t i = 0; i < c.block_count; i++) found = std::max(found, window_of(c.blocks[i]).width);
+    for (int64_t i = 0; i < c.block_count; i++) found = std::max(found, window_of(c.blocks[i], c.blocks[i].key_last).width);
     return found;
 }
 
@@ -218,7 +235,7 @@ template <class T>
 void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& packs, int64_t most) {
     const Block& b = *at.block;
     const Strip& s = at.strip;
-    Window w = window_of(b);
+    Window w = window_of(c, b, s);
     scratch.reserve(4 * STRIP * (z.steps_head + most * 2 + z.value + 1) + 1024);
     uint32_t* q = scratch.take<uint32_t>(STRIP * z.steps_head);
     float* p = scratch.take<float>(STRIP * w.width);
@@ -226,7 +243,7 @@ void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& p
     float* out = scratch.take<float>(STRIP * z.value);
     int64_t row = w.width / T::PER_LANE;
     gather<T>(c, s, c.q, c.head, z.steps_head, q);
-    scores<T>(c, z, b, s, q, packs, p, nullptr);
+    scores<T>(c, z, b, s, w, q, packs, p, nullptr);
     for (int64_t i = 0; i < up(s.count, ROWS); i++) {
         float* x = p + i * w.width;
         if (i >= s.count) {
@@ -238,9 +255,8 @@ void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& p
         for (int64_t j = 0; j < w.width; j += LANES) {
             vec e = exp2v(load(x + j) - largest);
             total += e;
-            store(x + j, e);
+            T::put(rounded + i * row, j, e);
         }
-        T::round_row(x, rounded + i * row, w.width);
         float* kept = sums_of(c, s, i);
         kept[0] = largest;
         kept[1] = 1 / std::max(sum_of(total), 1.0f);
@@ -272,41 +288,63 @@ void forward(const Call& c) {
 
 // ------------------------------------------------------------------------------------------------- backward
 
-// Scores become probabilities; rows that only fill up the last ROWS are zero.
-void to_probabilities(const Call& c, const Strip& s, int64_t rows, int64_t width, float* p) {
-    for (int64_t i = 0; i < rows; i++) {
-        float* x = p + i * width;
-        if (i >= s.count) {
-            std::memset(x, 0, 4 * width);
-            continue;
+// Scores become probabilities, and lanes of them for a sum over rows; rows that only fill up the last ROWS are zero.
+template <class T>
+void to_probabilities(const Call& c, const Strip& s, int64_t rows, int64_t width, float* p, uint32_t* by_pair) {
+    constexpr int TOGETHER = T::PER_LANE;
+    for (int64_t i = 0; i < rows; i += TOGETHER) {
+        float largest[TOGETHER] = {}, inverse[TOGETHER] = {};
+        for (int r = 0; r < TOGETHER && i + r < s.count; r++) {
+            const float* kept = sums_of(c, s, i + r);
+            largest[r] = kept[0], inverse[r] = kept[1];
         }
-        const float* kept = sums_of(c, s, i);
-        for (int64_t j = 0; j < width; j += LANES) store(x + j, exp2v(load(x + j) - kept[0]) * kept[1]);
+        for (int64_t j = 0; j < width; j += LANES) {
+            vec y[TOGETHER];
+#pragma GCC unroll 2
+            for (int r = 0; r < TOGETHER; r++) {
+                float* at = p + (i + r) * width + j;
+                y[r] = i + r < s.count ? exp2v(load(at) - largest[r]) * inverse[r] : vec{};
+                store(at, y[r]);
+            }
+            store(by_pair + i / TOGETHER * width + j, T::lanes(y));
+        }
     }
 }
 
-// Gradients of probabilities become those of scores.
-void to_score_gradients(const Strip& s, int64_t rows, int64_t width, const float* p, const float* capped, float* d_p) {
-    for (int64_t i = 0; i < rows; i++) {
-        const float* y = p + i * width;
-        float* x = d_p + i * width;
-        vec total = {};
-        for (int64_t j = 0; j < width; j += LANES) total += load(x + j) * load(y + j);
-        // From what was computed here, not from the rounded output: where one probability is near 1, these two cancel.
-        float along = sum_of(total);
-        for (int64_t j = 0; j < width; j += LANES) store(x + j, load(y + j) * (load(x + j) - along));
-        if (capped && i < s.count)
-            for (int64_t j = 0; j < width; j += LANES) {
-                vec t = load(capped + i * width + j);
-                store(x + j, load(x + j) * (1.0f - t * t));
+// Gradients of probabilities become those of scores, rounded: as rows, and as lanes for a sum over rows.
+template <class T>
+void to_score_gradients(const Strip& s, int64_t rows, int64_t width, const float* p, const float* capped, const float* d_p, uint32_t* by_row,
+                        uint32_t* by_pair) {
+    constexpr int TOGETHER = T::PER_LANE;
+    for (int64_t i = 0; i < rows; i += TOGETHER) {
+        float along[TOGETHER];
+        for (int r = 0; r < TOGETHER; r++) {
+            vec total = {};
+            for (int64_t j = (i + r) * width; j < (i + r + 1) * width; j += LANES) total += load(d_p + j) * load(p + j);
+            // From what was computed here, not from the rounded output: where one probability is near 1, these two cancel.
+            along[r] = sum_of(total);
+        }
+        for (int64_t j = 0; j < width; j += LANES) {
+            vec y[TOGETHER];
+#pragma GCC unroll 2
+            for (int r = 0; r < TOGETHER; r++) {
+                int64_t at = (i + r) * width + j;
+                y[r] = load(p + at) * (load(d_p + at) - along[r]);
+                if (capped && i + r < s.count) {
+                    vec t = load(capped + at);
+                    y[r] *= 1.0f - t * t;
+                }
+                T::put(by_row + (i + r) * width / TOGETHER, j, y[r]);
             }
+            store(by_pair + i / TOGETHER * width + j, T::lanes(y));
+        }
     }
 }
 
 template <class T>
 void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& s, const Packs& packs, int64_t most, float* d_k, float* d_v) {
     typedef typename T::Value Value;
-    Window w = window_of(b);
+    Window w = window_of(c, b, s);
     constexpr int STEPS = STRIP / T::PER_LANE;
     int64_t lanes = STRIP * (z.steps_head + z.steps_value + most * 2) + STEPS * (z.head + z.value), floats = STRIP * (most * 3 + z.head);
     scratch.reserve(4 * (lanes + floats) + 1024);
@@ -324,29 +362,22 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
 
     gather<T>(c, s, c.q, c.head, z.steps_head, q);
     gather<T>(c, s, c.d_out, c.value_head, z.steps_value, d_out);
-    scores<T>(c, z, b, s, q, packs, p, capped);
-    to_probabilities(c, s, rows, w.width, p);
-    auto by_pairs = [&](const float* x) {
-        for (int64_t k = 0; k < steps; k++)
-            T::pair_rows(x + k * T::PER_LANE * w.width, x + (k * T::PER_LANE + T::PER_LANE - 1) * w.width, by_pair + k * w.width, w.width);
-    };
+    scores<T>(c, z, b, s, w, q, packs, p, capped);
+    to_probabilities<T>(c, s, rows, w.width, p, by_pair);
     if (d_v) {
-        by_pairs(p);
         pack_along_column<T>([&](int64_t i) { return (const Value*)(d_out + i * z.steps_value); }, rows, c.value_head, z.value, d_out_rows);
         product<T>(w.width, z.value, {by_pair, 1, w.width, steps}, d_out_rows, steps * LANES, d_v + w.first * z.value, z.value, 1, true);
     }
     if (!d_k && !c.d_q.at) return;
     product<T>(rows, w.width, {d_out, z.steps_value, 1, z.steps_value}, packs.v_head + w.first * z.steps_value,
                z.steps_value * LANES, d_p, w.width, 1, false);
-    to_score_gradients(s, rows, w.width, p, capped, d_p);
-    for (int64_t i = 0; i < rows; i++) T::round_row(d_p + i * w.width, by_row + i * row, w.width);
+    to_score_gradients<T>(s, rows, w.width, p, capped, d_p, by_row, by_pair);
     if (c.d_q.at) {
         product<T>(rows, z.head, {by_row, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES,
                    z.steps_keys * LANES, d_q, z.head, c.scale, false);
         scatter<T>(c, s, c.d_q, c.head, d_q, z.head);
     }
     if (d_k) {
-        by_pairs(d_p);
         pack_along_column<T>([&](int64_t i) { return (const Value*)(q + i * z.steps_head); }, rows, c.head, z.head, q_rows);
         product<T>(w.width, z.head, {by_pair, 1, w.width, steps}, q_rows, steps * LANES, d_k + w.first * z.head, z.head, c.scale, true);
     }

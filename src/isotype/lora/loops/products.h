@@ -25,8 +25,9 @@ struct Float {
     static float rounded(float x) { return x; }
     static float widened(float x) { return x; }
     static void round_row(const float* from, uint32_t* to, int64_t n) { std::memcpy(to, from, 4 * n); }
-    // Lanes of two rows that follow one another along a sum; of the first alone where a lane is one value.
-    static void pair_rows(const float* a, const float*, uint32_t* to, int64_t n) { std::memcpy(to, a, 4 * n); }
+    // Values as they are stored, rounded; and as lanes of rows that follow one another along a sum, one or two.
+    static void put(uint32_t* row, int64_t at, vec x) { store((float*)row + at, x); }
+    static ivec lanes(const vec* x) { return (ivec)x[0]; }
     static uint32_t lane(const float* at, int64_t) { return bits(*at); }
     // A vector of lanes of two rows that follow one another along a sum, as they lie.
     static void interleave(const float* a, const float*, uint32_t* to) { std::memcpy(to, a, 4 * LANES); }
@@ -47,11 +48,10 @@ struct BFloat16 {
     static void round_row(const float* from, uint32_t* to, int64_t n) {
         for (int64_t i = 0; i < n; i += LANES) _mm256_storeu_si256((__m256i*)((uint16_t*)to + i), narrow(from + i));
     }
-    static void pair_rows(const float* a, const float* b, uint32_t* to, int64_t n) {
-        for (int64_t i = 0; i < n; i += LANES) {
-            __m512i low = _mm512_cvtepu16_epi32(narrow(a + i)), high = _mm512_cvtepu16_epi32(narrow(b + i));
-            _mm512_storeu_si512(to + i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-        }
+    static void put(uint32_t* row, int64_t at, vec x) { store((bfloat16*)row + at, x); }
+    static ivec lanes(const vec* x) {
+        auto wide = [](vec y) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)y)); };
+        return (ivec)_mm512_or_si512(wide(x[0]), _mm512_slli_epi32(wide(x[1]), 16));
     }
     static uint32_t lane(const uint16_t* at, int64_t next) { return at[0] | (uint32_t)at[next] << 16; }
     static void interleave(const uint16_t* a, const uint16_t* b, uint32_t* to) {

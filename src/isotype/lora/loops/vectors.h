@@ -23,6 +23,7 @@ typedef ivec ivec_u __attribute__((aligned(4)));
 
 inline vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from); }
 inline void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
+inline void store(uint32_t* to, ivec x) { *reinterpret_cast<ivec_u*>(to) = x; }
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
