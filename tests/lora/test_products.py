@@ -111,6 +111,18 @@ def test_matrices_of_every_layout(left: str, right: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS[:5])
+def test_results_that_no_cache_keeps(layout: str, wide: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    out = torch.float32 if wide else dtype
+    for columns in (1088, 1090):  # rows that begin at multiples of 64 bytes, and others
+        terms = ((matrix(500, 70, dtype, "rows"), matrix(70, columns, dtype, "columns")),)
+        for bias in (None, matrix(1, columns, dtype, "rows")[0]):
+            check(Sum(matrix(500, columns, out, layout), terms, bias, 2.0))
+
+
+@pytest.mark.usefixtures("threads")
 def test_several_terms_a_bias_and_a_factor(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     for rows, columns, depths in ((70, 100, (64, 3, 1)), (130, 48, (1030, 16, 2100)), (1, 65, (5, 0, 2))):

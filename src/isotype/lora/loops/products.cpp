@@ -14,6 +14,7 @@ template <class T> constexpr int64_t RUN = T::PER_LANE == 1 ? 256 : SLAB;
 constexpr int64_t STRIP = 96;    // rows whose sums stay in the first cache
 constexpr int64_t SHARES = 4;    // pieces of work for each thread, so that all end together
 constexpr int64_t PACKED = 1 << 18;  // lanes of A that are packed at once, but for STRIP rows
+constexpr int64_t LARGE = 1 << 20;  // bytes of a sum that a core's caches do not keep: it is written past them, unread
 constexpr size_t KEPT = 4 << 20;     // bytes of scratch that a thread keeps for its next call
 
 struct Matrix {
@@ -155,6 +156,10 @@ struct Work {
     int64_t row_first, row_last, column_first, column_last;
 };
 
+template <class T> int64_t bytes_of(const Sum& sum) {
+    return sum.rows * sum.columns * (sum.out_is_float ? 4 : (int64_t)sizeof(typename T::Value));
+}
+
 // Sums of a group's columns go to C.
 template <class T>
 void write(const Job& job, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* sums) {
@@ -162,18 +167,26 @@ void write(const Job& job, int64_t row, int64_t rows, int64_t column, int64_t co
     float bias[GROUP] = {};
     if (job.sum.bias)
         for (int64_t j = 0; j < columns; j++) bias[j] = T::widened(((const typename T::Value*)job.sum.bias)[column + j]);
+    bool whole = out.column == 1 && columns == GROUP, large = bytes_of<T>(job.sum) >= LARGE;
+    auto put = [&](auto type, int64_t i, const float* line) {
+        typedef decltype(type) D;
+        typename D::Value* to = value_of<D>(out, row + i, column);
+        if (whole && large && (uintptr_t)to % 64 == 0)
+            D::stream_row(line, (uint32_t*)to, GROUP);
+        else if (whole)
+            D::round_row(line, (uint32_t*)to, GROUP);
+        else
+            for (int64_t j = 0; j < columns; j++) to[j * out.column] = D::rounded(line[j]);
+    };
     for (int64_t i = 0; i < rows; i++) {
         alignas(64) float line[GROUP];
         for (int64_t j = 0; j < GROUP; j += LANES) store(line + j, load(sums + i * GROUP + j) + load(bias + j));
-        if (job.sum.out_is_float && out.column == 1 && columns == GROUP)
-            Float::round_row(line, (uint32_t*)value_of<Float>(out, row + i, column), GROUP);
-        else if (job.sum.out_is_float)
-            for (int64_t j = 0; j < columns; j++) *value_of<Float>(out, row + i, column + j) = line[j];
-        else if (out.column == 1 && columns == GROUP)
-            T::round_row(line, (uint32_t*)value_of<T>(out, row + i, column), GROUP);
+        if (job.sum.out_is_float)
+            put(Float(), i, line);
         else
-            for (int64_t j = 0; j < columns; j++) *value_of<T>(out, row + i, column + j) = T::rounded(line[j]);
+            put(T(), i, line);
     }
+    streamed();
 }
 
 thread_local Scratch scratch;
@@ -203,7 +216,8 @@ template <class T> void run(const Work& work) {
         int64_t columns = std::min(GROUP, work.column_last - column);
         for (int64_t row = 0; row < rows; row += strip) {
             int64_t count = std::min(strip, rows - row);
-            bool direct = one && job.sum.out_is_float && job.sum.out.column == 1 && columns == GROUP && !job.sum.bias;
+            bool direct = one && job.sum.out_is_float && job.sum.out.column == 1 && columns == GROUP && !job.sum.bias &&
+                          bytes_of<T>(job.sum) < LARGE;
             float* c = direct ? value_of<Float>(job.sum.out, work.row_first + row, column) : sums;
             int64_t c_row = direct ? job.sum.out.row : GROUP;
             for (const Slab& slab : slabs) {

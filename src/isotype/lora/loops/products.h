@@ -25,6 +25,10 @@ struct Float {
     static float rounded(float x) { return x; }
     static float widened(float x) { return x; }
     static void round_row(const float* from, uint32_t* to, int64_t n) { std::memcpy(to, from, 4 * n); }
+    // The same past the caches, for what is too much to be found there again; `to` is aligned to 64 bytes.
+    static void stream_row(const float* from, uint32_t* to, int64_t n) {
+        for (int64_t i = 0; i < n; i += LANES) stream(to + i, (ivec)load(from + i));
+    }
     // Values as they are stored, rounded; and as lanes of rows that follow one another along a sum, one or two.
     static void put(uint32_t* row, int64_t at, vec x) { store((float*)row + at, x); }
     static ivec lanes(const vec* x) { return (ivec)x[0]; }
@@ -47,6 +51,10 @@ struct BFloat16 {
     static float widened(uint16_t x) { uint32_t b = (uint32_t)x << 16; float f; std::memcpy(&f, &b, 4); return f; }
     static void round_row(const float* from, uint32_t* to, int64_t n) {
         for (int64_t i = 0; i < n; i += LANES) _mm256_storeu_si256((__m256i*)((uint16_t*)to + i), narrow(from + i));
+    }
+    static void stream_row(const float* from, uint32_t* to, int64_t n) {
+        for (int64_t i = 0; i < n; i += 2 * LANES)
+            stream(to + i / 2, (ivec)_mm512_inserti64x4(_mm512_castsi256_si512(narrow(from + i)), narrow(from + i + LANES), 1));
     }
     static void put(uint32_t* row, int64_t at, vec x) { store((bfloat16*)row + at, x); }
     static ivec lanes(const vec* x) {

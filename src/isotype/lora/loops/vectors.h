@@ -25,6 +25,22 @@ inline vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from
 inline void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
 inline void store(uint32_t* to, ivec x) { *reinterpret_cast<ivec_u*>(to) = x; }
 
+// Past the caches, to an address that is a multiple of the vector's size. Others see it after `streamed`.
+inline void stream(uint32_t* to, ivec x) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((__m512i*)to, (__m512i)x);
+#elif defined(__AVX2__)
+    _mm256_stream_si256((__m256i*)to, (__m256i)x);
+#else
+    store(to, x);
+#endif
+}
+inline void streamed() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
