@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ import isotype
 from isotype.core.dtypes import parse_dtype as dtype_of
 from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.loops import elementwise
+from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import tiny_batch, tiny_model
 from tests.pairwise import pairwise
@@ -411,6 +414,32 @@ def test_copies_and_pickles_are_fused_models_of_their_own() -> None:
         assert attention.q_proj.lora_weights is not own.q_proj.lora_weights
         assert attention.q_proj.lora_weights is attention.o_proj.lora_weights
         torch.testing.assert_close(other(**batch).logits, wanted)
+
+
+_UNPICKLED = """
+import sys, torch
+model, batch = torch.load(sys.argv[1], weights_only=False)
+torch.save(model(**batch).logits, sys.argv[2])
+"""
+
+
+def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    fuse(model)
+    before, after = tmp_path / "model.pt", tmp_path / "logits.pt"
+    torch.save((model, batch), before)
+    subprocess.run([sys.executable, "-c", _UNPICKLED, before, after], check=True)
+    torch.testing.assert_close(torch.load(after), model(**batch).logits)
+
+
+def test_a_gated_mlp_with_a_boundary_is_left() -> None:
+    model, batch = adapted("llama"), tiny_batch("llama")
+    mlps = [module for module in model.modules() if type(module).__name__ == "LlamaMLP"]
+    set_boundary(mlps[0], BoundarySettings("float32", torch.float32))
+    wanted = model(**batch).logits
+    report = fuse(model)
+    assert len(report.gated) == len(mlps) - 1
+    torch.testing.assert_close(model(**batch).logits, wanted)
 
 
 def test_enforce_leaves_it_fused(saved: Saved) -> None:

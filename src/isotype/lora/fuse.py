@@ -158,7 +158,8 @@ def _fuse_gated(model: nn.Module) -> dict[str, str]:
     found = {name: (module, gated_parts(module)) for name, module in model.named_modules()}
     gated = {}
     for name, (module, parts) in found.items():
-        if parts is not None and isinstance(module._modules[parts.down], FusedLora):
+        free = boundary_of(module) is None
+        if free and parts is not None and isinstance(module._modules[parts.down], FusedLora):
             put_in(module, FusedMlp, parts)
             gated[name] = parts.gate.name
     return gated

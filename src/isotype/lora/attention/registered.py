@@ -65,6 +65,11 @@ class AttentionReport:
     sides: frozenset[str] = frozenset()
     _undo: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.taken:
+            _register()  # nobody has, where a fused model is unpickled in another process
+
     def undo(self) -> None:
         """Give the model the attention that it had before."""
         while self._undo:
