@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.choice import OWN, Name
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of, starts_of
 from isotype.lora.loops.loading import Loops
+from tests.lora.watched import Watched
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OUTPUT_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3e-3}
@@ -464,17 +464,10 @@ def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kernel", ["strips"], indirect=True)
 def test_whatever_watches_operators_sees_the_loops() -> None:
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     given = tensors((2, 4, 2, 8, 8, 16), torch.float32)
-    with Watch():  # type: ignore[no-untyped-call]
+    with Watched() as seen:
         ours(*given, plan_of((2, 8, 8), 32, causal=True))
-    assert [name for name in seen if name.startswith("isotype")] == [
+    assert seen.own == [
         "isotype::attention_forward",
         "isotype::attention_backward",
     ]

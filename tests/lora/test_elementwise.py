@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,14 +26,6 @@ SHAPES = [(1,), (7,), (16,), (3, 33), (5, 1536), (33, 1000), (0, 8)]
 def compiled() -> None:
     if not elementwise.usable(torch.ones(1)):
         pytest.skip("there is no C++ compiler")
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:

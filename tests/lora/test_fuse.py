@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.precision.policy import PrecisionPolicy
+from tests.lora.watched import copies_of
 from tests.models import tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, autocast
@@ -403,10 +403,7 @@ def test_copies_and_pickles_are_fused_models_of_their_own() -> None:
     model, batch = adapted("llama"), tiny_batch("llama")
     fuse(model)
     wanted = model(**batch).logits
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+    for other in copies_of(model):
         attention = other.base_model.model.model.layers[0].self_attn
         own = model.base_model.model.model.layers[0].self_attn
         assert attention.q_proj.lora_siblings.layers == (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.lora.loops import products
 from isotype.lora.loops.loading import Loops
 from isotype.lora.loops.products import FEWEST, Sum, Timing, compiled_products, is_used, timing, write_sums
+from tests.lora.watched import Watched
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 SUMMED = 1e-6
@@ -37,14 +36,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
         pytest.skip(f"this CPU has no products in {request.param}")
     made: torch.dtype = request.param
     return made
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 LAYOUTS = ("rows", "columns", "padded", "odd", "strided", "repeated")
@@ -203,23 +194,13 @@ def test_what_is_not_finite_goes_on(dtype: torch.dtype) -> None:
     assert bool((out[:3, :9] == 40).all())
 
 
-class _Watched(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_who_watches_operators_sees_those_of_torch(dtype: torch.dtype) -> None:
     out = torch.empty(70, 70, dtype=dtype)
-    with _Watched() as watched:
+    with Watched() as watched:
         write_sums(
             [Sum(out, ((torch.ones(70, 3, dtype=dtype), torch.ones(3, 70, dtype=dtype)),))], compiled=True
         )
-    assert any("mm" in name for name in watched.seen)
+    assert any("mm" in name for name in watched.names)
     assert bool((out == 3).all())
 
 

@@ -6,7 +6,6 @@ cancel, are float32's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere import modeling_cohere
 from transformers.models.glm import modeling_glm
 from transformers.models.gpt_neox import modeling_gpt_neox
@@ -23,6 +21,7 @@ from transformers.models.llama import modeling_llama
 from isotype.lora import rotary
 from isotype.lora.loops import elementwise
 from isotype.lora.rotary import NAME, rotates, with_loops
+from tests.lora.watched import Watched
 
 TOLERANCES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 STANDARD = modeling_llama.apply_rotary_pos_emb
@@ -38,14 +37,6 @@ SHAPES = [
 def compiled() -> None:
     if not elementwise.compiled():
         pytest.skip("there is no C++ compiler")
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def replacement(rotate: Any = STANDARD) -> Any:
@@ -326,18 +317,11 @@ def test_closures_defaults_and_keywords_are_kept(rotations: list[bool]) -> None:
 
 
 def test_whatever_watches_operators_sees_the_loops() -> None:
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     q, k, cos, sin = given((2, 3, 1, 5, 8, 1))
     q.requires_grad_()
-    with Watch():  # type: ignore[no-untyped-call]
+    with Watched() as seen:
         replacement()(q, k, cos, sin)[0].sum().backward()
-    assert [name for name in seen if name.startswith("isotype")] == ["isotype::rotate"] * 3
+    assert seen.own == ["isotype::rotate"] * 3
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])

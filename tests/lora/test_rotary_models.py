@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from typing import Any
 
 import peft
@@ -19,6 +17,7 @@ from isotype.lora.loops.loading import Loops
 from isotype.lora.modules import FusedRotary
 from isotype.lora.rotary import NAME
 from isotype.model.boundary import BoundarySettings, set_boundary
+from tests.lora.watched import copies_of
 from tests.models import quiet, tiny_batch, tiny_model
 
 STANDARD = modeling_llama.apply_rotary_pos_emb
@@ -166,10 +165,7 @@ def test_copies_and_pickles_rotate_by_the_loops(rotations: list[bool]) -> None:
     model, batch = adapted("llama"), tiny_batch("llama")
     fuse(model)
     wanted = model(**batch).logits
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+    for other in copies_of(model):
         assert len(attention_of(other)) == 2
         assert not any(NAME in module.__dict__ for module in other.modules())
         rotations.clear()
