@@ -147,18 +147,22 @@ def test_a_process_killed_at_any_instant_leaves_the_old_or_the_new(
 
 
 @pytest.fixture
-def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Let the k-th call that changes the file system fail."""
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Let the k-th call that changes the file system raise an error, before it does anything or after."""
     originals = {name: getattr(os, name) for name in CALLS}
 
-    def refuse_at(last: int) -> None:
+    def refuse_at(last: int, error: Callable[[], BaseException], *, after: bool = False) -> None:
         count = iter(range(10**6))
 
         def wrap(call: Callable[..., object]) -> Callable[..., object]:
             def counted(*args: object, **kwargs: object) -> object:
-                if next(count) == last:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                return call(*args, **kwargs)
+                meant = next(count) == last
+                if meant and not after:
+                    raise error()
+                result = call(*args, **kwargs)
+                if meant:
+                    raise error()
+                return result
 
             return counted
 
@@ -171,10 +175,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("k", range(8))
 def test_an_error_at_any_instant_leaves_the_old_or_the_new(
-    k: int, refuse: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    k: int, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     prepare(tmp_path)
-    refuse(k)
+    refuse(k, lambda: OSError(errno.EIO, os.strerror(errno.EIO)))
     with suppress(OSError):
         replace_checkpoint(tmp_path)
     monkeypatch.undo()
@@ -183,6 +187,34 @@ def test_an_error_at_any_instant_leaves_the_old_or_the_new(
     recover(tmp_path)
     assert read(tmp_path / "checkpoint-1") in (OLD, NEW)
     assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("older", [False, True])
+def test_an_interrupt_at_any_instant_takes_no_checkpoint_away_that_was_there_to_read(
+    older: bool, after: bool, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    found: list[bool] = []
+    for k in range(8):
+        root = tmp_path / str(k)
+        prepare(root)
+        if not older:
+            shutil.rmtree(root / "checkpoint-1")
+        published: list[bool] = []
+
+        def interrupt(root: Path = root, published: list[bool] = published) -> KeyboardInterrupt:
+            published.append((root / "checkpoint-1" / "sub").exists())
+            return KeyboardInterrupt()
+
+        refuse(k, interrupt, after=after)
+        with suppress(KeyboardInterrupt):
+            replace_checkpoint(root)
+        monkeypatch.undo()
+        recover(root)
+        assert read(root / "checkpoint-1") == (NEW if published != [False] else OLD if older else {})
+        assert hidden(root) == []
+        found += published
+    assert True in found
 
 
 def test_publishing_replaces_and_leaves_nothing_behind(tmp_path: Path):

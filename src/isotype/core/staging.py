@@ -40,7 +40,11 @@ def fsync_tree(directory: Path) -> None:
 
 
 def publish_directory(built: Path, final: Path) -> None:
-    """Rename `built` to `final`, in place of an older `final`; where it cannot be brought to the disk, all is as before."""
+    """Rename `built` to `final`, in place of an older `final`.
+
+    Where it cannot be brought to the disk, all is as before. What an interrupt finds renamed stays: it is whole, and somebody
+    may have read it already.
+    """
     old = final.with_name(f".{final.name}{_OLD}")
     published = False
     try:
@@ -51,8 +55,8 @@ def publish_directory(built: Path, final: Path) -> None:
         built.rename(final)
         published = True
         bring_to_disk(final.parent)
-    except BaseException:
-        if published:
+    except BaseException as error:
+        if published and isinstance(error, OSError):
             final.rename(built)
         if old.exists() and not final.exists():
             old.rename(final)
