@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -399,11 +400,13 @@ def test_a_copy_follows_its_weight() -> None:
     base, _ = base_layer("dense", 4, 8, torch.float32)
     weights = DenseWeights(1 << 20)
     layer: Any = base
-    with weights.matrix(base, torch.bfloat16, keep=False) as matrix:
+    with ExitStack() as stack:
+        matrix = weights.matrix(base, torch.bfloat16, stack, keep=False)
         assert torch.equal(matrix, layer.weight.bfloat16())
     with torch.no_grad():
         layer.weight.mul_(2)
-    with weights.matrix(base, torch.bfloat16, keep=False) as matrix:
+    with ExitStack() as stack:
+        matrix = weights.matrix(base, torch.bfloat16, stack, keep=False)
         assert torch.equal(matrix, layer.weight.bfloat16())
     del base, layer, matrix
     gc.collect()

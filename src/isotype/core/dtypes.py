@@ -43,6 +43,23 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+class NoAutocast:
+    """Autocast off on a device type within a `with` block: `torch.autocast(device, enabled=False)` for what is called often."""
+
+    __slots__ = ("_device", "_was")
+
+    def __init__(self, device: str) -> None:
+        self._device, self._was = device, torch.is_autocast_enabled(device)
+
+    def __enter__(self) -> None:
+        if self._was:
+            torch.set_autocast_enabled(self._device, False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._was:
+            torch.set_autocast_enabled(self._device, True)
+
+
 def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     """A torch dtype from itself or from its name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`).
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from isotype.core.names import plural, starred
 from isotype.core.units import format_bytes
+from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
-from isotype.lora.fused import Siblings, why_not, working_dtype
+from isotype.lora.fused import Siblings, working_dtype
 from isotype.lora.gated import gated_parts
 from isotype.lora.loops import elementwise
 from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, FusedRotary, put_in, take_out

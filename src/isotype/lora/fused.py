@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers with their products in one function: what a call computes, and which layers cannot."""
+"""PEFT's LoRA layers with their products in one function, alone or with others that read the same input."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.core.dtypes import autocast_dtype
+from isotype.lora.adapted import Reading, read
 from isotype.lora.gates import Gate
-from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
+from isotype.lora.linear import Spec, lora_linear
 from isotype.lora.loops.products import is_used
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
-from isotype.model.quantized import quantization_state, row_scales
-from isotype.model.shard import is_sharded
-from isotype.model.walk import LINEAR_KINDS, kind_of
+from isotype.model.walk import kind_of
 from isotype.precision.devices.cpu import this_cpu, this_onednn, why_not_native
 
 
@@ -31,92 +30,6 @@ class GatedInput:
     gate: Gate
     first: torch.Tensor
     second: torch.Tensor
-
-
-def why_not(layer: Any) -> str | None:
-    """Why a PEFT layer is left on PEFT's own path under its active adapters, as a clause; None where it is fused."""
-    base = layer.get_base_layer()
-    kind = kind_of(base)
-    weight = getattr(base, "weight", None)
-    if kind not in LINEAR_KINDS or weight is None or weight.dim() != 2:
-        return f"its base is {type(base).__name__}, not a linear layer"
-    if weight.requires_grad:
-        return "its base weight is trained"
-    if kind == "linear4bit" and quantization_state(base) is None:
-        return "its base has lost its quantization state"
-    if kind == "linear8bit" and row_scales(base) is None:
-        return "its base has lost its row scales"
-    settings = boundary_of(base)
-    if settings is not None and settings.kind not in ("bias", "int8"):
-        return f"its base computes in its own dtype (boundary {settings.kind!r})"
-    return _why_not_adapters(layer)
-
-
-def _why_not_adapters(layer: Any) -> str | None:
-    names = _active(layer)
-    for name in names:
-        variant = layer.lora_variant.get(name)
-        dora = variant is not None and name in layer.lora_magnitude_vector
-        if variant is not None and not (dora and type(variant).__name__ == "DoraLinearVariant"):
-            return f"adapter {name!r} is a {type(variant).__name__}"
-        for part in (layer.lora_A[name], layer.lora_B[name]):
-            if kind_of(part) != "linear" or boundary_of(part) or part.weight.dim() != 2:
-                return f"adapter {name!r} is not of plain linear layers"
-        if dora and len(names) > 1:
-            return "it has DoRA beside other adapters"
-        if dora and layer.lora_B[name].bias is not None:
-            return "it has DoRA with lora_bias"
-        if dora and layer.training and _dropout(layer, name):
-            return "it has DoRA with dropout"
-    return None
-
-
-def _active(layer: Any) -> list[str]:
-    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
-
-
-def _dropout(layer: Any, name: str) -> float:
-    module = layer.lora_dropout[name]
-    return float(module.p) if module.training and isinstance(module, nn.Dropout) else 0.0
-
-
-def _reached(layer: nn.Module) -> bool:
-    """Whether only PEFT's own path will do for what is inside of the layer, just now.
-
-    It calls the parts, on which somebody has put hooks, and gathers weights of which a rank holds a part only, as between the
-    steps of FSDP2.
-    """
-    parts = [layer]  # asked for every product: `modules()` takes three times as long
-    for part in parts:
-        state = part.__dict__
-        if part is not layer and (
-            state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or "_hf_hook" in state
-        ):
-            return True
-        for parameter in state["_parameters"].values():
-            if parameter is not None and is_sharded(parameter):
-                return True
-        parts += [child for child in state["_modules"].values() if child is not None]
-    return False
-
-
-def _layer(layer: Any) -> tuple[Layer, list[torch.Tensor]]:
-    """A PEFT layer as data, and its tensors in the order that `lora_linear` takes."""
-    base, names = layer.get_base_layer(), _active(layer)
-    biases = [(1.0, base.bias)] + [(layer.scaling[name], layer.lora_B[name].bias) for name in names]
-    biases = [(scale, bias) for scale, bias in biases if bias is not None]
-    adapters, tensors = [], [bias for _, bias in biases]
-    for name in names:
-        dora = name in layer.lora_variant
-        down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
-        adapters.append(Adapter(down.shape[0], layer.scaling[name], _dropout(layer, name), dora))
-        tensors += [down, up]
-        if dora:
-            tensors.append(layer.lora_magnitude_vector[name].weight)
-    return Layer(base, tuple(scale for scale, _ in biases), tuple(adapters)), tensors
 
 
 def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -161,13 +74,14 @@ class Siblings:
         self.__setstate__({"weights": weights, "layers": tuple(layers)})
 
     def __getstate__(self) -> dict[str, Any]:
-        # What waits to be fetched belongs to a running forward.
+        # What waits to be fetched belongs to a running forward, what was read of a layer to that layer.
         return {"weights": self.weights, "layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.weights: DenseWeights = state["weights"]
         self.layers: tuple[Any, ...] = state["layers"]
         self._local = threading.local()
+        self._readings: dict[nn.Module, Reading] = {}
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """The output of one of the layers for X; None where it takes PEFT's own path just now."""
@@ -178,13 +92,46 @@ class Siblings:
                 self._local.ready = None
             return made
         leads = layer is self.layers[0]
-        outputs = _together(self.weights, self.layers if leads else (layer,), x)
+        outputs = self._together(self.layers if leads else (layer,), x)
         if outputs is None:
             return None
         made = outputs.pop(layer)
         if leads:
             self._local.ready = _Ready(x, _version(x), _modes(x), outputs) if outputs else None
         return made
+
+    def gated_output(
+        self, layer: Any, given: GatedInput, own_path: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """The output of one of the layers for a gated product that is not kept; `own_path` is PEFT's forward of it."""
+        reading = self._read(layer)
+        if reading is None:
+            return own_path(layer, given.gate.product(given.first, given.second))
+        dtypes = _dtypes(reading.layer.base, given.first)
+        return _run(self.weights, (reading,), (given.first, given.second), dtypes, given.gate)[0]
+
+    def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
+        """Outputs for X of the first layer and of those of the others that compute in the same dtypes."""
+        first, *others = map(self._read, layers)
+        if first is None:
+            return None
+        dtypes = _dtypes(first.layer.base, x)
+        usable = {layers[0]: first}
+        for layer, reading in zip(layers[1:], others, strict=True):
+            if reading is not None and _dtypes(reading.layer.base, x) == dtypes:
+                usable[layer] = reading
+        outputs = _run(self.weights, tuple(usable.values()), (x,), dtypes)
+        return dict(zip(usable, outputs, strict=True))
+
+    def _read(self, layer: Any) -> Reading | None:
+        """What a layer computes; None where it runs as PEFT runs it, just now."""
+        former = self._readings.get(layer)
+        reading = read(layer, former)
+        if reading is None:
+            self._readings.pop(layer, None)
+        elif reading is not former:
+            self._readings[layer] = reading
+        return reading
 
 
 @dataclass
@@ -209,44 +156,16 @@ def _modes(x: torch.Tensor) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), autocast_dtype(device)
 
 
-def _together(
-    weights: DenseWeights, layers: Sequence[Any], x: torch.Tensor
-) -> dict[nn.Module, torch.Tensor] | None:
-    """Outputs for X of the first layer and of those of the others that compute in the same dtypes."""
-    usable = [layer for layer in layers if not _own_path(layer)]
-    if not usable or usable[0] is not layers[0]:
-        return None
-    dtypes = _dtypes(layers[0].get_base_layer(), x)
-    usable = [layer for layer in usable if _dtypes(layer.get_base_layer(), x) == dtypes]
-    outputs = _run(weights, usable, (x,), dtypes)
-    return dict(zip(usable, outputs, strict=True))
-
-
 def _run(
     weights: DenseWeights,
-    layers: Sequence[Any],
+    readings: Sequence[Reading],
     inputs: tuple[torch.Tensor, ...],
     dtypes: tuple[torch.dtype, torch.dtype],
     gate: Gate | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    specs, tensors = zip(*(_layer(layer) for layer in layers), strict=True)
+    layers = tuple(reading.layer for reading in readings)
     compute, result = dtypes
-    working, flat = working_dtype(compute, inputs[0]), [tensor for own in tensors for tensor in own]
+    working, tensors = working_dtype(compute, inputs[0]), [each for own in readings for each in own.tensors]
     compiled = is_used(working, inputs[0])
-    spec = Spec(specs, weights, working, result, gate, torch.is_grad_enabled(), compiled)
-    return lora_linear(spec, inputs, flat)
-
-
-def gated_output(
-    weights: DenseWeights, layer: Any, given: GatedInput, own_path: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """The output of a layer for a gated product that is not kept; `own_path` is PEFT's forward of it."""
-    if _own_path(layer):
-        return own_path(layer, given.gate.product(given.first, given.second))
-    dtypes = _dtypes(layer.get_base_layer(), given.first)
-    return _run(weights, (layer,), (given.first, given.second), dtypes, given.gate)[0]
-
-
-def _own_path(layer: Any) -> bool:
-    """Whether a layer runs as PEFT runs it, just now."""
-    return bool(layer.merged or _reached(layer) or why_not(layer) is not None)
+    spec = Spec(layers, weights, working, result, gate, torch.is_grad_enabled(), compiled)
+    return lora_linear(spec, inputs, tensors)

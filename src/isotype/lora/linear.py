@@ -14,16 +14,18 @@ there, and the last product of a block is not computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Any
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from isotype.core.dtypes import NoAutocast
 from isotype.lora.gates import Gate
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.weights import DenseWeights, shape_of
@@ -60,12 +62,12 @@ class Layer:
     biases: tuple[float, ...] = ()
     adapters: tuple[Adapter, ...] = ()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Rank of all adapters together."""
         return sum(adapter.rank for adapter in self.adapters)
 
-    @property
+    @cached_property
     def tensors(self) -> int:
         """How many tensors belong to it."""
         return len(self.biases) + sum(2 + adapter.magnitude for adapter in self.adapters)
@@ -93,6 +95,11 @@ class Spec:
     keep: bool = True
     compiled: bool = False
 
+    @property
+    def adapters(self) -> int:
+        """How many adapters the layers have together."""
+        return sum(len(layer.adapters) for layer in self.layers)
+
 
 def lora_linear(
     spec: Spec, inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -108,13 +115,12 @@ def lora_linear(
     first, second = (*inputs, None)[:2]
     products: list[_Product] = []
     outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(spec, products, first, second, *tensors)  # type: ignore[no-untyped-call]
-    with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+    with torch.no_grad(), NoAutocast(inputs[0].device.type):
         _write(spec, products)
     return outputs
 
 
-@dataclass(frozen=True)
-class _Product:
+class _Product(NamedTuple):
     """An output that was returned without its numbers, `out`: X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer."""
 
     own: _Own
@@ -125,8 +131,8 @@ class _Product:
 
     def written_to(self, out: torch.Tensor, weight: torch.Tensor) -> Sum:
         # The adapters' first: torch's operators would add it to a base that is rounded already, and it begins at zero.
-        up, columns = self.own.scaled_up(self.x.dtype), self.own.columns
-        small = ((self.hidden[:, columns], up.t()),) if up is not None else ()
+        up = self.own.scaled_up
+        small = () if up is None else ((_columns(self.hidden, self.own), up.t()),)
         return Sum(out, (*small, (self.x, weight.t())), self.bias)
 
 
@@ -141,17 +147,19 @@ class _LoraLinear(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        with torch.autocast(first.device.type, enabled=False):
-            x = _rows(spec, first, second)
-            each = tuple(_owned(spec, tensors))
+        with NoAutocast(first.device.type):
+            x = _product(spec, _factors(spec, first, second))
             masks = tuple(_mask(adapter, x) for layer in spec.layers for adapter in layer.adapters)
-            hidden = _hidden(spec, x, each, masks)
+            each = _owned(spec, tensors, [None] * len(spec.layers))
+            down = None if any(mask is not None for mask in masks) else _stacked(each, x.dtype)
+            hidden = _hidden(spec, x, each, masks, down)
             done = [_output(spec, own, x, hidden, products) for own in each]
         outputs, totals, norms = zip(*done, strict=True)
         ctx.spec = spec
         ctx.shape, ctx.dtypes = first.shape, tuple(None if t is None else t.dtype for t in (first, second))
         factors = (x, None) if spec.gate is None else (first, second)
-        ctx.save_for_backward(*factors, hidden, *masks, *totals, *norms, *tensors)
+        scaled = (own.scaled_up for own in each)
+        ctx.save_for_backward(*factors, hidden, down, *scaled, *masks, *totals, *norms, *tensors)
         return tuple(_shaped(output, first) for output in outputs)
 
     @staticmethod
@@ -159,58 +167,78 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: Spec = ctx.spec
         spec.weights.workspace.release_after_backward()
-        first, second, hidden, *rest = ctx.saved_tensors
-        adapters, layers = sum(len(layer.adapters) for layer in spec.layers), len(grads)
-        masks, rest = rest[:adapters], rest[adapters:]
-        totals, norms, tensors = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
-        found: dict[int, torch.Tensor] = {}
+        saved = iter(ctx.saved_tensors)
+        first, second, hidden, down = islice(saved, 4)
+        scaled, masks, totals, norms = (
+            tuple(islice(saved, count)) for count in (len(grads), spec.adapters, len(grads), len(grads))
+        )
+        tensors = tuple(saved)
+        found: list[torch.Tensor | None] = [None] * len(tensors)
         arrived: list[tuple[_Own, torch.Tensor]] = []
-        with torch.autocast(first.device.type, enabled=False):
+        with NoAutocast(first.device.type):
             factors = _factors(spec, first, second)
-            each = tuple(_owned(spec, tensors))
+            each = _owned(spec, tensors, scaled)
             for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
                 if grad is not None:
                     rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
                     arrived.append((own, _through_output(own, rows, total, norm, found)))
-            d_hidden = torch.empty_like(hidden) if len(arrived) == layers else torch.zeros_like(hidden)
+            d_hidden = torch.empty_like(hidden) if len(arrived) == len(grads) else torch.zeros_like(hidden)
             _through_up(spec, arrived, hidden, d_hidden, found)
-            d_x = None
-            if any(ctx.needs_input_grad[2:4]) and arrived:
-                d_x = _input_gradient(spec, arrived, each, masks, d_hidden)
-            x, d_inputs = _through_input(ctx, d_x, factors)
-            _through_down(spec, each, x, masks, d_hidden, found)
-        return None, None, *d_inputs, *(found.get(index) for index in range(len(tensors)))
+            wanted = any(ctx.needs_input_grad[2:4]) and bool(arrived)
+            # A gated product is there again when its gradient has gone through it.
+            x = None if wanted and spec.gate is not None else _product(spec, factors)
+            d_x, d_down = _through_products(spec, arrived if wanted else (), down, d_hidden, x)
+            if d_x is not None:
+                _add_dropped(each, masks, d_hidden, d_x)
+            x, d_inputs = _through_input(ctx, d_x, factors, x)
+            if d_down is None:
+                _, d_down = _through_products(spec, (), down, d_hidden, x)
+            _through_down(each, x, masks, d_hidden, d_down, found)
+        return None, None, *d_inputs, *found
 
 
-@dataclass(frozen=True)
-class _Own:
-    """The tensors of one layer, where they are among all, and its adapters' columns in X Aᵀ."""
+class _Own(NamedTuple):
+    """The tensors of one layer, where they are among all, and its adapters' columns in X Aᵀ.
+
+    `scaled_up`: s B of all its adapters side by side in the working dtype, `[out, rank]`; None without adapters.
+    """
 
     layer: Layer
     start: int
-    columns: slice
+    first_column: int
     biases: tuple[torch.Tensor, ...]
     down: tuple[torch.Tensor, ...]
     up: tuple[torch.Tensor, ...]
     magnitude: torch.Tensor | None
-
-    def scaled_up(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """s B of all adapters side by side, `[out, rank]`; None without adapters."""
-        if not self.up:
-            return None
-        parts = [b * adapter.scale for b, adapter in zip(self.up, self.layer.adapters, strict=True)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
+    scaled_up: torch.Tensor | None
 
 
-def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> Iterator[_Own]:
-    starts = accumulate((layer.tensors for layer in spec.layers), initial=0)
-    columns = accumulate((layer.rank for layer in spec.layers), initial=0)
-    for layer, start, column in zip(spec.layers, starts, columns, strict=False):
+def _owned(spec: Spec, tensors: Sequence[torch.Tensor], scaled: Sequence[torch.Tensor | None]) -> list[_Own]:
+    """Each layer's own of all tensors; `scaled`: what was made of each layer's B before."""
+    made, start, column = [], 0, 0
+    for layer, ready in zip(spec.layers, scaled, strict=True):
+        biases, adapters = len(layer.biases), len(layer.adapters)
         own = tuple(tensors[start : start + layer.tensors])
-        biases, rest = own[: len(layer.biases)], own[len(layer.biases) :]
-        pairs, last = rest[: 2 * len(layer.adapters)], rest[2 * len(layer.adapters) :]
-        where = slice(column, column + layer.rank)
-        yield _Own(layer, start, where, biases, pairs[::2], pairs[1::2], last[0] if last else None)
+        pairs = own[biases : biases + 2 * adapters]
+        magnitude = own[-1] if len(own) > biases + 2 * adapters else None
+        up = pairs[1::2]
+        if ready is None and up:
+            ready = _scaled_up(layer, up, spec.working)
+        made.append(_Own(layer, start, column, own[:biases], pairs[::2], up, magnitude, ready))
+        start += layer.tensors
+        column += layer.rank
+    return made
+
+
+def _scaled_up(layer: Layer, up: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    parts = [b * adapter.scale for b, adapter in zip(up, layer.adapters, strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
+
+
+def _columns(hidden: torch.Tensor, own: _Own) -> torch.Tensor:
+    """A layer's own columns of X Aᵀ or of its gradient."""
+    rank = own.layer.rank
+    return hidden if rank == hidden.shape[1] else hidden.narrow(1, own.first_column, rank)
 
 
 def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
@@ -218,9 +246,8 @@ def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
     return [each.reshape(-1, each.shape[-1]).to(spec.working) for each in inputs if each is not None]
 
 
-def _rows(spec: Spec, *inputs: torch.Tensor | None) -> torch.Tensor:
+def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
     """X as a matrix in the working dtype."""
-    factors = _factors(spec, *inputs)
     return factors[0] if spec.gate is None else spec.gate.product(*factors)
 
 
@@ -247,27 +274,29 @@ def _adapters(each: Sequence[_Own]) -> list[tuple[Adapter, torch.Tensor]]:
     return [pair for own in each for pair in zip(own.layer.adapters, own.down, strict=True)]
 
 
-def _stacked(each: Sequence[_Own], dtype: torch.dtype) -> torch.Tensor:
-    """All A above one another, `[rank, in]`."""
+def _stacked(each: Sequence[_Own], dtype: torch.dtype) -> torch.Tensor | None:
+    """All A above one another, `[rank, in]`; None without adapters."""
     parts = [down for own in each for down in own.down]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype) if parts else None
 
 
 def _hidden(
-    spec: Spec, x: torch.Tensor, each: Sequence[_Own], masks: Sequence[torch.Tensor | None]
+    spec: Spec,
+    x: torch.Tensor,
+    each: Sequence[_Own],
+    masks: Sequence[torch.Tensor | None],
+    down: torch.Tensor | None,
 ) -> torch.Tensor:
-    """X Aᵀ of all adapters side by side, `[rows, rank]`."""
-    adapters = _adapters(each)
-    if not any(mask is not None for mask in masks):
-        hidden = x.new_empty(x.shape[0], sum(adapter.rank for adapter, _ in adapters))
-        if adapters:
-            write_sums([Sum(hidden, ((x, _stacked(each, x.dtype).t()),))], compiled=spec.compiled)
+    """X Aᵀ of all adapters side by side, `[rows, rank]`; `down`: all A, None where there are none or dropout leaves each its own X."""
+    if down is not None:
+        hidden = x.new_empty(x.shape[0], down.shape[0])
+        write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
         return hidden
     parts = [
-        _dropped(x, mask, adapter) @ down.to(x.dtype).t()
-        for (adapter, down), mask in zip(adapters, masks, strict=True)
+        _dropped(x, mask, adapter) @ own.to(x.dtype).t()
+        for (adapter, own), mask in zip(_adapters(each), masks, strict=True)
     ]
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1) if parts else x.new_empty(x.shape[0], 0)
 
 
 def _output(
@@ -282,7 +311,8 @@ def _output(
         products.append(_Product(own, x, hidden, bias, out))
         return out, None, None
     y = x.new_empty(x.shape[0], columns)
-    with spec.weights.matrix(own.layer.base, x.dtype, keep=spec.keep) as weight:
+    with ExitStack() as stack:
+        weight = spec.weights.matrix(own.layer.base, x.dtype, stack, keep=spec.keep)
         norm = _row_norms(weight, own)
         product = _Product(own, x, hidden, None, y)
         write_sums([product.written_to(y, weight)], compiled=spec.compiled)
@@ -309,7 +339,7 @@ def _weight(spec: Spec, own: _Own, stack: ExitStack, *, keep: bool) -> torch.Ten
     """The base weight of a layer, in scratch until the stack is closed or torch's operators have multiplied by it."""
     if not spec.compiled:
         stack.close()  # torch takes one product after another: one weight at a time is in scratch
-    return stack.enter_context(spec.weights.matrix(own.layer.base, spec.working, keep=keep))
+    return spec.weights.matrix(own.layer.base, spec.working, stack, keep=keep)
 
 
 def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -328,7 +358,7 @@ def _through_output(
     rows: torch.Tensor,
     total: torch.Tensor | None,
     norm: torch.Tensor | None,
-    found: dict[int, torch.Tensor],
+    found: list[torch.Tensor | None],
 ) -> torch.Tensor:
     """From the gradient of Y to that of X Wᵀ, which is returned, and of this layer's biases and magnitude."""
     for index, (bias, scale) in enumerate(zip(own.biases, own.layer.biases, strict=True)):
@@ -345,24 +375,27 @@ def _through_up(
     arrived: Sequence[tuple[_Own, torch.Tensor]],
     hidden: torch.Tensor,
     d_hidden: torch.Tensor,
-    found: dict[int, torch.Tensor],
+    found: list[torch.Tensor | None],
 ) -> None:
     """From the gradients of the products with each weight to those of all B and of X Aᵀ, which are written into `d_hidden`."""
     sums, places = [], []
     for own, rows in arrived:
-        scaled_up = own.scaled_up(rows.dtype)
-        if scaled_up is None:
+        if own.scaled_up is None:
             continue
-        sums.append(Sum(d_hidden[:, own.columns], ((rows, scaled_up),)))
-        ranks = [adapter.rank for adapter in own.layer.adapters]
-        parts = torch.split(hidden[:, own.columns], ranks, dim=1)
+        sums.append(Sum(_columns(d_hidden, own), ((rows, own.scaled_up),)))
+        through, mine = rows.t(), _columns(hidden, own)
+        parts = _split(mine, [adapter.rank for adapter in own.layer.adapters], 1)
         for index, (part, up, adapter) in enumerate(zip(parts, own.up, own.layer.adapters, strict=True)):
             d_up = rows.new_empty(up.shape, dtype=_summed(rows))
-            sums.append(Sum(d_up, ((rows.t(), part),), factor=adapter.scale))
+            sums.append(Sum(d_up, ((through, part),), None, adapter.scale))
             places.append((_place(own, index) + 1, d_up, up.dtype))
     write_sums(sums, compiled=spec.compiled)
     for place, d_up, dtype in places:
         found[place] = d_up.to(dtype)
+
+
+def _split(x: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
+    return (x,) if len(sizes) == 1 else x.split_with_sizes(sizes, dim)
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:
@@ -375,59 +408,80 @@ def _place(own: _Own, adapter: int) -> int:
     return own.start + len(own.biases) + 2 * adapter
 
 
-def _input_gradient(
+def _through_products(
     spec: Spec,
     arrived: Sequence[tuple[_Own, torch.Tensor]],
-    each: Sequence[_Own],
-    masks: Sequence[torch.Tensor | None],
+    down: torch.Tensor | None,
     d_hidden: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient of X from those of the products with each weight and with all A."""
-    adapters, rows = _adapters(each), arrived[0][1]
-    dropped = any(mask is not None for mask in masks)
-    small = [(d_hidden, _stacked(each, rows.dtype))] if adapters and not dropped else []
-    d_x = rows.new_empty(rows.shape[0], shape_of(each[0].layer.base)[1])
+    x: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(the gradient of X from those of the products with each weight and with all A, that of all A); None of what is not asked for.
+
+    Args:
+        spec: what was computed.
+        arrived: the layers with the gradients of their products; empty where X needs no gradient.
+        down: all A; None without, or where dropout leaves each its own X.
+        d_hidden: the gradient of X Aᵀ.
+        x: None where the gradient of A comes later.
+    """
+    sums, d_x, d_down = [], None, None
     with ExitStack() as stack:
-        terms = ((grad, _weight(spec, own, stack, keep=True)) for own, grad in arrived)
-        write_sums([Sum(d_x, chain(small, terms))], compiled=spec.compiled)
-    if dropped:
-        parts = torch.split(d_hidden, [adapter.rank for adapter, _ in adapters], dim=1)
-        for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
-            d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
-    return d_x
+        if arrived:
+            rows = arrived[0][1]
+            small = () if down is None else ((d_hidden, down),)
+            terms = ((grad, _weight(spec, own, stack, keep=True)) for own, grad in arrived)
+            d_x = rows.new_empty(rows.shape[0], shape_of(spec.layers[0].base)[1])
+            sums.append(Sum(d_x, chain(small, terms)))
+        if x is not None and down is not None:
+            d_down = x.new_empty(down.shape, dtype=_summed(x))
+            sums.append(Sum(d_down, ((d_hidden.t(), x),)))
+        write_sums(sums, compiled=spec.compiled)
+    return d_x, d_down
+
+
+def _add_dropped(
+    each: Sequence[_Own], masks: Sequence[torch.Tensor | None], d_hidden: torch.Tensor, d_x: torch.Tensor
+) -> None:
+    """Add what comes to X through each A, where dropout left each its own X."""
+    if all(mask is None for mask in masks):
+        return
+    adapters = _adapters(each)
+    parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters], 1)
+    for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
+        d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
 
 
 def _through_down(
-    spec: Spec,
     each: Sequence[_Own],
     x: torch.Tensor,
     masks: Sequence[torch.Tensor | None],
     d_hidden: torch.Tensor,
-    found: dict[int, torch.Tensor],
+    d_down: torch.Tensor | None,
+    found: list[torch.Tensor | None],
 ) -> None:
-    """From the gradient of X Aᵀ to those of all A."""
+    """The gradient of each A: its rows of `d_down`, or where dropout left each its own X, from that of X Aᵀ."""
     adapters = _adapters(each)
+    if not adapters:
+        return
     places = [_place(own, index) for own in each for index in range(len(own.down))]
     ranks = [adapter.rank for adapter, _ in adapters]
-    if any(mask is not None for mask in masks):
-        parts = torch.split(d_hidden, ranks, dim=1)
-        for place, part, (adapter, down), mask in zip(places, parts, adapters, masks, strict=True):
-            found[place] = (part.t() @ _dropped(x, mask, adapter)).to(down.dtype)
-    elif adapters:
-        d_down = x.new_empty(sum(ranks), x.shape[1], dtype=_summed(x))
-        write_sums([Sum(d_down, ((d_hidden.t(), x),))], compiled=spec.compiled)
-        for place, part, (_, down) in zip(places, torch.split(d_down, ranks), adapters, strict=True):
+    if d_down is not None:
+        for place, part, (_, down) in zip(places, _split(d_down, ranks, 0), adapters, strict=True):
             found[place] = part.to(down.dtype)
+        return
+    for place, part, (adapter, down), mask in zip(
+        places, _split(d_hidden, ranks, 1), adapters, masks, strict=True
+    ):
+        found[place] = (part.t() @ _dropped(x, mask, adapter)).to(down.dtype)
 
 
 def _through_input(
-    ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor]
+    ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """(X, the gradients of the inputs in their own dtypes and shapes); that of X, a gated product, is written over."""
+    """(X, the gradients of the inputs in their own dtypes and shapes); `x`: None where it is to be formed again, over its gradient."""
     spec, (dtype, other) = ctx.spec, ctx.dtypes
-    if spec.gate is None:
-        return factors[0], (None if d_x is None else d_x.view(ctx.shape).to(dtype), None)
-    if d_x is None:
-        return spec.gate.product(*factors), (None, None)
-    x, d_first, d_second = spec.gate.backward(d_x, *factors)
-    return x, (d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other))
+    if spec.gate is not None and d_x is not None:
+        x, d_first, d_second = spec.gate.backward(d_x, *factors)
+        return x, (d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other))
+    assert x is not None, "only a gated product whose gradient is wanted is formed later"
+    return x, (None if d_x is None else d_x.view(ctx.shape).to(dtype), None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.lora.fused import GatedInput, Siblings, gated_output
+from isotype.lora.fused import GatedInput, Siblings
 from isotype.lora.gated import GatedParts, call_in_order
 from isotype.lora.norms import NormParts, rms_norm
 from isotype.lora.rotary import with_loops
@@ -71,7 +71,7 @@ class FusedRotary(Fused):
 
 def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, GatedInput):
-        return gated_output(self.lora_weights, self, x, self.lora_original.forward)
+        return self.lora_siblings.gated_output(self, x, self.lora_original.forward)
     if not args and not kwargs and isinstance(x, torch.Tensor) and not torch.compiler.is_compiling():
         made = self.lora_siblings.output(self, x)
         if made is not None:

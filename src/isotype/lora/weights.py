@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +34,13 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 def _transposed(layer: nn.Module) -> bool:
     """Whether the weight lies as `[in_features, out_features]`: transformers' Conv1D."""
-    return any(cls.__name__ == "Conv1D" for cls in type(layer).__mro__)
+    cls: Any = type(layer)
+    return _is_conv1d(cls)
+
+
+@cache
+def _is_conv1d(cls: Any) -> bool:
+    return any(each.__name__ == "Conv1D" for each in cls.__mro__)
 
 
 def codes_of(layer: Any) -> torch.Tensor:
@@ -73,16 +80,17 @@ class DenseWeights:
         # Found no room, and will not until another copy is dropped: asked for every product.
         self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    @contextmanager
-    def matrix(self, layer: Any, dtype: torch.dtype, *, keep: bool) -> Iterator[torch.Tensor]:
-        """The weight `[out_features, in_features]` of `layer` in `dtype`, for the time of the `with` block.
+    def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
+        """The weight `[out_features, in_features]` of `layer` in `dtype`, until the stack is closed.
 
         `keep`: whether scratch stays for the next product, see `Workspace.borrow`.
         """
         ready = self._ready(layer, dtype)
-        if ready is not None:
-            yield ready
-        elif kind_of(layer) == "linear4bit" and layer.weight.device.type not in _WRITES_INTO_SCRATCH:
+        return stack.enter_context(self._written(layer, dtype, keep=keep)) if ready is None else ready
+
+    @contextmanager
+    def _written(self, layer: Any, dtype: torch.dtype, *, keep: bool) -> Iterator[torch.Tensor]:
+        if kind_of(layer) == "linear4bit" and layer.weight.device.type not in _WRITES_INTO_SCRATCH:
             yield dense(layer, dtype)
         else:
             with self.workspace.borrow(shape_of(layer), dtype, layer.weight.device, keep=keep) as out:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LOG2_E = math.log2(math.e)
@@ -56,7 +56,7 @@ class Plan:
     keys: int
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether every query of every row of the batch is in a block."""
         covered = sum(
@@ -66,7 +66,7 @@ class Plan:
         )
         return covered == self.batch * self.queries
 
-    @property
+    @cached_property
     def area(self) -> int:
         """How many scores are computed, over all rows of the batch."""
         return sum(
@@ -182,6 +182,13 @@ def plan_of(
     return Plan(batch, queries, keys, tuple(parts))
 
 
+@lru_cache(maxsize=32)
+def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool) -> Plan:
+    """The plan without a mask, made once for all layers and steps of one size; see `plan_of`."""
+    with torch.inference_mode(False):  # a step that is trained may be the next one to read its tiles
+        return plan_of((batch, queries, keys), rows, causal=causal)
+
+
 def starts_of(position_ids: torch.Tensor) -> list[list[int]]:
     """Where sequences begin in each row of a packed batch: where positions `[batch, tokens]` do not go on by one."""
     begins = torch.ones_like(position_ids, dtype=torch.bool)
@@ -233,8 +240,6 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
         batch: rows of the batch.
         rows: queries in a block, see `block_rows`.
     """
-    if isinstance(mask, FakeTensor):
-        return _unread(mask, batch, rows)
     owner = mask if mask._base is None else mask._base
     key = (mask._version, mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)
     plans = cast("dict[_Key, Plan]", _plans.setdefault(owner, {}))  # type: ignore[no-untyped-call]
@@ -250,21 +255,6 @@ def _opened(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return mask, None
     opened = mask > torch.finfo(mask.dtype).min / 2
     return opened, mask
-
-
-def _unread(mask: torch.Tensor, batch: int, rows: int) -> Plan:
-    """Where a mask has no values, only a shape: every query reads every key."""
-    opened, bias = _opened(mask)
-    _, _, queries, keys = mask.shape
-    parts = []
-    for row in range(len(mask)):
-        blocks = []
-        for first in range(0, queries, rows):
-            last = min(first + rows, queries)
-            tile = _tile_of(opened[row, :, first:last], None if bias is None else bias[row, :, first:last])
-            blocks.append(Block((first, last), (0, keys), (0, keys), tile))
-        parts.append(Part((row, row + 1) if len(mask) > 1 else (0, batch), tuple(blocks)))
-    return Plan(batch, queries, keys, tuple(parts))
 
 
 def _tile_of(opened: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.names import plural
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
-from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of
+from isotype.lora.attention.plan import Plan, block_rows, plan_of_lengths, plan_of_mask, spec_of
 from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.unpadded import unpadded_sides
 
@@ -222,14 +222,15 @@ def attention_forward(
 
     said = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(said) and attention_mask is None and query.shape[2] > 1
-    inputs = _under_autocast(query, key, value)
+    inputs = q, k, v = _under_autocast(query, key, value)
     kind: Kind = "causal" if causal else "full" if attention_mask is None else "masked"
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
-    if reason is None and query.shape[2] > 1:
-        q, k, v = inputs
+    # A preflight measures nothing, and thousands of operators on blocks would tell it no more than torch's one: both kernels
+    # take and give the same dtypes, do the same FLOPs or fewer, and keep q, k, v and some numbers for each query.
+    if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
-            plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=causal)
+            plan = plan_of_lengths(len(q), q.shape[2], k.shape[2], rows, causal)
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
         kernel = _kernel(module, inputs, kind, plan)
@@ -290,10 +291,6 @@ def _is_sparse(plan: Plan, q: torch.Tensor) -> bool:
 
 def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, plan: Plan) -> Name:
     q, k, v = inputs
-    if isinstance(q, FakeTensor):
-        # A preflight measures nothing, and thousands of operators on blocks would tell it no more than this one: both kernels
-        # take and give the same dtypes, do the same FLOPs or fewer, and keep q, k, v and some numbers for each query.
-        return "sdpa"
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     shape = shape_of(q, k, v, kind, trained)
     report = _reports.get(module)

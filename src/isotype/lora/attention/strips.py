@@ -14,7 +14,7 @@ import torch
 
 from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention.plan import Spec
-from isotype.lora.loops.loading import OPS, Loops, loops_of, operator
+from isotype.lora.loops.loading import Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
@@ -118,8 +118,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _Given) -> torch.Tensor:
         ctx.spec = spec
-        inputs = (_readable(x, spec.work) for x in (q, k, v))
-        out, sums = OPS.attention_forward(*inputs, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole)
+        q_, k_, v_ = (_readable(x, spec.work) for x in (q, k, v))
+        out, sums = _forward(q_, k_, v_, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, sums)
         made: torch.Tensor = out.to(q.dtype)
@@ -130,9 +130,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sums = ctx.saved_tensors
         spec, needed = ctx.spec, list(ctx.needs_input_grad[:3])
-        inputs = (_readable(x, spec.work) for x in (d_out, q, k, v))
-        grads = OPS.attention_backward(
-            *inputs, sums, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole, needed
+        d_, q_, k_, v_ = (_readable(x, spec.work) for x in (d_out, q, k, v))
+        grads = _backward(
+            d_, q_, k_, v_, sums, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole, needed
         )
         return *(grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True)), None
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from isotype.lora.loops.loading import NAMES, OPS, Loops, loops_of, operator
+from isotype.lora.loops.loading import NAMES, PLAIN, Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("vectors.h"),)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _loops() -> Loops:
@@ -35,7 +34,7 @@ def compiled() -> bool:
 
 def known(*tensors: Any) -> bool:
     """Whether these are plain tensors on a CPU, of one shape and a dtype that the compiled loops know, and there are such."""
-    if not all(type(x) in _PLAIN for x in tensors):
+    if not all(type(x) in PLAIN for x in tensors):
         return False
     first = tensors[0]
     return (
@@ -57,8 +56,7 @@ def usable(*tensors: torch.Tensor) -> bool:
 
 def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of two tensors of one shape."""
-    made: torch.Tensor = OPS.silu_product(gate.contiguous(), up.contiguous())
-    return made
+    return _silu_product(gate.contiguous(), up.contiguous())
 
 
 def silu_product_backward(
@@ -66,24 +64,20 @@ def silu_product_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
     product = grad.contiguous()
-    d_gate, d_up = OPS.silu_product_backward(product, gate.contiguous(), up.contiguous())
+    d_gate, d_up = _silu_product_backward(product, gate.contiguous(), up.contiguous())
     return product, d_gate, d_up
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / sqrt(mean(x²) + eps) ⊙ weight in x's dtype, one over the root for each row); x `[…, n]`, weight float32 `[n]`."""
-    y, inverse = OPS.rms_norm(x.contiguous(), weight.contiguous(), eps)
-    return y, inverse
+    return _rms_norm(x.contiguous(), weight.contiguous(), eps)
 
 
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x; `inverse` is what `rms_norm` gave."""
-    made: torch.Tensor = OPS.rms_norm_backward(
-        grad.contiguous(), x.contiguous(), weight.contiguous(), inverse.contiguous()
-    )
-    return made
+    return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse.contiguous())
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
@@ -97,8 +91,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = F
         sin: see `cos`.
         back: whether x is a gradient.
     """
-    made: torch.Tensor = OPS.rotate(x, cos.contiguous(), sin.contiguous(), back)
-    return made
+    return _rotate(x, cos.contiguous(), sin.contiguous(), back)
 
 
 @operator("silu_product(Tensor gate, Tensor up) -> Tensor")

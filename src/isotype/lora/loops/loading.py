@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,7 +17,11 @@ from isotype.precision.devices.cpu import compiler_options
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What the loops of a dtype are called: `forward_float32`."""
 
-OPS: Any = torch.ops.isotype
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors whose memory the loops read: a subclass may mean something else by its own."""
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,11 @@ class Loops:
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *given: Any) -> None:
-        """Call a loop: tensors as their addresses, int as int64, float as float, anything else as ctypes has it."""
-        function = getattr(self.library, f"{name}_{NAMES[dtype]}")
-        function.restype = None
-        function(*map(_argument, given))
+        """Call a loop: tensors as their addresses, int as int64, float as float, anything else as a pointer."""
+        function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
+        if function.argtypes is None:
+            function.restype, function.argtypes = None, _types_of(given)
+        function(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given])
 
 
 @cache
@@ -57,20 +62,29 @@ def loops_of(source: Path, *headers: Path) -> Loops:
 _LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a function be the operator `isotype::…` of a schema on a CPU; it has no derivatives."""
+def operator(schema: str) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+    """Let a function be the operator `isotype::…` of a schema on a CPU; it has no derivatives.
 
-    def defined(function: Callable[..., Any]) -> Callable[..., Any]:
+    Where nobody watches operators, the function itself is called: the way through torch takes longer than some loops.
+    """
+
+    def defined(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+        name = schema.partition("(")[0]
         _LIBRARY.define(schema)
-        _LIBRARY.impl(schema.partition("(")[0], function, "CPU")
-        return function
+        _LIBRARY.impl(name, function, "CPU")
+        watched: Any = getattr(torch.ops.isotype, name).default
+
+        @wraps(function)
+        def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+            seen = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+            made: _Made = (watched if seen else function)(*args, **kwargs)
+            return made
+
+        return called
 
     return defined
 
 
-def _argument(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return ctypes.c_void_p(given.data_ptr())
-    if isinstance(given, int):
-        return ctypes.c_int64(given)
-    return ctypes.c_float(given) if isinstance(given, float) else given
+def _types_of(given: Sequence[Any]) -> list[Any]:
+    types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+    return [types.get(type(x), ctypes.c_void_p) for x in given]

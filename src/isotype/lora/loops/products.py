@@ -14,16 +14,16 @@ from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.lora import measured
-from isotype.lora.loops.loading import Loops, loops_of
+from isotype.lora.loops.loading import PLAIN, Loops, loops_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 FEWEST = 64
 """Rows of an input from which on the compiled loops are used: they pack a weight for each product, which few rows do not pay for."""
@@ -38,8 +38,7 @@ MARGIN = 0.95
 _ROWS, _WIDTH, _RANK, _TURNS = 512, 768, 16, 9
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """`out` = factor · Σ left @ right + bias; matrices of one dtype, of any strides.
 
     Attributes:
@@ -67,7 +66,7 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
         not torch.compiler.is_compiling()
         and x.device.type == "cpu"
         and x.numel() >= FEWEST * x.shape[-1]
-        and type(x) in _PLAIN
+        and type(x) in PLAIN
         and compiled_products().has("sums_of_products", dtype)
         and timing(dtype).faster
     )
@@ -92,38 +91,12 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
             _by_torch(each, each.terms)
         return
     held = [(each, tuple(each.terms)) for each in sums]  # until they have been read
-    if held and all(_fits(*each) for each in held):
-        _by_loops(held)
-        return
-    for each, terms in held:
-        _by_torch(each, terms)
+    if not _by_loops(held):
+        for each, terms in held:
+            _by_torch(each, terms)
 
 
 _Terms = Iterable[tuple[torch.Tensor, torch.Tensor]]
-
-
-def _fits(asked: Sum, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether the loops, which read memory as they are told, can compute a sum."""
-    out, bias, dtype = asked.out, asked.bias, terms[0][0].dtype
-    size = tuple(out.shape)
-    for left, right in terms:
-        if not (
-            _readable(left, dtype)
-            and _readable(right, dtype)
-            and left.dim() == right.dim() == 2
-            and (left.shape[0], right.shape[1]) == size
-            and left.shape[1] == right.shape[0]
-        ):
-            return False
-    return (
-        compiled_products().has("sums_of_products", dtype)
-        and (_readable(out, dtype) or _readable(out, torch.float32))
-        and (bias is None or (_readable(bias, dtype) and bias.shape == size[1:]))
-    )
-
-
-def _readable(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    return x.dtype == dtype and type(x) in _PLAIN and x.is_cpu and x.layout == torch.strided
 
 
 def _by_torch(asked: Sum, given: _Terms) -> None:
@@ -147,22 +120,47 @@ def _by_torch(asked: Sum, given: _Terms) -> None:
         asked.out.add_(bias)
 
 
-def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> None:
-    numbers, biases = array("q"), []
+def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> bool:
+    """Compute sums by the loops, which read memory as they are told; False, and nothing is done, where they cannot take all."""
+    if not sums:
+        return False
+    dtype = sums[0][1][0][0].dtype
+    if not compiled_products().has("sums_of_products", dtype):
+        return False
+    numbers, factors, biases = array("q"), array("f"), []
     for each, terms in sums:
-        out, bias = each.out, None if each.bias is None else each.bias.contiguous()
-        biases.append(bias)
-        at = 0 if bias is None else bias.data_ptr()
-        floats = out.dtype == torch.float32
-        numbers.extend((out.data_ptr(), *out.stride(), *out.shape, floats, at, len(terms)))
+        out, bias = each.out, each.bias
+        size, floats = out.shape, out.dtype is torch.float32
+        if not _readable(out, out.dtype if floats else dtype):
+            return False
+        at = 0
+        if bias is not None:
+            if not _readable(bias, dtype) or bias.shape != size[1:]:
+                return False
+            biases.append(bias := bias.contiguous())
+            at = bias.data_ptr()
+        numbers.extend((out.data_ptr(), *out.stride(), *size, floats, at, len(terms)))
+        factors.append(each.factor)
         for left, right in terms:
-            numbers.extend(
-                (left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride(), left.shape[1])
-            )
-    factors = array("f", [each.factor for each, _ in sums])
-    addresses = (c_void_p(each.buffer_info()[0]) for each in (numbers, factors))
-    dtype, threads = sums[0][1][0][0].dtype, torch.get_num_threads()
-    compiled_products().run("sums_of_products", dtype, len(sums), *addresses, threads)
+            above, below = left.shape, right.shape
+            if not (
+                len(above) == len(below) == 2
+                and above[1] == below[0]
+                and (above[0], below[1]) == size
+                and _readable(left, dtype)
+                and _readable(right, dtype)
+            ):
+                return False
+            numbers.extend((left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride(), below[0]))
+    addresses = numbers.buffer_info()[0], factors.buffer_info()[0]
+    compiled_products().run(
+        "sums_of_products", dtype, len(sums), *map(c_void_p, addresses), torch.get_num_threads()
+    )
+    return True
+
+
+def _readable(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype is dtype and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
 
 
 @dataclass(frozen=True)

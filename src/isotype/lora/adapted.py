@@ -1,0 +1,185 @@
+"""PEFT's LoRA layers as data: what a layer computes under its active adapters, and which layers cannot be fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.lora.linear import Adapter, Layer
+from isotype.model.boundary import boundary_of
+from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.shard import is_sharded
+from isotype.model.walk import LINEAR_KINDS, kind_of
+
+
+def why_not(layer: Any) -> str | None:
+    """Why a PEFT layer is left on PEFT's own path under its active adapters, as a clause; None where it is fused."""
+    base = layer.get_base_layer()
+    kind = kind_of(base)
+    weight = getattr(base, "weight", None)
+    if kind not in LINEAR_KINDS or weight is None or weight.dim() != 2:
+        return f"its base is {type(base).__name__}, not a linear layer"
+    if weight.requires_grad:
+        return "its base weight is trained"
+    if lost := _lost(base):
+        return f"its base has lost its {lost}"
+    settings = boundary_of(base)
+    if settings is not None and settings.kind not in ("bias", "int8"):
+        return f"its base computes in its own dtype (boundary {settings.kind!r})"
+    return _why_not_adapters(layer)
+
+
+def _lost(base: Any) -> str | None:
+    kind = kind_of(base)
+    if kind == "linear4bit" and quantization_state(base) is None:
+        return "quantization state"
+    if kind == "linear8bit" and row_scales(base) is None:
+        return "row scales"
+    return None
+
+
+def _why_not_adapters(layer: Any) -> str | None:
+    names = _active(layer)
+    for name in names:
+        variant = layer.lora_variant.get(name)
+        dora = variant is not None and name in layer.lora_magnitude_vector
+        if variant is not None and not (dora and type(variant).__name__ == "DoraLinearVariant"):
+            return f"adapter {name!r} is a {type(variant).__name__}"
+        for part in (layer.lora_A[name], layer.lora_B[name]):
+            if kind_of(part) != "linear" or boundary_of(part) or part.weight.dim() != 2:
+                return f"adapter {name!r} is not of plain linear layers"
+        if dora and len(names) > 1:
+            return "it has DoRA beside other adapters"
+        if dora and layer.lora_B[name].bias is not None:
+            return "it has DoRA with lora_bias"
+        if dora and layer.training and _dropout(layer, name):
+            return "it has DoRA with dropout"
+    return None
+
+
+def _active(layer: Any) -> list[str]:
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def _dropout(layer: Any, name: str) -> float:
+    module = layer.lora_dropout[name]
+    return float(module.p) if module.training and isinstance(module, nn.Dropout) else 0.0
+
+
+def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
+    """A PEFT layer as data, and its tensors in the order that `lora_linear` takes."""
+    base, names = layer.get_base_layer(), _active(layer)
+    biases = [(1.0, base.bias)] + [(layer.scaling[name], layer.lora_B[name].bias) for name in names]
+    biases = [(scale, bias) for scale, bias in biases if bias is not None]
+    adapters, tensors = [], [bias for _, bias in biases]
+    for name in names:
+        dora = name in layer.lora_variant
+        down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+        adapters.append(Adapter(down.shape[0], layer.scaling[name], _dropout(layer, name), dora))
+        tensors += [down, up]
+        if dora:
+            tensors.append(layer.lora_magnitude_vector[name].weight)
+    return Layer(base, tuple(scale for scale, _ in biases), tuple(adapters)), tuple(tensors)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A PEFT layer as it was read; layers are asked for every product, and to read one takes as long as some products.
+
+    Attributes:
+        layer: the layer as data.
+        tensors: its tensors in the order that `lora_linear` takes.
+    """
+
+    layer: Layer
+    tensors: tuple[torch.Tensor, ...]
+    _parts: tuple[dict[str, Any], ...]
+    _dropouts: tuple[Any, ...]
+    _children: list[nn.Module | None]
+    _parameters: list[torch.Tensor | None]
+    _settings: tuple[Any, ...]
+
+    def holds(self, layer: Any) -> bool:
+        """Whether everything that was read of the layer is as it was."""
+        parts = self._parts
+        children = _children(parts)
+        return (
+            children == self._children
+            and _same(_parameters(parts), self._parameters)
+            and self._settings
+            == _settings(layer, self.layer.base, parts, children, self._dropouts, self.tensors)
+            and not _hooked(parts)
+        )
+
+
+def read(layer: Any, former: Reading | None) -> Reading | None:
+    """A PEFT layer as data: `former` where that still holds, None where only PEFT's own path will do just now.
+
+    That calls the parts, on which somebody has put hooks, and gathers weights of which a rank holds a part only, as between the
+    steps of FSDP2.
+    """
+    if former is not None and former.holds(layer):
+        return former
+    parts = tuple(part.__dict__ for part in layer.modules())
+    children, parameters = _children(parts), _parameters(parts)
+    sharded = any(each is not None and is_sharded(each) for each in parameters)
+    if layer.merged or sharded or _hooked(parts) or why_not(layer) is not None:
+        return None
+    data, tensors = _as_data(layer)
+    dropouts = tuple(each for each in layer.lora_dropout.values() if isinstance(each, nn.Dropout))
+    settings = _settings(layer, data.base, parts, children, dropouts, tensors)
+    return Reading(data, tensors, parts, dropouts, children, parameters, settings)
+
+
+_OF_CHILDREN, _OF_PARAMETERS, _TRAINING = map(itemgetter, ("_modules", "_parameters", "training"))
+_HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")))
+_SHAPE, _P = attrgetter("shape"), attrgetter("p")
+
+
+def _children(parts: Iterable[dict[str, Any]]) -> list[nn.Module | None]:
+    return [*chain.from_iterable(map(dict.values, map(_OF_CHILDREN, parts)))]
+
+
+def _parameters(parts: Iterable[dict[str, Any]]) -> list[torch.Tensor | None]:
+    return [*chain.from_iterable(map(dict.values, map(_OF_PARAMETERS, parts)))]
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _hooked(parts: Sequence[dict[str, Any]]) -> bool:
+    """Whether somebody listens to the parts of a layer; who listens to itself is called whatever its path."""
+    inner = parts[1:]
+    return any(any(map(hooks, inner)) for hooks in _HOOKS) or any("_hf_hook" in part for part in inner)
+
+
+def _settings(
+    layer: Any,
+    base: Any,
+    parts: Sequence[dict[str, Any]],
+    children: Sequence[nn.Module | None],
+    dropouts: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
+) -> tuple[Any, ...]:
+    """What may change though the modules and parameters of a layer stay: boundaries change their classes, for one."""
+    active = layer.active_adapters
+    return (
+        layer.merged,
+        layer.disable_adapters,
+        active if isinstance(active, str) else tuple(active),
+        [*map(type, children)],
+        [*map(_TRAINING, parts)],
+        [*map(_P, dropouts)],
+        [*layer.scaling.items()],
+        [*layer.lora_variant.items()],
+        [*map(_SHAPE, tensors)],
+        base.weight.requires_grad,
+        _lost(base),
+    )
