@@ -258,14 +258,16 @@ template <class T> void divide(const Job& job, int64_t threads, std::vector<Work
     for (int64_t t = 0; t < s.count; t++) all += lanes_of<T>(job.terms[t].depth);
     int64_t groups = (s.columns + GROUP - 1) / GROUP, wanted = threads == 1 ? 1 : threads * SHARES;
     int64_t by_columns = direct ? groups : std::min(groups, wanted), by_rows = (wanted + by_columns - 1) / by_columns;
-    while (by_columns * by_rows % threads && by_columns * by_rows < 4 * wanted && s.rows > by_rows * STRIP) by_rows++;
     // A whole sum over several slabs is kept for all rows of a piece.
     int64_t most = direct ? (all > SLAB ? 1024 : s.rows) : std::max<int64_t>(STRIP, PACKED / all);
-    int64_t rows = std::min(most, up((s.rows + by_rows - 1) / by_rows, 2 * ROWS));
-    int64_t columns = (groups + by_columns - 1) / by_columns * GROUP;
-    for (int64_t j = 0; j < s.columns; j += columns)
+    int64_t columns = (groups + by_columns - 1) / by_columns * GROUP, pieces = (s.columns + columns - 1) / columns;
+    for (int64_t p = 0; p < pieces; p++) {
+        // What is left over when each thread has as many as the others is shared by its rows.
+        int64_t shares = pieces >= threads && p >= pieces / threads * threads ? threads : by_rows;
+        int64_t rows = std::min(most, up((s.rows + shares - 1) / shares, 2 * ROWS)), j = p * columns;
         for (int64_t i = 0; i < s.rows; i += rows)
             to.push_back({&job, i, std::min(s.rows, i + rows), j, std::min(s.columns, j + columns)});
+    }
 }
 
 template <class T> void sums_of_products(int64_t count, const int64_t* numbers, const float* factors, int64_t threads) {
