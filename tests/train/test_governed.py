@@ -123,6 +123,15 @@ def test_the_measures_of_a_step_are_the_trainers_own(path: Path, tmp_path: Path,
     assert all(step.memory_bytes > 2**20 for step in taken)
 
 
+def test_the_flops_of_a_batch_are_the_trainers_own(path: Path, tmp_path: Path):
+    trainer = build(path, tmp_path, save_strategy="no")
+    for count in (3, 5):
+        batch = {"input_ids": torch.zeros(count, 7, dtype=torch.int64)}
+        wanted = transformers.Trainer.floating_point_ops(trainer, batch)
+        assert trainer.floating_point_ops(batch) == wanted > 0
+    assert trainer.floating_point_ops([{"prompt": "of GRPO"}]) == 0
+
+
 @pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_gradient_norm_is_the_one_before_clipping(

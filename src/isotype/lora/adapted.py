@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,8 +99,7 @@ class Reading:
 
     layer: Layer
     tensors: tuple[torch.Tensor, ...]
-    _parts: tuple[dict[str, Any], ...]
-    _dropouts: tuple[Any, ...]
+    _parts: _Parts
     _children: list[nn.Module | None]
     _parameters: list[torch.Tensor | None]
     _settings: tuple[Any, ...]
@@ -108,13 +107,12 @@ class Reading:
     def holds(self, layer: Any) -> bool:
         """Whether everything that was read of the layer is as it was."""
         parts = self._parts
-        children = _children(parts)
+        children = parts.children()
         return (
             children == self._children
-            and _same(_parameters(parts), self._parameters)
-            and self._settings
-            == _settings(layer, self.layer.base, parts, children, self._dropouts, self.tensors)
-            and not _hooked(parts)
+            and _same(parts.parameters(), self._parameters)
+            and self._settings == _settings(layer, self.layer.base, parts, children, self.tensors)
+            and not parts.hooked()
         )
 
 
@@ -126,46 +124,69 @@ def read(layer: Any, former: Reading | None) -> Reading | None:
     """
     if former is not None and former.holds(layer):
         return former
-    parts = tuple(part.__dict__ for part in layer.modules())
-    children, parameters = _children(parts), _parameters(parts)
+    parts = _parts_of(layer)
+    children, parameters = parts.children(), parts.parameters()
     sharded = any(each is not None and is_sharded(each) for each in parameters)
-    if layer.merged or sharded or _hooked(parts) or why_not(layer) is not None:
+    if layer.merged or sharded or parts.hooked() or why_not(layer) is not None:
         return None
     data, tensors = _as_data(layer)
-    dropouts = tuple(each for each in layer.lora_dropout.values() if isinstance(each, nn.Dropout))
-    settings = _settings(layer, data.base, parts, children, dropouts, tensors)
-    return Reading(data, tensors, parts, dropouts, children, parameters, settings)
+    settings = _settings(layer, data.base, parts, children, tensors)
+    return Reading(data, tensors, parts, children, parameters, settings)
 
 
-_OF_CHILDREN, _OF_PARAMETERS, _TRAINING = map(itemgetter, ("_modules", "_parameters", "training"))
+_CHILDREN, _PARAMETERS, _TRAINING = map(itemgetter, ("_modules", "_parameters", "training"))
 _HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")))
 _SHAPE, _P = attrgetter("shape"), attrgetter("p")
 
 
-def _children(parts: Iterable[dict[str, Any]]) -> list[nn.Module | None]:
-    return [*chain.from_iterable(map(dict.values, map(_OF_CHILDREN, parts)))]
+class _Parts(NamedTuple):
+    """What a layer is made of under its active adapters, as the dictionaries of its modules.
+
+    Attributes:
+        all: of every module whose children belong to it, the layer itself first.
+        called: of those that PEFT's own path calls: the base and the parts of the active adapters.
+        dropouts: the modules of these that drop something.
+    """
+
+    all: tuple[dict[str, Any], ...]
+    called: tuple[dict[str, Any], ...]
+    dropouts: tuple[Any, ...]
+
+    def children(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(map(dict.values, map(_CHILDREN, self.all)))]
+
+    def parameters(self) -> list[torch.Tensor | None]:
+        return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
+
+    def hooked(self) -> bool:
+        """Whether somebody listens to a part; who listens to the layer itself is called whatever its path."""
+        return any(any(map(hooks, self.called)) for hooks in _HOOKS) or any(
+            "_hf_hook" in part for part in self.called
+        )
 
 
-def _parameters(parts: Iterable[dict[str, Any]]) -> list[torch.Tensor | None]:
-    return [*chain.from_iterable(map(dict.values, map(_OF_PARAMETERS, parts)))]
+def _parts_of(layer: Any) -> _Parts:
+    names = _active(layer)
+    held = [getattr(layer, name) for name in (*layer.adapter_layer_names, "lora_dropout")]
+    inner = [each[name] for each in held if isinstance(each, nn.ModuleDict) for name in names if name in each]
+    called = [part for each in (layer.base_layer, *inner) for part in each.modules()]
+    containers = [each for each in held if isinstance(each, nn.ModuleDict) and any(n in each for n in names)]
+    return _Parts(
+        tuple(part.__dict__ for part in (layer, *containers, *called)),
+        tuple(part.__dict__ for part in called),
+        tuple(part for part in called if isinstance(part, nn.Dropout)),
+    )
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _hooked(parts: Sequence[dict[str, Any]]) -> bool:
-    """Whether somebody listens to the parts of a layer; who listens to itself is called whatever its path."""
-    inner = parts[1:]
-    return any(any(map(hooks, inner)) for hooks in _HOOKS) or any("_hf_hook" in part for part in inner)
-
-
 def _settings(
     layer: Any,
     base: Any,
-    parts: Sequence[dict[str, Any]],
+    parts: _Parts,
     children: Sequence[nn.Module | None],
-    dropouts: Sequence[Any],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, ...]:
     """What may change though the modules and parameters of a layer stay: boundaries change their classes, for one."""
@@ -175,8 +196,9 @@ def _settings(
         layer.disable_adapters,
         active if isinstance(active, str) else tuple(active),
         [*map(type, children)],
-        [*map(_TRAINING, parts)],
-        [*map(_P, dropouts)],
+        layer.training,
+        [*map(_TRAINING, parts.called)],
+        [*map(_P, parts.dropouts)],
         [*layer.scaling.items()],
         [*layer.lora_variant.items()],
         [*map(_SHAPE, tensors)],

@@ -57,6 +57,7 @@ class _Governed:
     _step_tokens: torch.Tensor | int = 0
     _step_loss: torch.Tensor | None = None
     _step_norm: torch.Tensor | float | None = None
+    _flops_of_value: int | None = None
     card: Callable[[], str] | None = None
     in_checkpoint: Callable[[Path], object] | None = None
     goes_on: Callable[[Path], str] | None = None
@@ -85,7 +86,7 @@ class _Governed:
         """As the trainer's own; first, what a killed run left in the output directory is put in order."""
         if self.args.should_save:
             recover(Path(self.args.output_dir))
-        self._began = time.time()
+        self._began, self._flops_of_value = time.time(), None
         self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         with memory_meter(self.args.device) as self._memory:
             result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
@@ -114,6 +115,17 @@ class _Governed:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         return loss
+
+    def floating_point_ops(self: Any, inputs: Any) -> int:
+        """As the trainer's own: a number for each value of the input, for which it counts the model's parameters every time."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        values: int = inputs[name].numel() if name in inputs else 0
+        if not values:
+            return 0
+        each: int | None = self._flops_of_value
+        if each is None:
+            each = self._flops_of_value = super().floating_point_ops(inputs) // values  # type: ignore[misc]
+        return values * each
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; in training, the tokens of the batch are added to the step's.

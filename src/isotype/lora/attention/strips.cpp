@@ -30,7 +30,7 @@ struct Call {
     int64_t batch, key_heads, group, queries, keys, head, value_head, block_count, threads;
     float scale, cap;                   // cap: 0 for none
     const Block* blocks;
-    Matrix q, k, v, out, d_out, d_q, d_k, d_v;  // those of the gradients null where they are not wanted
+    Matrix q, k, v, out, d_out, d_q, d_k, d_v;  // null where there is none or it is not wanted
     float* sums;                        // [batch, key heads, group, queries, 2]: largest score, one over the sum
     uint32_t* packed;                   // as many as `needs` says
     float* totals;                      // of the backward, as many as `needs` says

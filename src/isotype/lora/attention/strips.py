@@ -6,6 +6,9 @@ What `blocks` computes, by products of 16-bit matrices with sums in float32, whi
 from __future__ import annotations
 
 import ctypes
+import struct
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,37 +21,9 @@ from isotype.lora.loops.loading import Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
-_Integer = ctypes.c_int64
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [("at", ctypes.c_void_p), *((name, _Integer) for name in ("batch", "head", "token"))]
-
-
-class _Block(ctypes.Structure):
-    _fields_ = [
-        *(
-            (f"{name}_{end}", _Integer)
-            for name in ("part", "row", "key", "masked")
-            for end in ("first", "last")
-        ),
-        ("tile", ctypes.c_void_p),
-        ("tile_heads", _Integer),
-    ]
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, _Integer)
-            for name in ("batch", "key_heads", "group", "queries", "keys", "head", "value_head")
-        ),
-        *((name, _Integer) for name in ("block_count", "threads")),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
-        ("blocks", ctypes.POINTER(_Block)),
-        *((name, _Matrix) for name in ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")),
-        *((name, ctypes.c_void_p) for name in ("sums", "packed", "totals")),
-    ]
+_MATRICES = ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
+_CALL = struct.Struct(f"=9q2fq{4 * len(_MATRICES)}q3q")
+"""The struct `Call` of the loops: sizes, floats, the address of the blocks, the matrices, three addresses."""
 
 
 def compiled_strips() -> Loops:
@@ -151,8 +126,7 @@ def _forward(
     scale: float, cap: float, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     out, sums = _empty(q, v.shape[3], whole), torch.empty(*q.shape[:3], 2, dtype=torch.float32)
-    call = _call((q, k, v), tiles, blocks, scale, cap)
-    _run("forward", q.dtype, call, {"out": out}, sums)
+    _run("forward", {"q": q, "k": k, "v": v, "out": out}, sums, tiles, blocks, (scale, cap))
     return out, sums
 
 
@@ -171,7 +145,8 @@ def _backward(
     wanted = {
         name: grad for name, grad, need in zip(("d_q", "d_k", "d_v"), grads, needed, strict=True) if need
     }
-    _run("backward", q.dtype, _call((q, k, v), tiles, blocks, scale, cap), {"d_out": d_out, **wanted}, sums)
+    given = {"q": q, "k": k, "v": v, "d_out": d_out, **wanted}
+    _run("backward", given, sums, tiles, blocks, (scale, cap))
     return tuple(grads)
 
 
@@ -181,45 +156,30 @@ def _empty(like: torch.Tensor, size: int, whole: bool) -> torch.Tensor:
     return (like.new_empty if whole else like.new_zeros)((batch, tokens, heads, size)).transpose(1, 2)
 
 
-def _call(
-    inputs: tuple[torch.Tensor, ...], tiles: list[torch.Tensor], blocks: list[int], scale: float, cap: float
-) -> _Call:
-    q, k, v = inputs
-    count = len(blocks) // 9
-    made = (_Block * count)()
-    for index in range(count):
-        *numbers, tile = blocks[9 * index : 9 * index + 9]
-        made[index] = _Block(
-            *numbers, *((tiles[tile].data_ptr(), len(tiles[tile])) if tile >= 0 else (None, 0))
-        )
-    sizes = (
-        len(q),
-        k.shape[1],
-        q.shape[1] // max(k.shape[1], 1),
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-    )
-    return _Call(*sizes, count, torch.get_num_threads(), scale, cap, made, *map(_matrix, inputs))
-
-
-def _matrix(x: torch.Tensor) -> _Matrix:
-    return _Matrix(x.data_ptr(), *x.stride()[:3])
-
-
 def _run(
-    what: str, dtype: torch.dtype, call: _Call, others: dict[str, torch.Tensor], sums: torch.Tensor
+    what: str,
+    matrices: Mapping[str, torch.Tensor],
+    sums: torch.Tensor,
+    tiles: list[torch.Tensor],
+    blocks: list[int],
+    factors: tuple[float, float],
 ) -> None:
     """Hand one call to the compiled loops; whoever calls holds every tensor until they are done."""
-    strips = compiled_strips()
-    for key, x in others.items():
-        setattr(call, key, _matrix(x))
-    lanes, floats = _Integer(), _Integer()
-    strips.run(
-        "needs", dtype, ctypes.byref(call), what == "backward", ctypes.byref(lanes), ctypes.byref(floats)
-    )
+    strips, q, k, v = compiled_strips(), matrices["q"], matrices["k"], matrices["v"]
+    each = array("q")
+    for start in range(0, len(blocks), 9):
+        *numbers, tile = blocks[start : start + 9]
+        each.extend((*numbers, *((0, 0) if tile < 0 else (tiles[tile].data_ptr(), len(tiles[tile])))))
+    places: list[int] = []
+    for name in _MATRICES:
+        x = matrices.get(name)
+        places += (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
+    (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
+    sizes = batch, key_heads, heads // max(key_heads, 1), queries, keys, head, v.shape[3], len(blocks) // 9
+    head_of_call = *sizes, torch.get_num_threads(), *factors, each.buffer_info()[0], *places, sums.data_ptr()
+    lanes, floats = ctypes.c_int64(), ctypes.c_int64()
+    call = _CALL.pack(*head_of_call, 0, 0)
+    strips.run("needs", q.dtype, call, what == "backward", ctypes.byref(lanes), ctypes.byref(floats))
     packed = torch.empty(lanes.value, dtype=torch.int32)
     totals = torch.empty(floats.value, dtype=torch.float32)
-    call.sums, call.packed, call.totals = sums.data_ptr(), packed.data_ptr(), totals.data_ptr()
-    strips.run(what, dtype, ctypes.byref(call))
+    strips.run(what, q.dtype, _CALL.pack(*head_of_call, packed.data_ptr(), totals.data_ptr()))
