@@ -77,15 +77,37 @@ constexpr float LOG2_E = 1.44269504089f;
 
 inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 
-constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
-// The bits of y 2^n, where `shifted` is n + MAGIC.
-inline ivec times_power(vec y, vec shifted) { return (ivec)y + (((ivec)shifted - (int32_t)bits(MAGIC)) << 23); }
+// x, but at least `least`; NaN for NaN.
+inline vec at_least(float least, vec x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);  // the second one where one is NaN
+#else
+    return x < least ? vec{} + least : x;
+#endif
+}
 
-// 2^x for x <= 127; 0 below -126; NaN for NaN. Taylor's series of degree 7 on [-1/2, 1/2]: 5e-9 of the value.
+// A whole number n next to x, and y 2^n, which is 0 for n below -149 and for x below -126 where the CPU has no instruction for it.
+struct Power {
+#if defined(__AVX512F__)
+    vec n;
+    explicit Power(vec x) : n((vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)) {}
+    vec times(vec y) const { return (vec)_mm512_scalef_ps((__m512)y, (__m512)n); }
+#else
+    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
+    vec x, shifted, n;
+    explicit Power(vec x) : x(x), shifted(at_least(-126.0f, x) + MAGIC), n(shifted - MAGIC) {}
+    vec times(vec y) const {
+        vec found = (vec)(x < -126.0f ? ivec{} : (ivec)y + (((ivec)shifted - (int32_t)bits(MAGIC)) << 23));
+        return x == x ? found : x;
+    }
+#endif
+};
+
+// 2^x for x <= 127; 0 below -150; NaN for NaN. Taylor's series of degree 7 on [-1/2, 1/2]: 5e-9 of the value.
 inline vec exp2v(vec x) {
-    vec bounded = x < -126.0f ? vec{} - 126.0f : x;
-    vec shifted = bounded + MAGIC;
-    vec f = bounded - (shifted - MAGIC);
+    vec bounded = at_least(-160.0f, x);
+    Power power(bounded);
+    vec f = bounded - power.n;
     vec y = f * 1.5252733804e-5f + 1.5403530394e-4f;
     y = y * f + 1.3333558146e-3f;
     y = y * f + 9.6181291076e-3f;
@@ -93,16 +115,15 @@ inline vec exp2v(vec x) {
     y = y * f + 2.4022650696e-1f;
     y = y * f + 6.9314718056e-1f;
     y = y * f + 1.0f;
-    vec found = (vec)(x < -126.0f ? ivec{} : times_power(y, shifted));
-    return x == x ? found : x;
+    return power.times(y);
 }
 
-// e^x for x <= 88, within two units in the last place; 0 below -87; NaN for NaN. The remainder of x / log 2 is exact, for its nearest
+// e^x for x <= 88, within two units in the last place; 0 below -104; NaN for NaN. The remainder of x / log 2 is exact, for its nearest
 // whole number is multiplied by log 2 in two parts; then Taylor's series of degree 7 on [-0.35, 0.35]: 6e-9 of the value.
 inline vec expv(vec x) {
-    vec bounded = x < -87.0f ? vec{} - 87.0f : x;
-    vec shifted = bounded * LOG2_E + MAGIC, n = shifted - MAGIC;
-    vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+    vec bounded = at_least(-110.0f, x);
+    Power power(bounded * LOG2_E);
+    vec r = bounded - power.n * 0.693359375f + power.n * 2.12194440e-4f;
     vec y = r * 1.9841270e-4f + 1.3888889e-3f;
     y = y * r + 8.3333333e-3f;
     y = y * r + 4.1666668e-2f;
@@ -110,18 +131,22 @@ inline vec expv(vec x) {
     y = y * r + 0.5f;
     y = y * r + 1.0f;
     y = y * r + 1.0f;
-    vec found = (vec)(x < -87.0f ? ivec{} : times_power(y, shifted));
-    return x == x ? found : x;
+    return power.times(y);
 }
 
+// Some at once: one after another, each would wait for the one before.
 inline float largest_of(const float* x, int64_t n) {
-    vec top = load(x);
-    for (int64_t i = LANES; i < n; i += LANES) {
-        vec next = load(x + i);
-        top = next > top ? next : top;
-    }
-    float found = top[0];
-    for (int i = 1; i < LANES; i++) found = std::max(found, top[i]);
+    constexpr int EACH = 4;
+    vec top[EACH] = {load(x), load(x), load(x), load(x)};
+    auto larger = [](vec a, vec b) { return b > a ? b : a; };
+    int64_t i = 0;
+    for (; i + EACH * LANES <= n; i += EACH * LANES)
+#pragma GCC unroll 4
+        for (int j = 0; j < EACH; j++) top[j] = larger(top[j], load(x + i + j * LANES));
+    for (; i < n; i += LANES) top[0] = larger(top[0], load(x + i));
+    vec all = larger(larger(top[0], top[1]), larger(top[2], top[3]));
+    float found = all[0];
+    for (int j = 1; j < LANES; j++) found = std::max(found, all[j]);
     return found;
 }
 
