@@ -12,12 +12,13 @@ Processes take turns (isotype, trl, …, isotype, trl, …) `--rounds` times. *s
 two; *spread* the quartiles; *ratio* the peer's median over isotype's. *memory* is the peak of resident memory over what is
 resident after all imports. *loss* is that of the last step. *floor* is the time that the step's own matmuls take at the
 rate that this script measures for them here, before and after each peer (the median): forward and input gradient of
-every linear layer and of the head. With `--uneven` rows have an eighth of the tokens to all of them (words, so that
+every linear layer and of the head. A second table has the time that *all* products of a step would take at that rate: those of the
+floor, of the adapters and of causal attention, and with checkpointing the forward of the blocks once more. With `--uneven` rows have an eighth of the tokens to all of them (words, so that
 tokens are some more and the longest are cut), and floor and tokens/s are those of full rows; the bare loop and the Trainer, which take rows of one length, are left out.
 
 Run: python benchmarks/train.py [--storage nf4 none int8] [--dtype bf16 fp32] [--tokens 512 2048] [--checkpointing off on]
      [--rows 2] [--uneven] [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH]
-Prints a table and one line of JSON.
+Prints two tables and one line of JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from turns import quartiles
 MODEL = "embedded:smollm2"
 WARM_UP = 2
 LEARNING_RATE = 1e-4
+RANK = 16
 PEERS = ("isotype", "trl", "trainer", "bare")
 _MIB = 1 << 20
 
@@ -97,7 +99,7 @@ def by_isotype(setup: Setup, rows: Path, out: Path) -> None:
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[setup.dtype]
     sys.argv = [
         "isotype", "sft", "--model_name_or_path", MODEL, "--dataset_name", str(rows), "--dtype", dtype, *flags,
-        "--use_peft", "--lora_r", "16", "--lora_alpha", "32", "--lora_dropout", "0", "--lora_target_modules", "all-linear",
+        "--use_peft", "--lora_r", str(RANK), "--lora_alpha", "32", "--lora_dropout", "0", "--lora_target_modules", "all-linear",
         "--max_length", str(setup.tokens), "--per_device_train_batch_size", str(setup.rows), "--max_steps", str(setup.steps),
         "--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant", "--logging_steps", "1",
         "--gradient_checkpointing", str(setup.checkpointing), "--save_strategy", "no", "--eval_strategy", "no",
@@ -112,7 +114,7 @@ def peft_config() -> Any:
     import peft
 
     return peft.LoraConfig(
-        r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=RANK, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
     )
 
 
@@ -207,23 +209,42 @@ def by_hand(setup: Setup, rows: Path, seconds: list[float], losses: list[float])
         losses.append(loss.item())
 
 
+def linear_shapes(config: Any) -> dict[tuple[int, int], int]:
+    """(in, out) of the blocks' linear layers, and how many there are."""
+    hidden, inner, blocks = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    heads = config.num_key_value_heads * hidden // config.num_attention_heads
+    return {
+        (hidden, hidden): 2 * blocks, (hidden, heads): 2 * blocks, (hidden, inner): 2 * blocks, (inner, hidden): blocks,
+    }  # fmt: skip
+
+
+def all_flops(setup: Setup, config: Any) -> float:
+    """FLOPs of all products of a step; of attention the scores that causal attention reads, computed once."""
+    rows, shapes = setup.rows * setup.tokens, linear_shapes(config)
+    base = sum(count * columns * out for (columns, out), count in shapes.items())
+    adapters = sum(count * RANK * (columns + out) for (columns, out), count in shapes.items())
+    scores = setup.rows * setup.tokens**2 / 2
+    attention = config.num_hidden_layers * 2 * scores * config.hidden_size  # q kᵀ and p v
+    forward = 2 * (rows * (base + adapters) + attention)
+    # The gradient of each operand of a product is one more; a frozen weight needs none.
+    backward = 2 * (rows * (base + 2 * adapters) + 2 * attention)
+    head = 4 * rows * config.hidden_size * config.vocab_size
+    return float(forward * (2 if setup.checkpointing else 1) + backward + head)
+
+
 def floor(setup: Setup) -> dict[str, float]:
-    """GFLOP/s of the step's own matmuls, and the seconds they take together at that rate."""
+    """GFLOP/s of the step's own matmuls, and the seconds that they and all products of the step take at that rate."""
     import torch
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source(setup))
     dtype = model_settings(setup)["dtype"]
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_key_value_heads * hidden // config.num_attention_heads
-    blocks = config.num_hidden_layers
-    shapes = {
-        (hidden, hidden): 2 * blocks, (hidden, heads): 2 * blocks, (hidden, inner): 2 * blocks, (inner, hidden): blocks,
-        (hidden, config.vocab_size): 1,
-    }  # fmt: skip
     rows = setup.rows * setup.tokens
     total, flops = 0.0, 0
-    for (columns, out), count in shapes.items():
+    for (columns, out), count in {
+        **linear_shapes(config),
+        (config.hidden_size, config.vocab_size): 1,
+    }.items():
         x, weight = torch.randn(rows, columns).to(dtype), torch.randn(out, columns).to(dtype)
         grad = torch.randn(rows, out).to(dtype)
         y, dx = torch.empty_like(grad), torch.empty_like(x)
@@ -235,7 +256,7 @@ def floor(setup: Setup) -> dict[str, float]:
             times.append(time.perf_counter() - began)
         total += count * statistics.median(times)
         flops += count * 4 * rows * columns * out
-    return {"seconds": total, "gflops": flops / total / 1e9}
+    return {"seconds": total, "gflops": flops / total / 1e9, "all": all_flops(setup, config) * total / flops}
 
 
 def child(peer: str, setup: Setup) -> None:
@@ -295,7 +316,7 @@ def compare(setup: Setup, peers: list[str], rounds: int, threads: int) -> list[d
         for peer in peers:
             results[peer].append(run(peer, setup, threads))
             floors.append(run("floor", setup, threads))
-    base = {key: statistics.median(each[key] for each in floors) for key in ("seconds", "gflops")}
+    base = {key: statistics.median(each[key] for each in floors) for key in floors[0]}
     rows = []
     for peer in peers:
         steps = [second for result in results[peer] for second in result["seconds"][WARM_UP:]]
@@ -309,7 +330,7 @@ def compare(setup: Setup, peers: list[str], rounds: int, threads: int) -> list[d
                 "memory": statistics.median(result["memory"] for result in results[peer]),
                 "loss": results[peer][0]["losses"][setup.steps - 1],
                 "first_loss": results[peer][0]["losses"][0],
-                "floor": base["seconds"], "gflops": base["gflops"],
+                "floor": base["seconds"], "gflops": base["gflops"], "all": base["all"],
             }
         )  # fmt: skip
     return rows
@@ -325,6 +346,13 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['first_loss']:.4f} -> {row['loss']:.4f}  {row['floor']:>6.2f} {row['floor'] / row['step']:>6.0%}",
             flush=True,
         )
+
+
+def show_products(rows: list[dict[str, Any]]) -> None:
+    print(f"\n{'setup':<20} {'peer':<8} {'step s':>7} {'all s':>6} {'of it':>6}")
+    for row in rows:
+        share = row["all"] / row["step"]
+        print(f"{row['setup']:<20} {row['peer']:<8} {row['step']:>7.2f} {row['all']:>6.2f} {share:>6.0%}")
 
 
 HEAD = (
@@ -365,6 +393,7 @@ def main() -> None:
         made = compare(setup, peers, asked.rounds, asked.threads)
         show(made)
         rows += made
+    show_products(rows)
     text = json.dumps({"rows": rows, "threads": asked.threads})
     if asked.json:
         asked.json.write_text(text + "\n", encoding="utf-8")
