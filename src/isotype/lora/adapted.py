@@ -168,9 +168,9 @@ class _Parts(NamedTuple):
 def _parts_of(layer: Any) -> _Parts:
     names = _active(layer)
     held = [getattr(layer, name) for name in (*layer.adapter_layer_names, "lora_dropout")]
-    inner = [each[name] for each in held if isinstance(each, nn.ModuleDict) for name in names if name in each]
-    called = [part for each in (layer.base_layer, *inner) for part in each.modules()]
     containers = [each for each in held if isinstance(each, nn.ModuleDict) and any(n in each for n in names)]
+    inner = [each[name] for each in containers for name in names if name in each]
+    called = [part for each in (layer.base_layer, *inner) for part in each.modules()]
     return _Parts(
         tuple(part.__dict__ for part in (layer, *containers, *called)),
         tuple(part.__dict__ for part in called),
