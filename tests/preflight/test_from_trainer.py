@@ -215,6 +215,8 @@ def test_the_arguments_of_checkpointing() -> None:
     assert given(False) is None
     assert given(True) == {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     assert given(True, {"use_reentrant": True}) == {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    plain = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert given(True, {"every_n_layers": 2, "offload": True}) == {**plain, "every_n_layers": 2}
 
 
 def test_the_first_batch_of_a_running_trainer_is_checked_once(tmp_path: Path) -> None:

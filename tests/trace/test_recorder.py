@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isotype.trace.record import Call, Origin, Trace
+from isotype.trace.recorder import Recorder
 from tests.reality import real_step
 from tests.rules.traces import traced
 from tests.small import BF16, FP16, FP32, CustomLinear, ids, line, net, wide_norms
@@ -177,6 +180,42 @@ def test_a_breach_in_recomputation_is_marked() -> None:
         ("forward", "second", False),
         ("backward", "second", True),
     ]
+
+
+class Alone(GradientCheckpointingLayer):  # type: ignore[misc]  # transformers ships no types
+    """Computes by itself, without a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sigmoid().sigmoid()
+
+
+def checkpointed() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8).to(BF16), Alone())
+    model[1].gradient_checkpointing = True  # type: ignore[assignment]
+    model[1]._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+    return model.train()
+
+
+def test_a_layer_whose_hooks_do_not_run_again_is_known_in_recomputation() -> None:
+    found = breaches(traced(checkpointed(), {"input": X}))
+    assert [(call.phase, call.module, call.recomputed) for call in found] == [
+        ("forward", "1", False),
+        ("backward", "1", True),
+    ]
+
+
+def test_a_layer_has_its_own_checkpointing_again_afterwards() -> None:
+    model = checkpointed()
+    before = model[1]._gradient_checkpointing_func  # type: ignore[index]
+    handles = Recorder().watch(model)
+    assert model[1]._gradient_checkpointing_func is not before  # type: ignore[index]
+    for handle in handles:
+        handle.remove()
+    assert model[1]._gradient_checkpointing_func is before  # type: ignore[index]
 
 
 def test_a_breach_in_generation() -> None:

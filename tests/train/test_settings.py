@@ -217,3 +217,16 @@ def test_flags_that_are_false_rule_dtypes_out_and_use_cpu_names_the_device():
 def test_lora_bias_is_an_argument():
     assert parse_settings(METHODS["sft"], [*BASE, "--lora_bias", "lora_only"]).extra.lora_bias == "lora_only"
     assert "--lora_bias some\n    expected  one of none, all, lora_only" in message("--lora_bias", "some")
+
+
+def test_gradient_checkpointing_is_not_reentrant_unless_asked_for():
+    def given(*argv):
+        return parse_settings(METHODS["sft"], [*BASE, *argv]).training.gradient_checkpointing_kwargs
+
+    name = "--gradient_checkpointing_kwargs"
+    assert given() is None
+    assert given(name, '{"preserve_rng_state": false}') == {
+        "preserve_rng_state": False,
+        "use_reentrant": False,
+    }
+    assert given(name, '{"use_reentrant": true}') == {"use_reentrant": True}

@@ -68,6 +68,18 @@ def test_all_problems_are_named_at_once():
         (["--dataset_streaming", "True"], "--dataset_streaming without --max_steps"),
         (["--use_cpu", "True", "--device", "cuda"], "--use_cpu True and --device cuda"),
         (
+            ["--gradient_checkpointing_kwargs", '{"every_layers": 2}'],
+            "--gradient_checkpointing_kwargs: 'every_layers'",
+        ),
+        (
+            ["--gradient_checkpointing_kwargs", '{"every_n_layers": 0}'],
+            "--gradient_checkpointing_kwargs: every_n_layers 0",
+        ),
+        (
+            ["--gradient_checkpointing_kwargs", '{"offload": true}', "--device", "cpu"],
+            "--gradient_checkpointing_kwargs: offload on a CPU",
+        ),
+        (
             ["--attn_implementation", "sdpa", "--model_init_kwargs", '{"attn_implementation": "eager"}'],
             "--attn_implementation sdpa and --model_init_kwargs attn_implementation=eager",
         ),

@@ -74,12 +74,16 @@ def _request(model: nn.Module, loss: LossOf, arguments: Any) -> StepRequest:
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """The arguments that the trainer gives to `gradient_checkpointing_enable`, None where it is off."""
+    """The arguments that the trainer gives to `gradient_checkpointing_enable`, None where it is off.
+
+    But for `offload`: a step that is traced has no other memory to put activations into.
+    """
     if not arguments.gradient_checkpointing:
         return None
-    return {
-        "gradient_checkpointing_kwargs": arguments.gradient_checkpointing_kwargs or {"use_reentrant": False}
-    }
+    given = dict(arguments.gradient_checkpointing_kwargs or {})
+    given.pop("offload", None)
+    own = {name: given.pop(name) for name in ("every_n_layers",) if name in given}
+    return {"gradient_checkpointing_kwargs": given or {"use_reentrant": False}, **own}
 
 
 def _autocast(arguments: Any) -> torch.dtype | bool:

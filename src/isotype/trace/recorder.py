@@ -76,6 +76,34 @@ class _Frame:
     returns: Origin | None = None
 
 
+_CHECKPOINTS = "_gradient_checkpointing_func"
+"""Where transformers' layers hold the function that checkpoints them."""
+
+
+class _Recomputed:
+    """Follows a layer of transformers (5.23) that is checkpointed, whose hooks do not run when it is computed again."""
+
+    def __init__(self, recorder: Recorder, module: nn.Module, given: Any, name: str, repeats: int) -> None:
+        self._module, self._given = module, given
+
+        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def followed(*args: Any, **kwargs: Any) -> Any:
+                if recorder.phase != "backward" or recorder.module == name:
+                    return function(*args, **kwargs)
+                recorder.enter(name, repeats)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    recorder.leave()
+
+            return given(followed, *args, **kwargs)
+
+        setattr(module, _CHECKPOINTS, checkpoint)
+
+    def remove(self) -> None:
+        setattr(self._module, _CHECKPOINTS, self._given)
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a recorder knows of a running step, whatever its tensors are; `__torch_dispatch__` is its heirs'."""
 
@@ -107,16 +135,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Follow the modules of `model` by hooks and know its parameters and buffers by name; returns the handles."""
-        handles = []
+        handles: list[Any] = []
+        standing: dict[str, int] = {}
         for name, module in model.named_modules(remove_duplicate=True):
+            # By name: a recomputation may enter a module without those that it is in.
+            outer = standing.get(name.rpartition(".")[0], 1)
+            repeats = standing[name] = outer * int(getattr(module, STANDS_FOR, 1))
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks: what it runs is its caller's
-            repeats = int(getattr(module, STANDS_FOR, 1))
             # What bitsandbytes' layers return is cast to the dtype that they were given.
             returns_given = type(module).__module__.startswith("bitsandbytes.")
             enter = self._entering(name, repeats, returns_given)
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
+            if (recomputing := module.__dict__.get(_CHECKPOINTS)) is not None:
+                handles.append(_Recomputed(self, module, recomputing, name, repeats))
         for name, parameter in model.named_parameters():
             self._own(parameter, Origin("parameter", parameter.dtype, name))
         for name, buffer in model.named_buffers():
@@ -144,9 +177,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return enter
 
     def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
-        """A module's forward begins; what it casts to the dtype of `returns` has that one's origin."""
-        outer = self._frames[-1].repeats if self._frames else 1
-        self._frames.append(_Frame(name, outer * repeats, self.ledger.total, returns))
+        """A module's forward begins, which stands for `repeats`; what it casts to the dtype of `returns` has that one's origin."""
+        self._frames.append(_Frame(name, repeats, self.ledger.total, returns))
 
     def _leaving(self, *_: Any) -> None:
         self.leave()

@@ -14,7 +14,7 @@ from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
-from isotype.preflight.from_trainer import fsdp_version
+from isotype.preflight.from_trainer import checkpointing, fsdp_version
 from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Plan:
         reference: whether every step runs the reference model.
         lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
         learning_rate, optimizer: of the optimizer.
-        checkpointing: arguments of gradient checkpointing, None where it is off.
+        checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
         fsdp: 0, 1 or 2.
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
@@ -276,7 +276,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
         learning_rate=light.learning_rate,
         ranges=light.ranges,
         optimizer=light.optim,
-        checkpointing={},
+        checkpointing={"gradient_checkpointing_kwargs": {"use_reentrant": False}},
         fsdp=options.fsdp or 0,
     )
 
@@ -308,9 +308,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         lora=_lora_config(settings, start) if model.use_peft else None,
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
-        checkpointing=(training.gradient_checkpointing_kwargs or {})
-        if training.gradient_checkpointing
-        else None,
+        checkpointing=checkpointing(training),
         fsdp=fsdp_version(training) if options.fsdp is None else options.fsdp,
         revision=model.model_revision,
         attention=attention,

@@ -11,20 +11,21 @@ def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
     return bool((arguments or {}).get("use_reentrant"))
 
 
-def checkpoint_gradients(model: Any, arguments: Mapping[str, Any], *, adapters: bool) -> None:
+def checkpoint_gradients(model: Any, given: Mapping[str, Any], *, adapters: bool) -> None:
     """Let a model checkpoint its gradients as isotype's trainers do, where it can.
 
     Args:
         model: a transformers model, or a PEFT model of one; changed in place.
-        arguments: of torch's checkpoint function.
+        given: arguments of the model's `gradient_checkpointing_enable`.
         adapters: whether adapters are trained on a frozen model.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
-    given = dict(arguments) or None
+    own = dict(given)
+    arguments = own.pop("gradient_checkpointing_kwargs", None)
     if hasattr(model, "activation_checkpointing_enable"):  # transformers' name for it, as in its Trainer
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, **own)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **own)
     if adapters and not needs_input_gradients(arguments):
         model.disable_input_require_grads()  # as the trainer's does

@@ -109,6 +109,9 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     if "model_revision" not in explicit:
         model.model_revision = (training.model_init_kwargs or {}).get("revision", model.model_revision)
     model.lora_target_modules = target_modules(model.lora_target_modules)
+    if isinstance(training.gradient_checkpointing_kwargs, dict):
+        # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
+        training.gradient_checkpointing_kwargs.setdefault("use_reentrant", False)
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"
     asked = read_precision_request(training, model, extra, frozenset(explicit), flags)

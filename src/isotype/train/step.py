@@ -17,6 +17,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
+from isotype.trace.fold import fold
 from isotype.train.fit import fitting
 from isotype.train.head import put_head
 from isotype.train.plan import DEFAULT_LENGTH, Plan
@@ -79,18 +80,22 @@ def _source(plan: Plan) -> Any:
 def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
     """The weightless model under the policy, folded and in training mode."""
     method = METHODS[plan.method]
+    # Layers of which only some are checkpointed are equal no longer, and are counted before they are folded.
+    some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
         config,
         policy,
         model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
         lora=plan.lora,
-        fold=True,
+        fold=not some,
         attn_implementation=plan.attention,
         **dict(method.model_kwargs),
     )
     model.config.use_cache = False
     if plan.checkpointing is not None:
         checkpoint_gradients(model, plan.checkpointing, adapters=plan.lora is not None)
+    if some:
+        fold(model)
     model.train()
     if method.loss != "reward":
         put_head(model)

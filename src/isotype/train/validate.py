@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.locate import resolve_source
@@ -45,7 +48,7 @@ def check_settings(settings: Settings) -> None:
     Raises:
         UsageError: with every problem found.
     """
-    problems = [*argument_problems(settings), *_paths(settings), *_packages(settings)]
+    problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
     problems = problems or [*_optimizer(settings), *_hub(settings)]
     if problems:
         raise UsageError("arguments that cannot work", problems)
@@ -58,6 +61,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *number_problems(read),
         *name_problems(read),
         *_stream_without_steps(settings),
+        *_checkpointing(settings),
         *_model_arguments(settings),
     ]
 
@@ -75,6 +79,42 @@ def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
             "--dataset_streaming without --max_steps",
             "the number of steps, since a stream does not say how long it is",
             "add --max_steps N",
+        )
+
+
+_CHECKPOINT = sorted(
+    {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
+    - {"function", "args", "kwargs", "context_fn"}
+)
+"""What torch's function and transformers take, but for what JSON has no words for."""
+
+
+def _checkpointing(settings: Settings) -> Iterator[Problem]:
+    given = settings.training.gradient_checkpointing_kwargs or {}
+    for name in sorted(given.keys() - _CHECKPOINT):
+        yield Problem(
+            f"--gradient_checkpointing_kwargs: {name!r}",
+            f"one of {', '.join(_CHECKPOINT)}",
+            f"did you mean {near[0]!r}?"
+            if (near := difflib.get_close_matches(name, _CHECKPOINT))
+            else "leave it out",
+        )
+    every = given.get("every_n_layers", 1)
+    if not isinstance(every, int) or every < 1:
+        yield Problem(
+            f"--gradient_checkpointing_kwargs: every_n_layers {every!r}",
+            "a whole number of at least 1",
+            "1 checkpoints every layer, 2 every other one",
+        )
+
+
+def _offload(settings: Settings) -> Iterator[Problem]:
+    given = settings.training.gradient_checkpointing_kwargs or {}
+    if given.get("offload") and (settings.extra.device == "cpu" or not torch.accelerator.is_available()):
+        yield Problem(
+            "--gradient_checkpointing_kwargs: offload on a CPU",
+            "a GPU, whose activations have other memory to go to",
+            "leave it out",
         )
 
 

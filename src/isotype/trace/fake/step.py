@@ -59,14 +59,16 @@ def trace_step(
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode()
     twin = twin_of(model, mode)
+    if (
+        setup.gradient_checkpointing is not None
+    ):  # of which it may be told to leave out some layers, by their number
+        twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
     if code.folded:
         fold(twin)
     forget_fakes(mode)
     with mode:
         if "backward" in setup.phases:
             twin.train()
-        if setup.gradient_checkpointing is not None:
-            twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
         if change is not None:
             change(twin)
     recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)

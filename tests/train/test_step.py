@@ -1,0 +1,80 @@
+"""The step of a training command, traced: layers of which only some are checkpointed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from isotype.preflight.request import DEFAULT_PHASES
+from isotype.train import step, weightless
+from isotype.train.plan import parse_options, plan_of
+from tests.models import CONFIGS
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    made = CONFIGS["llama"]()
+    made.num_hidden_layers = 12
+    made.save_pretrained(tmp_path)
+    return tmp_path / "config.json"
+
+
+def traced(config: Path, checkpointing: dict[str, Any] | None) -> Any:
+    argv = [
+        "sft",
+        "--model_name_or_path",
+        str(config),
+        "--device",
+        "t4",
+        "--dtype",
+        "float16",
+        "--lora_r",
+        "4",
+    ]
+    argv += ["--per_device_train_batch_size", "4", "--max_length", "32"]
+    argv += ["--gradient_checkpointing", str(checkpointing is not None)]
+    if checkpointing:
+        argv += ["--gradient_checkpointing_kwargs", json.dumps(checkpointing)]
+    plan, command = plan_of(*parse_options(argv))
+    return step.check_plan(plan, command, DEFAULT_PHASES).trace
+
+
+def peak(config: Path, checkpointing: dict[str, Any] | None) -> int:
+    trace = traced(config, checkpointing)
+    assert trace.failure is None
+    made: int = trace.memory.peak
+    return made
+
+
+def test_the_more_layers_are_checkpointed_the_less_memory(config: Path) -> None:
+    every = [{}, *({"every_n_layers": count} for count in (2, 3, 6)), None]
+    peaks = [peak(config, each) for each in every]
+    assert peaks == sorted(set(peaks))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_layers_are_folded_as_they_are_checkpointed(
+    config: Path, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"every_n_layers": every}
+    folded = traced(config, given)
+    monkeypatch.setattr(step, "fold", lambda model: model)
+    monkeypatch.setattr(weightless, "fold_layers", lambda model: model)
+    whole = traced(config, given)
+    assert len(folded.calls) < len(whole.calls)
+    assert folded.flops == whole.flops
+    assert folded.memory.peak == pytest.approx(whole.memory.peak, rel=0.05)
+
+
+def test_offloaded_activations_are_counted_where_they_are_computed(config: Path) -> None:
+    assert peak(config, {"offload": True}) == peak(config, {})
+
+
+def test_transformers_takes_what_is_known_here() -> None:
+    model = transformers.LlamaForCausalLM(CONFIGS["llama"]())
+    step.checkpoint_gradients(model, {"every_n_layers": 2}, adapters=False)
+    assert [layer.gradient_checkpointing for layer in model.model.layers[:2]] == [True, False]
