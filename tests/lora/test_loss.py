@@ -291,6 +291,16 @@ def test_gradient_that_was_not_announced() -> None:
         found.entropy.sum().backward()  # type: ignore[union-attr]
 
 
+def test_gradient_of_zeros_need_not_be_announced() -> None:
+    """What a graph of torch.compile gives to results that it only reads."""
+    head, hidden, targets = make(3, 4, 7, torch.float32)
+    plain, read = leaf(hidden), leaf(hidden)
+    log_probs(head, plain, targets).log_probs.sum().backward()
+    found = log_probs(head, read, targets, ("entropy",))
+    (found.log_probs.sum() + 0 * found.entropy.sum()).backward()  # type: ignore[union-attr]
+    assert torch.equal(plain.grad, read.grad)
+
+
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_is_top1_is_the_first_of_the_largest(dtype: torch.dtype) -> None:

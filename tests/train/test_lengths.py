@@ -89,6 +89,16 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     assert "are longer than max_length 16 and lose what is beyond it" in plan.data
 
 
+def test_check_reads_columns_and_holds_rows_back_as_the_training_does(capsys, model, tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"question": "one two", "answer": "three"}\n' * 4, encoding="utf-8")
+    argv = ["--columns", "prompt=question,completion=answer", "--eval_strategy", "steps", "--eval_steps", 1]
+    status, out, _ = check(capsys, model, data, *argv, "--eval_split", 0.5, "--json")
+    assert status == 0
+    assert json.loads(out)["setup"]["data"].startswith("the longest of 4 rows has ")
+    assert check(capsys, model, data, *argv)[0] == 2  # no rows to evaluate on
+
+
 def test_check_refuses_what_the_training_would_refuse(capsys, model, tmp_path):
     data = save_rows(tmp_path / "train.jsonl", [{"question": "w1", "reply": "w2"}])
     status, _, err = check(capsys, model, data)

@@ -96,6 +96,26 @@ def load_training_data(
     return _load_local(local, script_args.dataset_streaming, job)
 
 
+def training_data(settings: Any) -> DatasetDict | IterableDatasetDict:
+    """The data of a training command, as its arguments name it, before rows are held back.
+
+    Args:
+        settings: of the command, see `isotype.train.settings.Settings`.
+
+    Raises:
+        DataError: as `load_training_data`.
+    """
+    evaluates = settings.training.eval_strategy != "no"
+    return load_training_data(
+        settings.script,
+        settings.dataset,
+        settings.method.name,
+        need_test=evaluates and settings.extra.eval_split is None,
+        text_field=getattr(settings.training, "dataset_text_field", "text"),
+        columns=settings.extra.columns,
+    )
+
+
 def training_data_here(settings: Any) -> DatasetDict | IterableDatasetDict | None:
     """The data of a training command, if it lies on this machine; None where none is named or it is the hub's.
 
@@ -110,13 +130,7 @@ def training_data_here(settings: Any) -> DatasetDict | IterableDatasetDict | Non
         return None
     if find_local(script.dataset_name, test_split=script.dataset_test_split) is None:
         return None
-    return load_training_data(
-        script,
-        mixture,
-        settings.method.name,
-        need_test=settings.training.eval_strategy != "no",
-        text_field=getattr(settings.training, "dataset_text_field", "text"),
-    )
+    return training_data(settings)
 
 
 @dataclass(frozen=True)

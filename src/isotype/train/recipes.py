@@ -106,20 +106,12 @@ def _run(
     rewards: dict[str, Any],
     console: Console,
 ) -> Outcome:
-    from isotype.data.load import load_training_data
+    from isotype.data.load import training_data
 
     with interrupts_kept():
         resume = resume_point(settings)
         earlier = earlier_report(resume)
-        data = load_training_data(
-            settings.script,
-            settings.dataset,
-            settings.method.name,
-            need_test=settings.training.eval_strategy != "no" and settings.extra.eval_split is None,
-            text_field=getattr(settings.training, "dataset_text_field", "text"),
-            columns=settings.extra.columns,
-        )
-        data = hold_back(settings, data)
+        data = hold_back(settings, training_data(settings))
         extra, source = settings.extra, settings.model.model_name_or_path
         saved = None if resume is None else PrecisionPolicy.read(resume)
         when = extra.ranges if saved is None else "known"
