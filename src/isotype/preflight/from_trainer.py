@@ -73,6 +73,10 @@ def _request(model: nn.Module, loss: LossOf, arguments: Any) -> StepRequest:
     )
 
 
+CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+"""What a trainer gives to `gradient_checkpointing_enable` that is told no more than to do it."""
+
+
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
     """The arguments that the trainer gives to `gradient_checkpointing_enable`, None where it is off.
 
@@ -82,8 +86,8 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
         return None
     given = dict(arguments.gradient_checkpointing_kwargs or {})
     given.pop("offload", None)
-    own = {name: given.pop(name) for name in ("every_n_layers",) if name in given}
-    return {"gradient_checkpointing_kwargs": given or {"use_reentrant": False}, **own}
+    own = {"every_n_layers": given.pop("every_n_layers")} if "every_n_layers" in given else {}
+    return {**({"gradient_checkpointing_kwargs": given} if given else CHECKPOINTING), **own}
 
 
 def _autocast(arguments: Any) -> torch.dtype | bool:

@@ -95,6 +95,14 @@ def stands_for(model: nn.Module) -> dict[str, int]:
     }
 
 
+def repeats_of(model: nn.Module) -> dict[str, int]:
+    """Every name of a module -> how many modules of the whole model it stands for, by its own layer and those around it."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[name] = found.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
+    return found
+
+
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     """Whatever tells one layer from another in a trace, apart from its number."""
     parts: list[Any] = []

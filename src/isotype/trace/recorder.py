@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.model.walk import plain_tensors
 from isotype.trace.flops import flops_of
-from isotype.trace.fold import STANDS_FOR
+from isotype.trace.fold import repeats_of
 from isotype.trace.ledger import Ledger
 from isotype.trace.record import FLOATS, Breach, Call, Operand, Origin, Phase
 from isotype.trace.source import asking_line, shown
@@ -136,11 +136,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module) -> list[Any]:
         """Follow the modules of `model` by hooks and know its parameters and buffers by name; returns the handles."""
         handles: list[Any] = []
-        standing: dict[str, int] = {}
+        # By name: a recomputation may enter a module without those that it is in.
+        standing = repeats_of(model)
         for name, module in model.named_modules(remove_duplicate=True):
-            # By name: a recomputation may enter a module without those that it is in.
-            outer = standing.get(name.rpartition(".")[0], 1)
-            repeats = standing[name] = outer * int(getattr(module, STANDS_FOR, 1))
+            repeats = standing[name]
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks: what it runs is its caller's
             # What bitsandbytes' layers return is cast to the dtype that they were given.

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from isotype.checkpoint.values.finite import all_finite
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, places
-from isotype.trace.fold import STANDS_FOR
+from isotype.trace.fold import repeats_of
 from isotype.trace.record import MemoryKind, Quantization, Weight
 
 # Medians and digits of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
@@ -26,10 +26,8 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
     """Every parameter and buffer of `model` once, with the other names of those that are tied."""
     pinned = _pinned_patterns(model)
     rows: dict[int, Weight] = {}
-    standing: dict[str, int] = {}
+    repeats = repeats_of(model)
     for place in places(model):
-        outer = place.name.rpartition(".")[0]
-        standing[place.name] = standing.get(outer, 1) * int(getattr(place.module, STANDS_FOR, 1))
         tensors = [
             *((name, parameter, False) for name, parameter in place.module.named_parameters(recurse=False)),
             *((name, buffer, True) for name, buffer in place.module.named_buffers(recurse=False)),
@@ -53,7 +51,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
                 kind=place.kind,
                 pinned=is_pinned(full, pinned),
                 quantization=_quantization(place, own),
-                repeats=standing[place.name],
+                repeats=repeats[place.name],
                 largest=largest,
                 median_magnitude=median_magnitude,
                 exact_in=_exact_in(tensor, buffer),

@@ -14,7 +14,7 @@ from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
-from isotype.preflight.from_trainer import checkpointing, fsdp_version
+from isotype.preflight.from_trainer import CHECKPOINTING, checkpointing, fsdp_version
 from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
         learning_rate=light.learning_rate,
         ranges=light.ranges,
         optimizer=light.optim,
-        checkpointing={"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        checkpointing=CHECKPOINTING,
         fsdp=options.fsdp or 0,
     )
 

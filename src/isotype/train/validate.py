@@ -111,17 +111,12 @@ def _checkpointing(settings: Settings) -> Iterator[Problem]:
 def _offload(settings: Settings) -> Iterator[Problem]:
     if settings.extra.device != "cpu" and torch.accelerator.is_available():
         return
-    training = settings.training
-    given = {
-        "--gradient_checkpointing_kwargs: offload": (training.gradient_checkpointing_kwargs or {}).get(
-            "offload"
-        ),
-        "--activation_offloading": getattr(training, "activation_offloading", False),
-    }
-    for name, asked in given.items():
-        if asked:
-            expected = "a GPU, whose activations have other memory to go to"
-            yield Problem(f"{name} on a CPU", expected, "leave it out")
+    given = settings.training.gradient_checkpointing_kwargs or {}
+    expected = "a GPU, whose activations have other memory to go to"
+    if given.get("offload"):
+        yield Problem("--gradient_checkpointing_kwargs: offload on a CPU", expected, "leave it out")
+    if getattr(settings.training, "activation_offloading", False):
+        yield Problem("--activation_offloading on a CPU", expected, "leave it out")
 
 
 def _paths(settings: Settings) -> Iterator[Problem]:

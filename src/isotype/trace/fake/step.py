@@ -59,9 +59,8 @@ def trace_step(
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode()
     twin = twin_of(model, mode)
-    if (
-        setup.gradient_checkpointing is not None
-    ):  # of which it may be told to leave out some layers, by their number
+    # Before it is folded, for checkpointing may leave out layers by their number.
+    if setup.gradient_checkpointing is not None:
         twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
     if code.folded:
         fold(twin)
