@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from isotype.lora.attention import registered
+from isotype.lora.attention.choice import OWN, Choice, offered
+from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.loops import elementwise
 
 
@@ -17,6 +20,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=OWN)
+def own_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests compare must not rest on which kernel is faster here: each runs with every one that there is."""
+    if request.param not in offered(torch.float32):
+        pytest.skip(str(compiled_strips().reason))
+    choice = Choice(request.param, request.param, {}, 2.0)
+    monkeypatch.setattr(registered, "choose", lambda shape: (choice, None))
 
 
 @pytest.fixture

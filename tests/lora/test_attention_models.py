@@ -25,7 +25,6 @@ from isotype.lora.attention.choice import (
     shape_of,
 )
 from isotype.lora.attention.registered import use_fast_attention
-from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.loops.loading import Loops
 from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
@@ -45,16 +44,6 @@ _OTHERS = (
     "smollm3",
     "starcoder2",
 )
-
-
-@pytest.fixture(params=OWN)
-def own_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests compare must not rest on which kernel is faster here: each runs with every one that there is."""
-    if request.param not in offered(torch.float32):
-        pytest.skip(str(compiled_strips().reason))
-    monkeypatch.setattr(
-        registered, "choose", lambda shape: (Choice(request.param, request.param, {}, 2.0), None)
-    )
 
 
 @pytest.fixture

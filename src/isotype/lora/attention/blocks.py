@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from isotype.lora.attention.nothing import attention_to_nothing
 from isotype.lora.attention.plan import LOG2_E, Block, Plan, Spec
 
 _ELEMENTS = 1 << 19
@@ -39,6 +40,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
         `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
         `[batch, queries, query heads, value head]`. Zero for queries that attend to nothing.
     """
+    if not (spec.plan.area and q.numel()):
+        return attention_to_nothing(q, k, v)
     out: torch.Tensor = _Attention.apply(q, k, v, spec)  # type: ignore[no-untyped-call]
     return out
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from isotype.core.tensors import version_of
 
 LOG2_E = math.log2(math.e)
 
@@ -49,12 +50,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which keys each query of a batch attends to."""
+    """Which keys each query of a batch attends to.
+
+    Attributes:
+        batch: rows of the batch.
+        queries: of each row.
+        keys: of each row.
+        parts: the blocks.
+        closed_finitely: whether some queries are closed to every key by finite numbers only. These outweigh the scores but for rounding: torch's
+            kernels let such a query attend to all keys about alike, and no block says so.
+    """
 
     batch: int
     queries: int
     keys: int
     parts: tuple[Part, ...]
+    closed_finitely: bool = False
 
     @cached_property
     def whole(self) -> bool:
@@ -224,7 +235,28 @@ def _tile(ahead: int, rows: int, columns: int, window: int | None) -> torch.Tens
     return torch.zeros(1, rows, columns, dtype=torch.float32).masked_fill_(closed, -math.inf)
 
 
-_Key = tuple[object, ...]
+@dataclass(frozen=True)
+class _Kept:
+    """A plan, and what tells whether the mask is still the one that it was made of.
+
+    Attributes:
+        plan: what was found.
+        view: which part of the mask's memory it is, of which batch, in blocks of which size.
+        version: see `version_of`.
+        values: a copy of a mask whose version nobody counts.
+    """
+
+    plan: Plan
+    view: tuple[object, ...]
+    version: int | None
+    values: torch.Tensor | None
+
+    def is_of(self, mask: torch.Tensor, view: tuple[object, ...]) -> bool:
+        if self.view != view or self.version != version_of(mask):
+            return False
+        return self.values is None or torch.equal(self.values, _one_of_each(mask))
+
+
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -236,17 +268,25 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
     Args:
         mask: `[1 or batch, 1 or heads, queries, keys]`; bool (True: attends), or added to the scores. Values at or below half
-            of its dtype's lowest one count as closed.
+            of its dtype's lowest one count as closed, see `Plan.closed_finitely`.
         batch: rows of the batch.
         rows: queries in a block, see `block_rows`.
     """
     owner = mask if mask._base is None else mask._base
-    key = (mask._version, mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)
-    plans = cast("dict[_Key, Plan]", _plans.setdefault(owner, {}))  # type: ignore[no-untyped-call]
-    if key not in plans:
-        plans.clear()  # a mask that was written to, or another view of it
-        plans[key] = _read(mask, batch, rows)
-    return plans[key]
+    view = (mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)
+    kept: _Kept | None = _plans.get(owner)  # type: ignore[no-untyped-call]
+    if kept is None or not kept.is_of(mask, view):
+        version = version_of(mask)
+        with torch.inference_mode(False):  # a step that is trained may be the next one to read its tiles
+            values = _one_of_each(mask).clone() if version is None else None
+            kept = _Kept(_read(mask, batch, rows), view, version, values)
+        _plans[owner] = kept
+    return kept.plan
+
+
+def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
+    """A mask without the rows of the batch that are the same memory."""
+    return mask[:1] if mask.stride(0) == 0 else mask
 
 
 def _opened(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -267,9 +307,9 @@ def _tile_of(opened: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
     _, _, queries, keys = mask.shape
-    if mask.stride(0) == 0:
-        mask = mask[:1]
+    mask = _one_of_each(mask)
     opened, bias = _opened(mask.detach())
+    finitely = bias is not None and bool((~opened.any(-1, keepdim=True) & (bias > -math.inf)).any())
     if bias is not None and not (opened & (bias != 0)).any():
         bias = None
     parts: list[Part] = []
@@ -282,11 +322,13 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
         parts.append(Part((row, row + 1), tuple(found)))
     if len(mask) == 1:
         parts = [Part((0, batch), parts[0].blocks)]
-    return Plan(batch, queries, keys, tuple(parts))
+    return Plan(batch, queries, keys, tuple(parts), finitely)
 
 
 def _blocks_of(opened: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Iterator[Block]:
     """The blocks of one mask `[1 or heads, queries, keys]`."""
+    if not opened.numel():
+        return
     anywhere = opened.any(0).to(torch.uint8)
     firsts = anywhere.argmax(-1).tolist()
     ends = (anywhere.shape[1] - anywhere.flip(-1).argmax(-1)).tolist()

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isotype.core.dtypes import autocast_dtype
+from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
+from isotype.core.tensors import is_transformed
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.plan import Plan, block_rows, plan_of_lengths, plan_of_mask, spec_of
 from isotype.lora.attention.strips import compiled_strips
@@ -99,7 +100,7 @@ def use_fast_attention(model: nn.Module) -> AttentionReport:
 
     On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. So does what a user chose
     (`eager`, `flex_attention`), and what models need that torch's kernel cannot do (soft-capping, attention sinks).
-    Padding tokens attend to nothing, as with FlashAttention: their results, which nobody reads, are zero.
+    Every token's results are those of torch's kernel but for rounding, padding included.
 
     Args:
         model: a transformers model, or one that holds some (a PEFT model); changed in place.
@@ -171,27 +172,12 @@ def _replaced(implementations: Any) -> Any:
 
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
-
-
-def attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask of `sdpa`, None where causal attention needs none, with the padding's own queries taken out."""
     from transformers.masking_utils import sdpa_mask
 
-    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
-    present: torch.Tensor | None = kwargs.get("attention_mask")
-    if (
-        mask is None
-        or present is None
-        or present.shape[-1] != mask.shape[-2]
-        or mask.shape[-2] != mask.shape[-1]
-    ):
-        return mask
-    if kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
-        return mask
-    return mask & present[:, None, :, None]
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(
+        NAME, sdpa_mask
+    )  # who attends to whom is the model's to say, and nobody else's
 
 
 def attention_forward(
@@ -233,8 +219,9 @@ def attention_forward(
             plan = plan_of_lengths(len(q), q.shape[2], k.shape[2], rows, causal)
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
-        kernel = _kernel(module, inputs, kind, plan)
-        if kernel != "sdpa":
+        if plan.closed_finitely:
+            reason = "its mask closes queries to every key, by finite numbers"
+        elif (kernel := _kernel(module, inputs, kind, plan)) != "sdpa":
             spec = spec_of(q, k, v, plan, scale=scaling, work=attention_dtype(q))
             return OWN[kernel](q, k, v, spec).transpose(1, 2), None
     report = _reports.get(module)
@@ -261,6 +248,10 @@ def _why_not_call(
         return f"it is on {q.device.type}"
     if torch.compiler.is_compiling():
         return "it is compiled"
+    if is_transformed():
+        return "a transform of torch.func runs it"
+    if not (q.numel() and k.numel()):
+        return "it has no rows, no queries or no keys"
     if not q.dtype == k.dtype == v.dtype:
         return "its inputs have several dtypes"
     if kwargs.get("dropout"):
@@ -278,6 +269,8 @@ def _why_not_call(
         return None
     if mask.requires_grad:
         return "its mask needs a gradient"
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return f"its mask is {dtype_name(mask.dtype)}"
     fits = mask.dim() == 4 and len(mask) in (1, batch) and mask.shape[1] in (1, heads)
     if not fits or tuple(mask.shape[2:]) != (queries, k.shape[2]):
         return "its mask has another shape than its scores"

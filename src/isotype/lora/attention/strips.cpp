@@ -403,7 +403,7 @@ void backward(const Call& c) {
         for (int64_t i = 0; i < matrices * each; i++) {
             int64_t m = i / each, n = m / c.key_heads, h = m % c.key_heads, at = 0;
             float* totals = c.totals + i * size;
-            std::memset(totals, 0, 4 * size);
+            std::fill_n(totals, size, 0.0f);
             Packs p = packs_of<T>(c, z, m, true);
             for (int64_t j = 0; j < c.block_count; j++) {
                 const Block& b = c.blocks[j];

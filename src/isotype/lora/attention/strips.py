@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from isotype.core.compiled import NotCompiledError
+from isotype.lora.attention.nothing import attention_to_nothing
 from isotype.lora.attention.plan import Spec
 from isotype.lora.loops.loading import Loops, loops_of, operator
 
@@ -58,6 +59,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     strips = compiled_strips()
     if strips.reason is not None:
         raise NotCompiledError(strips.reason)
+    if not (spec.plan.area and q.numel()):
+        return attention_to_nothing(q, k, v)
     work = spec.work if strips.has("forward", spec.work) else torch.float32
     out: torch.Tensor = _Attention.apply(q, k, v, _given(spec, work))  # type: ignore[no-untyped-call]
     return out
