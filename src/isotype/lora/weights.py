@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.core.tensors import version_of
 from isotype.lora.workspace import Workspace
 from isotype.model.bnb_blocks import dequantize_4bit
 from isotype.model.quantized import quantization_state, row_scales
@@ -66,7 +67,8 @@ class DenseWeights:
     """Gives base weights as dense matrices, and keeps copies of some within a budget.
 
     A copy is good as long as the weight is the same memory at the same version; whoever changes weights behind
-    autograd's back (`.data`, as PEFT's merge does) calls `forget`.
+    autograd's back (`.data`, as PEFT's merge does) calls `forget`. A weight without a version (made under
+    `torch.inference_mode`) has none.
 
     Args:
         budget: bytes that copies may take together.
@@ -77,8 +79,9 @@ class DenseWeights:
         self.workspace = Workspace()
         self._copies: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]]
         self._copies = weakref.WeakKeyDictionary()
-        # Found no room, and will not until another copy is dropped: asked for every product.
-        self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Each layer that found no room -> the bytes that it asked for: asked again for every product.
+        self._refused: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._refused_at = (self.budget, 0)
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
         """The weight `[out_features, in_features]` of `layer` in `dtype`, until the stack is closed.
@@ -105,20 +108,33 @@ class DenseWeights:
         """The weight where it lies in `dtype`, or a copy of it; a new one where there is room. None without."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
-        identity, kept = self._copies.get(layer, (None, None))
-        if kept is not None and identity == _identity(layer, dtype):
+        former, kept = self._copies.get(layer, (None, None))
+        if kept is not None and former == _identity(layer, dtype):
             return kept
-        if layer in self._refused:
+        self.forget(layer)
+        if not self._has_room(layer, dtype) or (identity := _identity(layer, dtype)) is None:
             return None
-        self._copies.pop(layer, None)
-        rows, columns = shape_of(layer)
-        if self.bytes + rows * columns * dtype.itemsize > self.budget:
-            self._refused.add(layer)
-            return None
-        with torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # a step that is trained may be the next one to read it
             made = dense(layer, dtype)
-        self._copies[layer] = _identity(layer, dtype), made
+        self._copies[layer] = identity, made
         return made
+
+    def _has_room(self, layer: Any, dtype: torch.dtype) -> bool:
+        now = self.budget, len(self._copies)
+        if now != self._refused_at:  # copies also go with their layers
+            self._refused.clear()
+            self._refused_at = now
+        rows, columns = shape_of(layer)
+        size = rows * columns * dtype.itemsize
+        if size >= self._refused.get(layer, size + 1):
+            return False
+        if self.bytes + size > self.budget:
+            self._refused[layer] = size
+            return False
+        return True
 
     def forget(self, layer: nn.Module) -> None:
         """Drop the copy of a weight that has changed."""
@@ -146,9 +162,10 @@ _WRITES_INTO_SCRATCH = ("cuda", "xpu")
 _Identity = tuple[int, int, torch.dtype]
 
 
-def _identity(layer: Any, dtype: torch.dtype) -> _Identity:
+def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:
     weight = codes_of(layer) if kind_of(layer) == "linear8bit" else layer.weight
-    return weight.data_ptr(), weight._version, dtype
+    version = version_of(weight)
+    return None if version is None else (weight.data_ptr(), version, dtype)
 
 
 def _oriented(layer: Any) -> torch.Tensor:
