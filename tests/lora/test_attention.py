@@ -239,6 +239,7 @@ def test_padding_and_queries_that_attend_to_nothing(side: str, kind: torch.dtype
     found = ours(*given, plan)
     assert_close(found, exact, torch.float32)
     assert not plan.whole
+    assert plan.closed_finitely == (kind != torch.bool)
     assert found[0][3].abs().max() == found[1][3].abs().max() == found[3][3].abs().max() == 0
     causal = cost(plan_of((1, 77, 77), 32, causal=True)) + cost(plan_of((1, 3, 3), 32, causal=True))
     assert cost(plan) <= 1.1 * (cost(plan_of((1, 130, 130), 32, causal=True)) + causal)
@@ -271,6 +272,32 @@ def test_a_mask_that_was_written_to_is_read_again() -> None:
     assert plan_of_mask(mask, 1, 32) is first
     mask[..., 0] = False
     assert plan_of_mask(mask, 1, 32).parts[0].blocks[0].keys == (1, 8)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 0), (2, 0, 3), (2, 5, 0), (0, 0, 0)]
+)
+def test_no_rows_no_queries_no_keys(batch: int, queries: int, keys: int, masked: bool) -> None:
+    given = tensors((batch, 4, 2, queries, keys, 16), torch.float32)
+    if masked:
+        plan = plan_of_mask(torch.ones(batch, 1, queries, keys, dtype=torch.bool), batch, 32)
+    else:
+        plan = plan_of((batch, queries, keys), 32, causal=False)
+    found = ours(*given, plan)
+    q, k, v = (x.detach().requires_grad_() for x in given[:3])
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for one, other in zip(found, (out, *torch.autograd.grad(out, (q, k, v), given[3])), strict=True):
+        assert torch.equal(one, other)
+    assert plan.area == 0
+
+
+def test_a_mask_that_closes_everything() -> None:
+    given = tensors((2, 4, 2, 5, 5, 16), torch.float32)
+    for mask in (torch.zeros(2, 1, 5, 5, dtype=torch.bool), torch.full((1, 1, 5, 5), -math.inf)):
+        plan = plan_of_mask(mask, 2, 32)
+        assert not plan.closed_finitely
+        assert all(not x.any() for x in ours(*given, plan))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -172,6 +172,31 @@ def test_generation_takes_the_same_tokens() -> None:
     assert torch.equal(model.generate(ids, **given), before)
 
 
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 0), (2, 5, 0)])
+def test_calls_without_rows_queries_or_keys(batch: int, queries: int, keys: int, masked: bool) -> None:
+    model = tiny_model("llama")
+    report = use_fast_attention(model)
+    layer = model.model.layers[0].self_attn
+    q, k, v, _ = tensors((batch, 4, 2, queries, keys, 16), torch.float32)
+    mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool) if masked else None
+    out, _ = registered.attention_forward(layer, q, k, v, mask, is_causal=False)
+    assert out.shape == (batch, queries, 4, 16)
+    assert not out.any()
+    assert not report.left
+    assert not report.choices
+
+
+def test_a_mask_of_numbers_that_torch_does_not_take_is_refused_as_torch_refuses_it() -> None:
+    model = tiny_model("llama")
+    report = use_fast_attention(model)
+    q, k, v, _ = tensors((1, 4, 2, 5, 5, 16), torch.float32)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        registered.attention_forward(model.model.layers[0].self_attn, q, k, v, mask)
+    assert set(report.left) == {"its mask is int64"}
+
+
 @pytest.mark.usefixtures("own_kernel")
 def test_calls_that_are_left_are_told() -> None:
     with quiet():

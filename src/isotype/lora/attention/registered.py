@@ -18,6 +18,7 @@ from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
 from isotype.core.tensors import is_transformed
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
+from isotype.lora.attention.nothing import attention_to_nothing
 from isotype.lora.attention.plan import Plan, block_rows, plan_of_lengths, plan_of_mask, spec_of
 from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.unpadded import unpadded_sides
@@ -175,9 +176,8 @@ def _register() -> None:
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(
-        NAME, sdpa_mask
-    )  # who attends to whom is the model's to say, and nobody else's
+    # Who attends to whom is the model's to say, and nobody else's.
+    AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def attention_forward(
@@ -211,6 +211,8 @@ def attention_forward(
     inputs = q, k, v = _under_autocast(query, key, value)
     kind: Kind = "causal" if causal else "full" if attention_mask is None else "masked"
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
+    if reason is None and not (q.numel() and k.numel()):
+        return attention_to_nothing(q, k, v).transpose(1, 2), None
     # A preflight measures nothing, and thousands of operators on blocks would tell it no more than torch's one: both kernels
     # take and give the same dtypes, do the same FLOPs or fewer, and keep q, k, v and some numbers for each query.
     if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
@@ -250,8 +252,6 @@ def _why_not_call(
         return "it is compiled"
     if is_transformed():
         return "a transform of torch.func runs it"
-    if not (q.numel() and k.numel()):
-        return "it has no rows, no queries or no keys"
     if not q.dtype == k.dtype == v.dtype:
         return "its inputs have several dtypes"
     if kwargs.get("dropout"):
