@@ -19,6 +19,7 @@ from isotype.core import bar
 from isotype.core.errors import UsageError
 from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
 from isotype.ranges import sources
+from isotype.ranges.magnitude import magnitude
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.ranges.test_measure import agrees, reference
 
@@ -238,3 +239,10 @@ def test_a_bar_comes_when_it_takes_long(
     text = capfd.readouterr().err
     assert "measuring" in text
     assert "2/3" in text
+
+
+def test_what_was_written_to_under_inference_mode_is_measured_again() -> None:
+    with torch.inference_mode():
+        x = torch.ones(3)
+        assert magnitude(x).value == 1
+        assert magnitude(x.mul_(5)).value == 5

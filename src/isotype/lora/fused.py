@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.core.dtypes import autocast_dtype
+from isotype.core.tensors import version_of
 from isotype.lora.adapted import Reading, read
 from isotype.lora.gates import Gate
 from isotype.lora.linear import Spec, lora_linear
@@ -67,7 +68,8 @@ class Siblings:
     """Layers of one module that are called one after another with the very same tensor, and so run as one.
 
     The first that is called computes the outputs of all; the others fetch theirs. A layer that is called with another
-    tensor after all, or with the same one when it has been written into, computes its own output.
+    tensor after all, or with the same one when it has been written into, computes its own output. So does each of them for a
+    tensor of which nobody can tell whether it has been, see `version_of`.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:
@@ -91,13 +93,14 @@ class Siblings:
             if not ready.outputs:
                 self._local.ready = None
             return made
-        leads = layer is self.layers[0]
+        version = version_of(x)
+        leads = layer is self.layers[0] and version is not None
         outputs = self._together(self.layers if leads else (layer,), x)
         if outputs is None:
             return None
         made = outputs.pop(layer)
         if leads:
-            self._local.ready = _Ready(x, _version(x), _modes(x), outputs) if outputs else None
+            self._local.ready = _Ready(x, version, _modes(x), outputs) if outputs else None
         return made
 
     def gated_output(
@@ -139,16 +142,12 @@ class _Ready:
     """Outputs that wait to be fetched for the tensor they were computed from."""
 
     x: torch.Tensor
-    version: int
+    version: int | None
     modes: tuple[Any, ...]
     outputs: dict[nn.Module, torch.Tensor]
 
     def fits(self, x: torch.Tensor) -> bool:
-        return self.x is x and self.version == _version(x) and self.modes == _modes(x)
-
-
-def _version(x: torch.Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+        return self.x is x and self.version == version_of(x) and self.modes == _modes(x)
 
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:

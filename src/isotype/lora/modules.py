@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.core.tensors import is_transformed
 from isotype.lora.fused import GatedInput, Siblings
 from isotype.lora.gated import GatedParts, call_in_order
 from isotype.lora.norms import NormParts, rms_norm
@@ -69,10 +70,15 @@ class FusedRotary(Fused):
     """An attention layer whose queries and keys are rotated in one function."""
 
 
+def _is_left_to_torch() -> bool:
+    """Whether a compiler or a transform looks at the code that runs, and has to see torch's operators only."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
 def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, GatedInput):
         return self.lora_siblings.gated_output(self, x, self.lora_original.forward)
-    if not args and not kwargs and isinstance(x, torch.Tensor) and not torch.compiler.is_compiling():
+    if not args and not kwargs and isinstance(x, torch.Tensor) and not _is_left_to_torch():
         made = self.lora_siblings.output(self, x)
         if made is not None:
             return made
@@ -94,21 +100,21 @@ def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     parts: GatedParts = self.lora_parts
     down = self._modules[parts.down]
     hooked = down._forward_hooks or down._forward_pre_hooks
-    if args or kwargs or hooked or torch.compiler.is_compiling() or not isinstance(down, FusedLora):
+    if args or kwargs or hooked or _is_left_to_torch() or not isinstance(down, FusedLora):
         return self.lora_original.forward(self, x, *args, **kwargs)
     first, second = call_in_order(self, parts, x)
     return down(GatedInput(parts.gate, first, second))  # type: ignore[operator]
 
 
 def _forward_norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or torch.compiler.is_compiling() or not x.is_floating_point():
+    if args or kwargs or _is_left_to_torch() or not x.is_floating_point():
         return self.lora_original.forward(self, x, *args, **kwargs)
     return rms_norm(x, self.weight, self.lora_norm)
 
 
 def _forward_rotary(self: Any, *args: Any, **kwargs: Any) -> Any:
     forward = self.lora_original.forward
-    if not torch.compiler.is_compiling():
+    if not _is_left_to_torch():
         forward = with_loops(forward)
     return forward(self, *args, **kwargs)
 

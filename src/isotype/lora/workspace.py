@@ -55,7 +55,8 @@ class Workspace:
                 self._free[key] = [buffer for buffer in free if buffer is not smallest]
                 return smallest
             free.clear()  # too small: one larger buffer takes their place
-        return torch.empty(size, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # the next product may be one that is trained
+            return torch.empty(size, dtype=dtype, device=device)
 
     def release(self) -> None:
         """Give every buffer that is not borrowed back to torch."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from isotype.core.tensors import version_of
 from isotype.precision.policy import DEFAULT_LOSS_SCALE
 from isotype.precision.ranges import FLOAT16_FLUSHED
 
@@ -40,22 +41,24 @@ class Magnitude:
 def magnitude(tensor: torch.Tensor) -> Magnitude:
     """The largest magnitude of a float tensor; values above 1e38 in it are taken as fill values."""
     known = getattr(tensor, _KNOWN, None)
-    if known is not None and known[0] == tensor._version:
+    if known is not None and known[0] == version_of(tensor):
         found: Magnitude = known[1]
         return found
     return remember(tensor, _measured(tensor))
 
 
 def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
-    """Keep what is known of `tensor` on it, until it is written to."""
-    setattr(tensor, _KNOWN, (tensor._version, measured))
+    """Keep what is known of `tensor` on it, until it is written to; nothing of one that does not tell."""
+    version = version_of(tensor)
+    if version is not None:
+        setattr(tensor, _KNOWN, (version, measured))
     return measured
 
 
 def pass_on(given: torch.Tensor, made: torch.Tensor) -> None:
     """`made` holds the very values of `given`: what is known of them is known of it."""
     known = getattr(given, _KNOWN, None)
-    if known is not None and known[0] == given._version:
+    if known is not None and known[0] == version_of(given):
         remember(made, known[1])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from isotype.core.tensors import is_transformed
 from isotype.lora.loops.loading import NAMES, PLAIN, Loops, loops_of, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -42,6 +43,7 @@ def known(*tensors: Any) -> bool:
         and first.dtype in NAMES
         and all((x.device, x.dtype, x.shape) == (first.device, first.dtype, first.shape) for x in tensors)
         and not torch.compiler.is_compiling()
+        and not is_transformed()
         and compiled()
     )
 

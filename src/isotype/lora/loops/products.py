@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.tensors import is_transformed
 from isotype.lora import measured
 from isotype.lora.loops.loading import PLAIN, Loops, loops_of
 
@@ -64,6 +65,7 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
     """Whether the compiled loops take products of an input with others in a dtype: they can, and are faster here."""
     return (
         not torch.compiler.is_compiling()
+        and not is_transformed()
         and x.device.type == "cpu"
         and x.numel() >= FEWEST * x.shape[-1]
         and type(x) in PLAIN

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from isotype.core.tensors import is_transformed
 from isotype.lora.loops.loading import NAMES, Loops, loops_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -27,6 +28,7 @@ def usable(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> 
     """Whether the compiled loops take a block: plain tensors on a CPU that lie together, of the dtypes that they know."""
     return (
         not torch.compiler.is_compiling()
+        and not is_transformed()
         and logits.device.type == "cpu"
         and logits.dtype in NAMES
         and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)
