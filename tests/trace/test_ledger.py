@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from isotype.checkpoint.resolve import resolve_precision
 from isotype.precision.devices.profile import device_profile
+from isotype.preflight.check import check
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
 from isotype.trace.record import Memory, Setup
+from isotype.train.weightless import weightless_model
 from tests.small import BF16, FP32, WIDTH, Block, ids, net
 
 PHASES: Any = ("forward", "backward", "optimizer")
@@ -88,19 +92,24 @@ def test_repeats() -> None:
 def test_the_surplus_of_a_folded_module_goes_when_the_backward_has_left_it() -> None:
     book = Ledger()
     book.begin("forward")
-    entered = book.total
+    entered = book.mark()
     kept = torch.zeros(10)
     book.seen(kept)
+    on_ctx = torch.zeros(1)
+    book.seen(on_ctx)
     book.multiply("layers.1", entered, 4)
-    assert book.total == 160
+    assert book.total == 176
     book.begin("backward")
     book.backward_in("head")
     book.backward_in("layers.1.proj")
-    assert book.total == 160
+    assert book.total == 176
+    del kept
     book.backward_in("layers.1.norm")
-    assert book.total == 160
+    assert book.total == 136
     book.backward_in("layers.0.norm")
-    assert book.total == 40
+    assert book.total == 16
+    del on_ctx
+    assert book.total == 0
 
 
 # -------------------------------------------------------------------------------------------- fakes and real tensors
@@ -274,3 +283,85 @@ def test_the_timeline_keeps_the_worst_moment_of_every_stretch() -> None:
     assert max(forward) == 10**6 + 2_000 * 100
     assert forward[:-1] == sorted(forward[:-1])
     assert max(point.total for point in timeline) == book.record().peak
+
+
+class Moves(nn.Module):
+    """Its weight lies in other memory after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data.clone()
+        return x + (x * self.scale) @ self.weight
+
+
+def test_a_weight_that_moves_in_the_forward_stays_a_weight_and_takes_nothing_off_the_activations() -> None:
+    def trace(stands: tuple[int, ...]) -> Memory:
+        model = Stack(stands)
+        model.layers = nn.ModuleList(Moves() for _ in stands)
+        for layer, count in zip(model.layers, stands, strict=True):
+            setattr(layer, STANDS_FOR, count)
+        return traced_memory(model, ids(8, 32))
+
+    whole, folded = trace((1,) * 12), trace((1, 11))
+    for phase in ("forward", "backward"):
+        assert folded.phases[phase]["weights"] == whole.phases["load"]["weights"]
+        assert sum(folded.phases[phase].values()) == pytest.approx(
+            sum(whole.phases[phase].values()), rel=0.01
+        )
+
+
+def test_what_a_layer_passes_on_counts_as_often_as_a_layer_keeps_its_input() -> None:
+    """With the layers' inputs kept (checkpointing) and not: the last layer's output is no layer's input."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 2 * self.scale  # the backward needs neither
+
+    class Kept(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    def trace(kind: type[nn.Module], stands: tuple[int, ...]) -> int:
+        model = Stack(stands)
+        model.layers = nn.ModuleList(kind() for _ in stands)
+        for layer, count in zip(model.layers, stands, strict=True):
+            setattr(layer, STANDS_FOR, count)
+        return traced_memory(model, ids(8, 32)).phases["backward"]["activations"]
+
+    for kind in (Residual, Kept):
+        assert trace(kind, (1, 11)) == trace(kind, (1,) * 12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_int8_layers_fold_to_what_they_are_and_lose_no_weight(checkpointing: bool) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4
+    )
+    policy = resolve_precision(config, dtype="bfloat16", quantization="int8", device="h100")
+    tokens = torch.ones(2, 32, dtype=torch.long)
+
+    def trace(fold: bool) -> Memory:
+        model = weightless_model(config, policy, lora={"r": 4}, fold=fold, use_cache=False).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        batch = {"input_ids": tokens, "labels": tokens}
+        return check(model, batch, policy=policy, device="h100", verify=False).memory
+
+    whole, folded = trace(False), trace(True)
+    for phase in ("forward", "backward", "optimizer"):
+        assert whole.phases[phase]["weights"] == whole.phases["load"]["weights"]
+        assert folded.phases[phase]["weights"] == whole.phases["load"]["weights"]
+        assert sum(folded.phases[phase].values()) == pytest.approx(
+            sum(whole.phases[phase].values()), rel=0.02
+        )
+    # 64 x 64 and 64 x 128 codes with a float32 scale a row, in eight layers: no less can be a model's int8 weights.
+    assert whole.phases["load"]["weights"] >= 8 * (4 * 64 * (64 + 4) + 2 * 128 * (64 + 4) + 64 * (128 + 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ class Ledger:
     """Counts every storage once, from when it is first seen until the last tensor on it is gone.
 
     A module that stands for several (`multiply`) counts what its forward keeps for the backward as often as it
-    stands; the surplus goes when the backward has left the module.
+    stands. The surplus of a storage goes with the storage; while the backward is in the module it waits until that has
+    left, for the other modules' backwards come then. A function that keeps tensors of its own (`ctx.x = x`) lets them go
+    later, with the graph.
 
     Attributes:
         total: bytes alive now.
@@ -26,49 +29,91 @@ class Ledger:
         self.total = 0
         self.kind: MemoryKind = "activations"
         self._now: dict[MemoryKind, int] = {}
-        self._live: dict[int, tuple[Any, int, MemoryKind]] = {}
+        # By the storage's address: its reference, bytes, kind and number in the order of their making.
+        self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
+        self._made = 0
         self._peaks: dict[Phase, dict[MemoryKind, int]] = {}
         self._peak_totals: dict[Phase, int] = {}
         self._points: list[MemoryPoint] = []
         self._point_total = -1
         self._stride, self._changes = 1, 0
         self._phase: Phase = "load"
-        self._surplus: dict[str, int] = {}
+        # Of each module that stands for several: bytes that the others keep, by the address of the storage they are like.
+        self._surplus: dict[str, dict[int, int]] = {}
+        # Of those whose storage has gone before the backward has left the module.
+        self._waiting: dict[str, int] = {}
+        self._left: set[str] = set()
         self._in_backward = ""
 
     def begin(self, phase: Phase) -> None:
         """What is alive from now on counts towards the peak of `phase`."""
-        self._release_all(phase)
+        for module in list(self._waiting):
+            self._leave(module)
         self._close_point()
         self._phase = phase
         self._note_peak()
 
     def seen(self, tensor: torch.Tensor, kind: MemoryKind | None = None, repeats: int = 1) -> None:
-        """A tensor was made; its storage is counted if it is new."""
+        """A tensor was made; its storage is counted if it is new, and again where its kind is named.
+
+        Args:
+            tensor: what is alive.
+            kind: what it is booked as from now on; None: as it was, or as the ledger's `kind` where it is new.
+            repeats: how many storages of the whole model it stands for.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             if kind is not None:
-                self._retag(key, kind)
+                self._book_again(key, kind, storage.nbytes() * repeats)
             return
         size = storage.nbytes() * repeats
         kind = kind or self.kind
-        self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, kind)
+        self._made += 1
+        self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, kind, self._made)
         self._change(kind, size)
 
-    def multiply(self, module: str, entered: int, times: int) -> None:
-        """What `module`'s forward has left alive since `entered` bytes were, is there `times` times."""
-        kept = max(0, self.total - entered)
-        self._surplus[module] = kept * (times - 1)
-        self._change("activations", kept * (times - 1))
+    def mark(self) -> int:
+        """This moment, for `multiply`."""
+        return self._made
+
+    def multiply(
+        self,
+        module: str,
+        since: int,
+        times: int,
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """What was made in `module`'s forward, since that `mark`, and is alive when it ends, is there `times` times.
+
+        An output is the input of the next module like it, which may or may not keep it: whether this one keeps its own
+        input says so. What was there before and has gone meanwhile (a weight that moved to other memory) takes nothing off.
+        """
+        kept = {
+            key
+            for key, (_, _, kind, number) in self._live.items()
+            if number > since and kind == "activations"
+        }
+        passed_on = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._live]
+        for output in outputs:
+            before = next((each for each in passed_on if _alike(each, output)), None)
+            if before is not None:
+                passed_on = [each for each in passed_on if each is not before]
+                kept -= {output.untyped_storage()._cdata}
+                kept |= {before.untyped_storage()._cdata}
+        surplus = self._surplus[module] = {key: self._live[key][1] * (times - 1) for key in kept}
+        self._left.discard(module)
+        self._change("activations", sum(surplus.values()))
 
     def backward_in(self, module: str) -> None:
-        """The backward runs in `module` now; the surplus of a module that it has left goes."""
+        """The backward runs in `module` now; the surplus of what has gone in a module that it has left goes too."""
         if module == self._in_backward or not self._surplus:
             return
         before, self._in_backward = self._in_backward, module
-        for name in [name for name in self._surplus if _inside(before, name) and not _inside(module, name)]:
-            self._change("activations", -self._surplus.pop(name))
+        for name in self._surplus:
+            if _inside(before, name) and not _inside(module, name):
+                self._leave(name)
 
     def add(self, kind: MemoryKind, size: int) -> None:
         """Bytes that no tensor here stands for (the state of folded layers)."""
@@ -78,24 +123,29 @@ class Ledger:
         """The peaks so far, and how it came to them."""
         return Memory({phase: dict(kinds) for phase, kinds in self._peaks.items()}, tuple(self._points))
 
-    def _release_all(self, phase: Phase) -> None:
-        if phase not in ("forward", "backward"):
-            for size in self._surplus.values():
-                self._change("activations", -size)
-            self._surplus.clear()
+    def _leave(self, module: str) -> None:
+        self._left.add(module)
+        self._change("activations", -self._waiting.pop(module, 0))
 
-    def _retag(self, key: int, kind: MemoryKind) -> None:
-        reference, size, before = self._live[key]
-        if before != kind:
-            self._live[key] = (reference, size, kind)
-            self._now[before] -= size
-            self._now[kind] = self._now.get(kind, 0) + size
+    def _book_again(self, key: int, kind: MemoryKind, size: int) -> None:
+        reference, booked, before, number = self._live[key]
+        if (before, booked) != (kind, size):
+            self._live[key] = (reference, size, kind, number)
+            self._now[before] -= booked
+            self.total -= booked
+            self._change(kind, size)
 
     def _freed(self, key: int) -> None:
-        _, size, kind = self._live.pop(key)
+        _, size, kind, _ = self._live.pop(key)
         self.total -= size
         self._now[kind] -= size
         self._note_point()
+        for module, surplus in self._surplus.items():
+            size = surplus.pop(key, 0)
+            if self._phase == "backward" and module not in self._left:
+                self._waiting[module] = self._waiting.get(module, 0) + size
+            elif size:
+                self._change("activations", -size)
 
     def _change(self, kind: MemoryKind, size: int) -> None:
         self.total += size
@@ -137,6 +187,10 @@ def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
         elif point.total > kept[-1].total:
             kept[-1] = point
     return kept
+
+
+def _alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
 
 def _inside(module: str, name: str) -> bool:

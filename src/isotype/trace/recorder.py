@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from isotype.model.walk import plain_tensors
 from isotype.trace.flops import flops_of
 from isotype.trace.fold import repeats_of
 from isotype.trace.ledger import Ledger
-from isotype.trace.record import FLOATS, Breach, Call, Operand, Origin, Phase
+from isotype.trace.record import FLOATS, Breach, Call, MemoryKind, Operand, Origin, Phase
 from isotype.trace.source import asking_line, shown
 from isotype.trace.taken import DtypeReads
 
@@ -121,6 +122,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: dict[int, Origin] = {}
         # Float dtypes of the step's inputs.
         self.inputs: set[torch.dtype] = set()
+        # The parameters and buffers that a module itself holds, by its name, as the ledger has them.
+        self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int]]] = {}
         self._frames: list[_Frame] = []
         self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
@@ -146,7 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             returns_given = type(module).__module__.startswith("bitsandbytes.")
             enter = self._entering(name, repeats, returns_given)
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leaving, always_call=True))
+            handles.append(module.register_forward_hook(self._leaving, always_call=True, with_kwargs=True))
             if (recomputing := module.__dict__.get(_CHECKPOINTS)) is not None:
                 handles.append(_Recomputed(self, module, recomputing, name, repeats))
         for name, parameter in model.named_parameters():
@@ -177,21 +180,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
         """A module's forward begins, which stands for `repeats`; what it casts to the dtype of `returns` has that one's origin."""
-        self._frames.append(_Frame(name, repeats, self.ledger.total, returns))
+        self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns))
 
-    def _leaving(self, *_: Any) -> None:
-        self.leave()
+    def _leaving(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.leave((args, kwargs), output)
 
-    def leave(self) -> None:
-        """The innermost module's forward is over."""
+    def leave(self, given: Any = (), output: Any = None) -> None:
+        """The innermost module's forward is over, which was called with `given` and returned `output`."""
         if not self._frames:
             return
         frame = self._frames.pop()
         # Hooks run on the way of an exception too; the first to hear of it knows where it came from.
         self._raised_in = (self._raised_in or frame) if sys.exc_info()[1] is not None else None
+        for tensor, kind, repeats in self.held.get(frame.name, ()):
+            self.ledger.seen(
+                tensor, kind, repeats
+            )  # its memory may be another one than before (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1
         if frame.repeats != outer and self.phase == "forward" and torch.is_grad_enabled():
-            self.ledger.multiply(frame.name, frame.entered, frame.repeats // outer)
+            inputs, outputs = (
+                [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+                for tree in (given, output)
+            )
+            self.ledger.multiply(frame.name, frame.entered, frame.repeats // outer, inputs, outputs)
 
     @property
     def module(self) -> str:

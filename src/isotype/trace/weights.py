@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from isotype.checkpoint.values.finite import all_finite
 from isotype.model.quantized import quantization_state, repacking, row_scales
-from isotype.model.walk import Place, is_pinned, places
+from isotype.model.walk import Place, is_pinned, kind_of, places
 from isotype.trace.fold import repeats_of
 from isotype.trace.record import MemoryKind, Quantization, Weight
 
@@ -93,15 +93,25 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
     return list(seen.values())
 
 
-def state_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a bitsandbytes quantization state."""
-    for holder in (getattr(tensor, "quant_state", None), getattr(tensor, "__dict__", {}).get("state")):
-        nested = getattr(holder, "state2", None)
-        for each in (holder, nested):
-            for name in ("absmax", "code", "offset", "CB", "SCB"):
-                value = getattr(each, name, None)
-                if isinstance(value, torch.Tensor):
-                    yield value
+def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
+    """Tensors of a bitsandbytes quantization state.
+
+    Args:
+        tensor: the weight.
+        layer: the module that holds it: an int8 layer keeps codes and row scales in a state of its own once it has computed.
+    """
+    state = getattr(tensor, "quant_state", None)
+    beside = layer.state if layer is not None and kind_of(layer) == "linear8bit" else None
+    for holder, names in (
+        (state, ("absmax", "code", "offset")),
+        (getattr(state, "state2", None), ("absmax", "code", "offset")),
+        (tensor, ("CB", "SCB")),
+        (beside, ("CB", "SCB")),
+    ):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, torch.Tensor):
+                yield value
 
 
 def memory_kind(weight: Weight) -> MemoryKind:

@@ -82,7 +82,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         self._unset: dict[int, StorageWeakRef] = {}
         self._passed: dict[int, StorageWeakRef] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            for each in (tensor, *state_tensors(tensor)):
+            layer = model.get_submodule(name.rpartition(".")[0])
+            for each in (tensor, *state_tensors(tensor, layer)):
                 self._weights[_address(each)] = name
         for buffer in model.buffers():
             _add(self._constant, buffer)  # a mask that the model keeps

@@ -187,14 +187,22 @@ class _Step:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return self.enough()
 
-    def _weigh(self) -> None:
-        """Enter what is there before the step: weights, adapters, buffers, quantization states, inputs."""
+    def _weigh_weights(self) -> None:
+        """Enter weights, adapters, buffers and quantization states."""
         ledger = self.recorder.ledger
         for tensor, weight in self.owned:
-            ledger.seen(tensor, memory_kind(weight), weight.repeats)
-            for state in state_tensors(tensor):
+            kind = memory_kind(weight)
+            ledger.seen(tensor, kind, weight.repeats)
+            self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats))
+            for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):
                 ledger.seen(state, "weights", weight.repeats)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
+
+    def _weigh(self) -> None:
+        """Enter what is there before the step: weights with all that belongs to them, optimizer states, inputs."""
+        ledger = self.recorder.ledger
+        self._weigh_weights()
+        for tensor, weight in self.owned:
             if weight.trainable and isinstance(tensor, FakeTensor):
                 hook = self._gradient(weight.repeats)
                 self.handles.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

@@ -69,10 +69,11 @@ def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     empty_copies(model, memo)
+    fakes = _Fakes(mode)
     tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     for _, tensor in tensors:
-        memo[id(tensor)] = _empty_parameter(tensor, mode)
-    with _FakeCopies(mode):
+        memo[id(tensor)] = _empty_parameter(tensor, fakes)
+    with _FakeCopies(fakes):
         for _, tensor in tensors:
             _fill(memo[id(tensor)], tensor, memo)
         fill_copies(model, memo)
@@ -114,8 +115,33 @@ def _with_class(layer: Any, kind: str) -> None:
     vars(weight).update(quant_storage=weight.dtype, compress_statistics=state.nested, bnb_quantized=True)
 
 
-def _empty_parameter(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    made: torch.Tensor = fake_like(tensor, mode)
+class _Fakes:
+    """Fakes of one model's tensors: those over the same bytes share theirs, as an int8 weight and its codes do."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        # With the tensor, or another one could be given its memory's address.
+        self._memory: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor of the model."""
+        made = fake_like(tensor, self._mode)
+        if made is tensor or tensor.layout != torch.strided:
+            return made
+        with torch._C._DisableTorchDispatch():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            where = (tensor.untyped_storage()._cdata, start, tensor.numel() * tensor.itemsize)
+            _, first = self._memory.setdefault(where, (tensor, made))
+            same_size = made.untyped_storage().nbytes() == first.untyped_storage().nbytes()
+            if first is made or not tensor.numel() or not same_size:
+                return made
+            memory = torch.empty(0, dtype=tensor.dtype, device="meta")
+            memory.set_(first.untyped_storage(), 0, tensor.shape, tensor.stride())
+        return FakeTensor(self._mode, memory, _CPU)
+
+
+def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
+    made: torch.Tensor = fakes.of(tensor)
     if not isinstance(tensor, nn.Parameter):
         return made
     # What `nn.Parameter` makes of it; its `detach` would be one more dispatch.
@@ -153,24 +179,22 @@ def _fill(made: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> Non
 class _FakeCopies(TorchFunctionMode):
     """Within it, `copy.deepcopy` of a tensor makes a fake, whatever holds the tensor."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, fakes: _Fakes) -> None:
         super().__init__()
-        self._mode = mode
+        self._fakes = fakes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                made = _empty_parameter(tensor, self._mode)
+                made = _empty_parameter(tensor, self._fakes)
                 memo[id(tensor)] = made
                 # Kept alive with the memo, or another tensor could be given the same id.
                 memo.setdefault(id(memo), []).append(tensor)
                 _fill(made, tensor, memo)
             return memo[id(tensor)]
         if func == _DATA and not isinstance(args[0], FakeTensor):
-            return fake_like(
-                args[0], self._mode
-            )  # a parameter's own `__deepcopy__` takes no detour: it copies this
+            return self._fakes.of(args[0])  # a parameter's own `__deepcopy__` takes no detour: it copies this
         return func(*args, **(kwargs or {}))
 
 

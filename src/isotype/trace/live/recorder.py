@@ -186,9 +186,11 @@ class LiveRecorder(Recorder):
         Returns the handles of the hooks that tell gradients from activations.
         """
         handles = []
+        layers = dict(model.named_modules())
         for tensor, weight in zip(tensors_of(model), weights_of(model), strict=True):
             if id(tensor) in self.names:
                 continue
+            layer = layers[weight.module]
             if prefix:
                 weight = replace(
                     weight, name=f"{prefix}{weight.name}", module=f"{prefix}{weight.module}".rstrip(".")
@@ -196,7 +198,7 @@ class LiveRecorder(Recorder):
             self.weights.append(weight)
             self._own(tensor, Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name))
             self.ledger.seen(tensor, memory_kind(weight))
-            for state in state_tensors(tensor):
+            for state in state_tensors(tensor, layer):
                 self.ledger.seen(state, "weights")
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if tensor.requires_grad and tensor.is_leaf:
