@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.package import VERSION
+from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
     from isotype.checkpoint.load import load
@@ -82,7 +83,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'isotype' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    with random_states_kept():  # some libraries draw numbers when they are imported
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

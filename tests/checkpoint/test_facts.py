@@ -32,6 +32,7 @@ from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.facts import ModelFacts, QuantizationFacts
+from isotype.train.describe import weight_bytes
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -339,6 +340,18 @@ def test_int8_layers_and_their_checkpoint(tmp_path: Path) -> None:
             sum(facts.weight_dtypes.values()) == facts.parameters == facts_of(tmp_path / "dense").parameters
         )
         assert facts.trained_dtype == torch.bfloat16
+
+
+def test_int8_bytes_are_the_codes_and_the_row_scales_before_and_after_a_forward(tmp_path: Path) -> None:
+    model = quantized(tmp_path / "dense", load_in_8bit=True)
+    layers = [module for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    size = sum(layer.weight.numel() + 4 * layer.out_features for layer in layers)
+    for _ in range(2):
+        assert dict(weight_bytes(model))["int8"] == size
+        assert facts_of(model).parameter_bytes == sum(each for _, each in weight_bytes(model))
+        for layer in layers:  # the first forward moves the scales beside the layer
+            if layer.weight.CB is not None:
+                layer.init_8bit_state()
 
 
 def test_mxfp4_headers(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import isotype
 from isotype.core.errors import UsageError
-from isotype.preflight.from_trainer import checkpointing
+from isotype.preflight.from_trainer import checkpointing, request_of_trainer
 from isotype.train.first_step import before_first_step
 from tests.models import quiet
 from tests.train.tiny import reward_by_words, rows, save_chat_model
@@ -174,6 +174,41 @@ def test_a_mismatch_is_found_with_the_trainers_loss(tmp_path: Path) -> None:
     assert (finding.code, finding.module) == ("IST101", "second")
     with pytest.raises(RuntimeError, match="same dtype"):
         trainer.train()
+
+
+def test_what_is_said_beside_a_trainer_or_a_request_takes_the_place_of_its_own(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, bf16=True)
+    first = request_of_trainer(trainer)
+    for subject in (trainer, first):
+        own = isotype.check(subject, verify=False).trace.setup
+        assert (own.autocast, own.scaler, own.optimizer) == (torch.bfloat16, False, "adamw_torch_fused")
+        assert (own.batch["x"], own.learning_rate) == ((2, 4), 1e-2)
+        report = isotype.check(
+            subject,
+            {"x": torch.ones(3, 4), "labels": torch.ones(3)},
+            device="t4",
+            autocast="float16",
+            optimizer="sgd",
+            learning_rate=0.5,
+            phases=("forward", "backward"),
+            fsdp=2,
+            verify=False,
+        )
+        setup = report.trace.setup
+        assert report.complete
+        assert (setup.profile.name, setup.autocast, setup.scaler) == ("t4", torch.float16, True)
+        assert (setup.optimizer, setup.learning_rate, setup.fsdp) == ("sgd", 0.5, 2)
+        assert (setup.phases, setup.batch["x"]) == (("forward", "backward"), (3, 4))
+        assert isotype.check(subject, scaler=True, autocast=False, verify=False).trace.setup.scaler
+        report = isotype.check(
+            subject, lambda model: model(x=torch.ones(5, 4), labels=torch.ones(5))["loss"], verify=False
+        )
+        assert report.complete
+        assert any(operand.shape == (5, 4) for call in report.trace.calls for operand in call.operands)
+        with pytest.raises(UsageError, match="inputs of type int"):
+            isotype.check(subject, 3, verify=False)
+        with pytest.raises(TypeError, match="did you mean 'device'"):
+            isotype.check(subject, devise="t4")  # type: ignore[call-arg]
 
 
 def test_the_order_of_the_data_is_kept(tmp_path: Path) -> None:

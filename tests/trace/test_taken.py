@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from isotype.rules.kit.groups import groups
 from isotype.trace.live.recorder import measure_step
 from isotype.trace.record import FLOATS, Trace
+from isotype.trace.taken import call_of
 from tests.reality import real_step
 from tests.rules.traces import traced
 
@@ -116,6 +118,18 @@ def _read_beside(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32)
 
 
+def _like(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    wanted = y.dtype if y is not None else torch.float32
+    return x.to(wanted)
+
+
+def _called_before(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The second call of a function runs in the frame of the first."""
+    for like in (y, None):
+        made = _like(x, like)
+    return made
+
+
 def _read_before(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     seen = y.dtype
     return x.float() if seen == torch.float32 else x
@@ -124,6 +138,7 @@ def _read_before(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 CHOOSING: dict[str, Act] = {
     "written out": _read_beside,
     "float": _read_before,
+    "called before": _called_before,
     "receiver": lambda m, x, y: x.to(y.dtype).to(x.dtype).to(torch.float32),
     "attribute": lambda m, x, y: x.to(m.wide) if y.dtype == torch.float32 else x,
     "global": lambda m, x, y: x.to(CHOSEN) if y.dtype == torch.float32 else x,
@@ -153,6 +168,18 @@ def test_code_without_its_source_chooses_for_itself():
     exec("def act(m, x, y):\n    return x.to(y.dtype)", names)
     ((kind, _),) = causes(traced(Block(names["act"]), X, phases=("forward",)))
     assert kind == "cast"
+
+
+def test_a_debuggers_own_mark_of_a_frame_is_left_alone():
+    frame, before = sys._getframe(), sys._getframe().f_trace
+    try:
+        frame.f_trace = None
+        assert call_of(frame) is call_of(frame) is not None
+        frame.f_trace = print
+        assert call_of(frame) is None
+        assert frame.f_trace is print
+    finally:
+        frame.f_trace = before
 
 
 def test_the_evidence_says_who_took_it_and_where():

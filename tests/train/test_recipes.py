@@ -363,8 +363,9 @@ def test_weight_bytes_count_the_constants_of_double_quantization():
     state = SimpleNamespace(
         quant_type="nf4", absmax=torch.zeros(16, dtype=torch.uint8), nested=True, state2=nested
     )
-    weight = SimpleNamespace(quant_state=state, numel=lambda: 512, element_size=lambda: 1)
-    model = SimpleNamespace(parameters=lambda: [weight])
+    model = torch.nn.Linear(8, 64, bias=False)
+    model.weight = torch.nn.Parameter(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
+    model.weight.quant_state = state
     assert describe.weight_bytes(model) == (("nf4", 512 + 16 + 16),)
 
 

@@ -20,6 +20,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.match import match, unknown_quantization
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
+from isotype.model.quantized import constant_bytes, is_int8
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
 # Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
@@ -155,24 +156,18 @@ def _stored_parameters(model: nn.Module, adapters: Sequence[str]) -> Iterator[_S
     for name, parameter in model.named_parameters():
         if adapters and any(part.startswith(tuple(adapters)) for part in name.split(".")):
             continue
-        nbytes = parameter.numel() * parameter.element_size()
+        layer = model.get_submodule(name.rpartition(".")[0])
+        nbytes = parameter.nbytes + constant_bytes(layer, parameter)
         kind = type(parameter).__name__
         state: Any = getattr(parameter, "quant_state", None)
         if state is not None:
-            yield _Stored(name, state.quant_type, state.shape.numel(), nbytes + _state_bytes(state))
+            yield _Stored(name, state.quant_type, state.shape.numel(), nbytes)
         elif kind == "Params4bit":  # quantized when it is first moved to a device
             yield _Stored(name, parameter.quant_type, parameter.numel(), nbytes)  # type: ignore[attr-defined]
-        elif kind == "Int8Params":
-            constants: Any = getattr(parameter, "SCB", None)
-            extra = 0 if constants is None else constants.nbytes
-            yield _Stored(name, "int8", parameter.numel(), nbytes + extra)
+        elif is_int8(parameter):
+            yield _Stored(name, "int8", parameter.numel(), nbytes)
         else:
             yield _Stored(name, parameter.dtype, parameter.numel(), nbytes)
-
-
-def _state_bytes(state: Any) -> int:
-    tensors = [state.absmax] + ([state.state2.absmax] if state.nested else [])
-    return sum(int(tensor.nbytes) for tensor in tensors)
 
 
 # Configs

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """What draws within it moves nothing that is drawn afterwards."""
-    import numpy
+    """What draws within it moves nothing that is drawn afterwards: by Python, NumPy or torch, on the CPU and on a device in use.
 
-    python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(arrays)
+    Imports draw as well. A library that is not loaded yet has no state that anybody has set.
+    """
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if "numpy" in sys.modules:
+            import numpy
+
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        if "torch" in sys.modules:
+            import torch
+
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            kind = torch.accelerator.current_accelerator(check_available=True)
+            # To ask a device that nobody uses for its state would start it.
+            if kind is not None and getattr(_backend(kind), "is_initialized", lambda: True)():
+                for number in range(torch.accelerator.device_count()):
+                    state = _backend(kind).get_rng_state(number)
+                    stack.callback(_backend(kind).set_rng_state, state, number)
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,7 @@ class RandomStates:
     def taken(cls, device: torch.device) -> RandomStates:
         """The states now; of the devices, that of `device`."""
         import numpy
+        import torch
 
         own = None if device.type in ("cpu", "meta") else _backend(device).get_rng_state(device)
         return cls(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), device, own)
@@ -46,6 +60,7 @@ class RandomStates:
     def put_back(self) -> None:
         """Draw on from here."""
         import numpy
+        import torch
 
         random.setstate(self.python)
         numpy.random.set_state(self.arrays)
@@ -55,4 +70,6 @@ class RandomStates:
 
 
 def _backend(device: torch.device) -> Any:
+    import torch
+
     return torch.get_device_module(device)

@@ -24,6 +24,21 @@ def row_scales(layer: Any) -> torch.Tensor | None:
     return scales if isinstance(scales, torch.Tensor) else None
 
 
+def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
+    """Bytes of what the codes of a quantized weight are multiplied with: absmax constants of 4 bits, row scales of int8."""
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        held = (state.absmax, state.state2.absmax) if state.nested else (state.absmax,)
+        return sum(int(tensor.nbytes) for tensor in held)
+    scales = row_scales(layer) if is_int8(weight) else None
+    return 0 if scales is None else int(scales.nbytes)
+
+
+def is_int8(weight: torch.Tensor) -> bool:
+    """Whether a parameter is bitsandbytes' int8 weight; by name, so that the library is not imported to look at a model."""
+    return type(weight).__name__ == "Int8Params"
+
+
 def holds_turned(layer: Any) -> bool:
     """Whether a bitsandbytes layer took the place of transformers' Conv1D, whose checkpoints hold its weight as `[in, out]`."""
     replaced = getattr(layer, "source_cls", None)

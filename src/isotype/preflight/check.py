@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 from typing import Any, TypedDict, Unpack
 
@@ -15,9 +15,10 @@ from torch import nn
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.from_trainer import request_of_trainer
-from isotype.preflight.request import DEFAULT_PHASES, StepRequest
+from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
+from isotype.trace.fake.code import LossOf
 
 
 class Options(TypedDict, total=False):
@@ -41,8 +42,8 @@ def check(
     device: str | torch.device | None = None,
     autocast: str | torch.dtype | bool | None = None,
     scaler: bool | None = None,
-    optimizer: Any = "adamw",
-    phases: Sequence[str] = DEFAULT_PHASES,
+    optimizer: Any = None,
+    phases: Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> Report:
     """Run one training step on fake tensors, find every dtype problem in it, and try the fixes.
@@ -52,15 +53,17 @@ def check(
 
     Args:
         model: any `nn.Module`, real or on the meta device; or a transformers/TRL trainer (its first batch and its
-            arguments are taken) or a `StepRequest`, and then nothing else of the step is needed.
+            arguments are taken) or a `StepRequest`, and then nothing else of the step is needed: whatever else is given
+            takes the place of the trainer's, or the request's, own.
         inputs: the keyword arguments the model is called with (labels included), or a callable model -> loss.
         policy: the policy the model is meant to follow; by default the one it carries, if any.
         device: a device profile (`"t4"`) or a real device; by default the policy's, else the best one here.
         autocast: dtype of autocast around forward and loss; None: the policy's, else off; False: off.
         scaler: whether a GradScaler is used; None: with float16 autocast.
         optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, or a callable parameters ->
-            optimizer.
-        phases: of the step, in order; `"generate"` adds a forward without labels and gradients.
+            optimizer; None: AdamW.
+        phases: of the step, in order; `"generate"` adds a forward without labels and gradients; None: forward,
+            backward, unscale, optimizer.
         **options: by keyword:
 
             - `learning_rate`: of the optimizer, for rules on lost updates.
@@ -87,12 +90,40 @@ def check(
     """
     verify, seconds = options.pop("verify", True), options.pop("seconds", math.inf)
     _refuse_unknown(options)
-    if isinstance(model, StepRequest):
-        return run(model, verify=verify, seconds=seconds)
-    if not isinstance(model, nn.Module):
-        return run(request_of_trainer(model), verify=verify, seconds=seconds)
-    request = StepRequest(model, inputs, policy, device, autocast, scaler, optimizer, phases, **options)  # type: ignore[misc]
+    named = {
+        "policy": policy,
+        "device": device,
+        "autocast": autocast,
+        "scaler": scaler,
+        "optimizer": optimizer,
+        "phases": phases,
+        **options,
+    }
+    changes = {name: value for name, value in named.items() if value is not None}
+    if isinstance(model, nn.Module):
+        request = StepRequest(model, inputs, **changes)
+    elif isinstance(model, StepRequest):
+        request = _changed(_with_inputs(model, inputs), changes)
+    else:
+        request = _changed(request_of_trainer(model, inputs), changes)
     return run(request, verify=verify, seconds=seconds)
+
+
+def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
+    """A request with what was said beside it in the place of its own; another autocast decides about a scaler again."""
+    if "autocast" in changes:
+        changes = {"scaler": None, **changes}
+    if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
+        changes = {"learning_rate": None, **changes}  # its own
+    return replace(request, **changes)
+
+
+def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
+    """A request on other inputs; a loss over inputs keeps its function."""
+    if inputs is None:
+        return request
+    over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
+    return replace(request, inputs=replace(request.inputs, inputs=dict(inputs)) if over else inputs)
 
 
 def arguments_of_check() -> tuple[str, ...]:

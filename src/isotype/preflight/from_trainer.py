@@ -18,8 +18,12 @@ from isotype.trace.fake.code import LossOf
 from isotype.trace.loss import loss_of
 
 
-def request_of_trainer(trainer: Any) -> StepRequest:
+def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     """The step of a trainer before `train()`: the loss it computes on its own first batch, with its own arguments.
+
+    Args:
+        trainer: of transformers or TRL.
+        inputs: a batch in the place of its first one, or a callable model -> loss in the place of its loss.
 
     The trainer, its data loader's order and the random states come out untouched. Of trainers whose batches are
     prompts (GRPO, RLOO) the forward and backward over prompt and completion are traced, not the generation and the
@@ -39,7 +43,9 @@ def request_of_trainer(trainer: Any) -> StepRequest:
                 )
             ],
         )
-    request = _request(trainer.model, _loss_of_trainer(trainer, _first_batch(trainer)), trainer.args)
+    batch = _first_batch(trainer) if inputs is None else inputs
+    own_loss = inputs is None or isinstance(inputs, Mapping)
+    request = _request(trainer.model, _loss_of_trainer(trainer, batch) if own_loss else inputs, trainer.args)
     return replace(request, scaler=_has_scaler(trainer), gradient_checkpointing=checkpointing(trainer.args))
 
 
@@ -61,7 +67,7 @@ def request_of_first_step(
     return replace(request, scaler=scaler is not None and scaler.is_enabled(), fold=True)
 
 
-def _request(model: nn.Module, loss: LossOf, arguments: Any) -> StepRequest:
+def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
     return StepRequest(
         model,
         loss,

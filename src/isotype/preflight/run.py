@@ -14,6 +14,7 @@ from torch import nn
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, UsageError
 from isotype.core.names import listed, named, plural, short
+from isotype.core.random_states import random_states_kept
 from isotype.preflight.apply import apply_actions
 from isotype.preflight.measured import measured
 from isotype.preflight.repair import needs_the_caller
@@ -30,6 +31,7 @@ from isotype.trace.record import Call, Setup, Trace
 from isotype.trace.weights import weights_of
 
 
+@random_states_kept()
 def run(
     request: StepRequest, *, verify: bool = True, seconds: float = math.inf, measure: bool = True
 ) -> Report:

@@ -11,6 +11,7 @@ import ast
 import dis
 import linecache
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,9 +37,21 @@ Span = tuple[
 ]  # first line, its column, last line, its column: columns in bytes, as Python has them
 
 
+class _Call:
+    """Marks one call of a function: it lies in the frame's `f_trace` and goes with the frame.
+
+    Frames take no weak references, a frame's address is soon another frame's, and to hold a frame would keep all its tensors.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __call__(self, *_: Any) -> None:
+        """What a debugger that is switched on meanwhile calls for the frame's lines: nothing is to be traced."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Read:
-    frame: int
+    call: weakref.ref[_Call]
     code: CodeType
     at: int
     dtype: torch.dtype
@@ -67,8 +80,12 @@ class DtypeReads:
         """The dtype that `origin` made has been read off its tensor by the code that runs now."""
         self._count += 1
         for frame in _frames(sys._getframe(1)):
-            read = _Read(id(frame), frame.f_code, frame.f_lasti, origin.dtype, origin, self._count)
-            self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
+            call = call_of(frame)
+            if call is not None:
+                read = _Read(
+                    weakref.ref(call), frame.f_code, frame.f_lasti, origin.dtype, origin, self._count
+                )
+                self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
         """Who made the `dtype` that the innermost call of the model's code names; None where the code chose it."""
@@ -84,10 +101,11 @@ class DtypeReads:
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
         """The read that the arguments of the call in `frame` have `dtype` from."""
+        call: Any = frame.f_trace
         here = [
             read
             for read in self._reads.get(frame.f_code, {}).values()
-            if read.frame == id(frame) and read.dtype == dtype
+            if isinstance(call, _Call) and read.call() is call and read.dtype == dtype
         ]
         found = [
             read
@@ -138,6 +156,13 @@ class DtypeReads:
 
 
 # ------------------------------------------------------------------------------------------------------ frames
+
+
+def call_of(frame: FrameType) -> _Call | None:
+    """The mark of the call that `frame` runs; None where a debugger has put its own there."""
+    if frame.f_trace is None:
+        frame.f_trace = _Call()
+    return frame.f_trace if isinstance(frame.f_trace, _Call) else None
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

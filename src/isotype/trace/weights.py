@@ -26,6 +26,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
     """Every parameter and buffer of `model` once, with the other names of those that are tied."""
     pinned = _pinned_patterns(model)
     rows: dict[int, Weight] = {}
+    alive: list[torch.Tensor] = []  # or a container that makes its tensors anew could give two of them one id
     repeats = repeats_of(model)
     for place in places(model):
         tensors = [
@@ -38,6 +39,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
             if known is not None:
                 rows[id(tensor)] = _tied(known, full)
                 continue
+            alive.append(tensor)
             largest, median_magnitude = _magnitudes(tensor, buffer)
             rows[id(tensor)] = Weight(
                 name=full,
@@ -65,12 +67,12 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
     Those of lazy layers have no shape yet and are left out.
     """
     pinned = _pinned_patterns(model)
-    seen: set[int] = set()
+    seen: dict[int, torch.Tensor] = {}
     for place in places(model):
         for own, parameter in place.module.named_parameters(recurse=False):
             if id(parameter) in seen or isinstance(parameter, UninitializedParameter):
                 continue
-            seen.add(id(parameter))
+            seen[id(parameter)] = parameter
             name = f"{place.name}.{own}" if place.name else own
             yield Weight(
                 name,

@@ -18,6 +18,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.terminal import as_typed
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
+from isotype.model.quantized import constant_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
@@ -158,13 +159,11 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
     """Bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
     sizes: Counter[str] = Counter()
-    for parameter in model.parameters():
+    for place, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
         name = state.quant_type if state is not None else dtype_name(parameter.dtype)
-        sizes[name] += parameter.numel() * parameter.element_size()
-        if state is not None:
-            constants = (state.absmax, state.state2.absmax) if state.nested else (state.absmax,)
-            sizes[name] += sum(tensor.nbytes for tensor in constants)
+        layer = model.get_submodule(place.rpartition(".")[0])
+        sizes[name] += parameter.nbytes + constant_bytes(layer, parameter)
     return tuple(sizes.most_common())
 
 

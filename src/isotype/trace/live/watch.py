@@ -116,7 +116,7 @@ class Watch:
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._mine: tuple[int, int] | None = None
         self._model: weakref.ref[nn.Module] | None = None
-        self._names: dict[int, str] = {}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[nn.Module] = []
         self._modes: tuple[Any, ...] = ()
         self._handles: list[Any] = []
@@ -124,7 +124,9 @@ class Watch:
         self._module_handles: list[Any] = []
         self._stance: Any = None
         self._blind = 0
-        self._evaluations: Counter[int] = Counter()
+        # How often each module's evaluations were recorded, and in all.
+        self._evaluations: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._evaluated = 0
 
     @property
     def model(self) -> nn.Module | None:
@@ -239,7 +241,7 @@ class Watch:
                 self._pause()
                 return
             self._know(module, args, kwargs_of(frame))
-        recorder.enter(self._names.get(id(module), type(module).__name__))
+        recorder.enter(self._names.get(module, type(module).__name__))
 
     def _leaves(self) -> None:
         recorder = self.recorder
@@ -279,8 +281,7 @@ class Watch:
 
     def _may_evaluate(self, module: nn.Module) -> bool:
         """Whether a forward that trains nothing is recorded: one of the first, of a model that runs eagerly."""
-        known = self._evaluations
-        if known[id(module)] == _EVALUATIONS or known.total() == _EVALUATIONS_IN_ALL:
+        if self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
         if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
             return False
@@ -288,7 +289,8 @@ class Watch:
         return not compiled and has_parameters(module)
 
     def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._evaluations[id(module)] += 1
+        self._evaluations[module] = self._evaluations.get(module, 0) + 1
+        self._evaluated += 1
         self._model, self._mine = weakref.ref(module), (os.getpid(), threading.get_ident())
         beginning = Beginning(module, named_inputs(module, args, kwargs), args, kwargs)
         if self.state == "evaluating":
@@ -313,14 +315,14 @@ class Watch:
         assert self.recorder is not None
         inner = getattr(module, "_orig_mod", module)
         prefix = ""
-        if id(inner) not in self._names:
+        if inner not in self._names:
             inside = {id(part) for part in inner.modules()}
             if self._roots and not any(id(root) in inside for root in self._roots):
                 prefix = f"{type(inner).__name__}."
-            self._names |= {id(part): f"{prefix}{name}".rstrip(".") for name, part in inner.named_modules()}
+            self._names.update({part: f"{prefix}{name}".rstrip(".") for name, part in inner.named_modules()})
             self._roots.append(inner)
             self._without_modes(lambda: self._weights_handles.extend(self._weighed(inner, prefix)))
-        self._names.setdefault(id(module), "")
+        self._names.setdefault(module, "")
         inputs = named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs))
         self.recorder.given(inputs)
 
@@ -411,10 +413,10 @@ class Watch:
             calls=tuple(calls),
             weights=tuple(recorder.weights),
             modules={
-                self._names[id(part)]: type(part).__name__
+                self._names[part]: type(part).__name__
                 for root in self._roots
                 for part in root.modules()
-                if id(part) in self._names
+                if part in self._names
             },
             memory=recorder.ledger.record(),
             failure=failure,
