@@ -846,8 +846,8 @@ def test_a_merged_model_as_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_ways_to_store_that_do_not_exist(make: Make, tmp_path: Path) -> None:
     adapter = make()
-    with pytest.raises(UsageError, match="stored as q2_k"):
-        merge_adapter(adapter, tmp_path / "merged", stored="q2_k")
+    with pytest.raises(UsageError, match="stored as iq2_xs"):
+        merge_adapter(adapter, tmp_path / "merged", stored="iq2_xs")
     with pytest.raises(UsageError, match="--dtype float32 and --gguf f16"):
         merge_adapter(adapter, tmp_path / "merged", stored="f16", dtype="float32")
     with pytest.raises(UsageError, match="a tokenizer of the kind WordLevel"):

@@ -202,10 +202,10 @@ class DeferredBlocks:
         for block in self.blocks:
             if block.sources:
                 for module in {block.module, *block.owners.values()}:
-                    module.register_forward_pre_hook(lambda *_, block=block: self._use(block))
-                block.module.register_forward_hook(lambda *_: self._use(None))
+                    module.register_forward_pre_hook(lambda *_, block=block: self.use(block))
+                block.module.register_forward_hook(lambda *_: self.use(None))
 
-    def _use(self, block: Block | None) -> None:
+    def use(self, block: Block | None) -> None:
         """Have this block in memory and no other one."""
         if block is self._used:
             return

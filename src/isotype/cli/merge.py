@@ -18,7 +18,13 @@ def merge_parser() -> Parser:
     """The arguments of `isotype merge`."""
     parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
     parser.add_argument("adapter", type=Path, help="directory of the adapter")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="directory for the merged model")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="directory for the merged model; or a GGUF file, NAME.gguf (16 bits without --gguf)",
+    )
     parser.add_argument(
         "--base", default=None, help="merge into this 16-bit original instead of the dequantized base"
     )
@@ -36,7 +42,7 @@ def merge_parser() -> Parser:
         "--gguf",
         choices=GGUF_TYPES,
         default=None,
-        help="write a GGUF file, for llama.cpp and what is built on it",
+        help="write a GGUF file of this type, for llama.cpp and what is built on it; q6_k and below take its llama-quantize",
     )
     parser.add_argument(
         "--model_revision",

@@ -28,9 +28,22 @@ COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.
 QUANTIZATIONS: tuple[str, ...] = ("nf4", "fp4", "int8")
 """Quantization formats that isotype can produce (through bitsandbytes)."""
 
-GGUF_TYPES: dict[str, torch.dtype] = {"f16": torch.float16, "bf16": torch.bfloat16, "q8_0": torch.float32}
-"""Types of GGUF that a merged model is exported in, and the dtype that its weights are rounded to before: `q8_0` (blocks of 32
-codes of 8 bits and a float16 scale) rounds from float32 itself."""
+GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Types of GGUF in blocks of 32 codes and a float16 scale (`_1`: and a float16 minimum), which the `gguf` library can write."""
+
+LLAMA_CPP_TYPES: tuple[str, ...] = (
+    "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
+)  # fmt: skip
+"""Mixtures of types of GGUF that llama.cpp's own `llama-quantize` alone writes."""
+
+GGUF_TYPES: dict[str, torch.dtype] = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    **dict.fromkeys((*GGUF_BLOCKS, *LLAMA_CPP_TYPES), torch.float32),
+}
+"""Types of GGUF that a merged model is exported in, and the dtype that its weights are rounded to before: blocks are rounded
+from float32 itself."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -65,6 +65,16 @@ def publish_directory(built: Path, final: Path) -> None:
         discard(old)
 
 
+def publish_file(built: Path, final: Path) -> None:
+    """Rename the file `built` to `final`, where nothing is; where it cannot be brought to the disk, nothing is there again."""
+    built.rename(final)
+    try:
+        bring_to_disk(final.parent)
+    except OSError:
+        final.rename(built)
+        raise
+
+
 def publish_files(built: Path, final: Path) -> None:
     """Rename every file below `built` over the one of the same name below the directory `final`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -28,7 +29,12 @@ def show_merge(console: Console, report: MergeReport) -> None:
         console.print(Text.assemble(("note: ", "dim"), note), highlight=False)
     for warning in report.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning), highlight=False)
-    console.print(f"\ntry it:  isotype chat {report.output}", highlight=False, markup=False, soft_wrap=True)
+    command = shlex.join(("isotype", "chat", str(report.model or report.output)))
+    console.print(f"\ntry it:  {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _share(error: float) -> str:
+    return f"{error:.2%} of" if error < 1 else f"{error:,.1f} ×"
 
 
 def _rows(report: MergeReport) -> list[tuple[str, str]]:
@@ -44,11 +50,12 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         rows += [
             (
                 "lost to rounding",
-                f"{report.median_error:.2%} of a weight's update in the median, {report.worst.relative_error:.2%} in "
-                f"{report.worst.name}",
+                f"{_share(report.median_error)} a weight's update in the median, "
+                f"{_share(report.worst.relative_error).removesuffix(' of')} in {report.worst.name}",
             ),
-            ("vanished", f"{report.vanished:,} entries of the update ({report.vanished_share:.2%})"),
         ]
+    if report.weights and report.vanished is not None:
+        rows.append(("vanished", f"{report.vanished:,} entries of the update ({report.vanished_share:.2%})"))
     if report.logits is not None:
         rows.append(
             (

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from isotype.checkpoint.export.gguf_tokenizer import add_tokenizer
+from isotype.core.dtypes import GGUF_BLOCKS
 from isotype.core.errors import PrecisionError, Problem, UsageError
 
 Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
@@ -79,6 +80,7 @@ _SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
+_ENDS = ("token_embd.weight", "output.weight")
 _FIX = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
 
 
@@ -136,14 +138,15 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> 
 def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time.
 
-    Matrices are stored in `kind`, vectors (norms, biases) in float32, as llama.cpp's converter does; matrices whose rows are
-    no multiple of 32 in float16 instead of q8_0. A head that shares the embedding's weight is not written.
+    Matrices are stored in `kind`, vectors (norms, biases) in float32, as llama.cpp's converter does; embeddings and head in
+    q8_0 where `kind` has fewer bits; matrices whose rows are no multiple of 32 in float16 instead of blocks. A head that
+    shares the embedding's weight is not written.
 
     Args:
         tensors: of a model of a type in `ARCHITECTURES`.
         tokenizer: a fast tokenizer.
         path: the file to write.
-        kind: a key of `isotype.core.dtypes.GGUF_TYPES`.
+        kind: f32, f16, bf16 or one of `isotype.core.dtypes.GGUF_BLOCKS`.
         name: of the model, for people.
 
     Returns:
@@ -164,11 +167,11 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_type("model")
     writer.add_name(name)
-    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}"))
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_numbers(writer, config, architecture)
     add_tokenizer(writer, tokenizer, shapes["token_embd.weight"].shape[0])
-    kinds = {each: _kind(value, kind) for each, value in (*shapes.items(), *more.items())}
+    kinds = {each: _kind(each, value, kind) for each, value in (*shapes.items(), *more.items())}
     for each, value in (*shapes.items(), *more.items()):
         stored = getattr(gguf.GGMLQuantizationType, kinds[each])
         block, size = gguf.GGML_QUANT_SIZES[stored]
@@ -187,10 +190,10 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
             writer.write_tensor_data(_stored(each, value, kinds[each]))
     finally:
         writer.close()
-    wide = [each for each, stored in kinds.items() if kind == "q8_0" and stored == "F16"]
+    wide = [each for each, stored in kinds.items() if kind in GGUF_BLOCKS and stored == "F16"]
     if wide:
         return [
-            f"{len(wide)} weights are in f16: their rows are no multiple of q8_0's blocks of 32 ({wide[0]}, …)"
+            f"{len(wide)} weights are in f16: their rows are no multiple of {kind}'s blocks of 32 ({wide[0]}, …)"
         ]
     return []
 
@@ -262,12 +265,13 @@ def _llama3_factors(config: Any) -> torch.Tensor | None:
     return factors
 
 
-def _kind(values: torch.Tensor, kind: str) -> str:
+def _kind(name: str, values: torch.Tensor, kind: str) -> str:
     if values.ndim < 2:
         return "F32"
-    if kind == "q8_0" and values.shape[-1] % 32:
+    if kind in GGUF_BLOCKS and values.shape[-1] % 32:
         return "F16"
-    return kind.upper()
+    # llama.cpp keeps these in more bits too: their rounding reaches every token's logits.
+    return "Q8_0" if kind in GGUF_BLOCKS and name in _ENDS else kind.upper()
 
 
 def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
@@ -283,9 +287,9 @@ def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
             given = f"{name}: values up to {largest:.4g}"
             raise PrecisionError(
                 "f16 cannot hold the merged weights",
-                [Problem(given, "at most 65504", "give --gguf bf16 or q8_0")],
+                [Problem(given, "at most 65504", "give --gguf bf16 or f32")],
             )
         return wide.half().numpy()
     if kind == "F32":
         return wide.numpy()
-    return gguf.quantize(wide.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    return gguf.quantize(wide.numpy(), gguf.GGMLQuantizationType[kind])

@@ -12,6 +12,7 @@ from torch import nn
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
 from isotype.checkpoint.deferred import Block, outermost_blocks
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
+from isotype.checkpoint.merge.written_model import WrittenModel
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.core.names import base_name
@@ -29,11 +30,20 @@ class Rounding:
         target: of those that nothing else is said of.
         pinned: patterns of names that stay float32.
         own: names that keep the dtype that the base's files store them in.
+        written: the model that was written, to compare with; None while there is none yet.
     """
 
     target: torch.dtype
     pinned: tuple[str, ...] = ()
     own: Mapping[str, torch.dtype] = field(default_factory=dict)
+    written: WrittenModel | None = None
+
+    def loss(self, name: str, before: torch.Tensor, merged: torch.Tensor) -> WeightLoss:
+        """What a merged parameter loses, or has lost in the model that was written."""
+        if self.written is None:
+            return rounding_loss(name, before, merged, self.wanted(name))
+        dtype, values = self.written.values(name)
+        return rounding_loss(name, before, merged, dtype, values)
 
     def wanted(self, name: str) -> torch.dtype:
         """The dtype of a parameter."""
@@ -84,8 +94,11 @@ class Merging:
         revision: str | None = None,
         *,
         one_dtype: bool = False,
+        written: WrittenModel | None = None,
     ) -> None:
-        """`one_dtype`: also of tensors that the base's files store in another dtype than most of them."""
+        """`one_dtype`: also of tensors that the base's files store in another dtype than most of them. `written`: what an
+        earlier merge of the same has written, which `weights` is then about.
+        """
         dense = _dense_policy(policy)
         # An unquantized base is only added to, and the CPU is where that has room.
         here = policy if policy.quantized else replace(policy, device="cpu")
@@ -105,7 +118,7 @@ class Merging:
         own = _own_trained(self._peft)
         fill(self._peft, adapter)
         self._rounding = Rounding(
-            target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise()
+            target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise(), written
         )
         self._untouched = set(self._rounding.own) - {base_name(each.name) for each in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()
@@ -148,6 +161,12 @@ class Merging:
             for parameter in block.module.parameters():
                 parameter.data = parameter.data.new_empty(0)
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
+
+    def measured(self) -> tuple[WeightLoss, ...]:
+        """`weights`, without the parts themselves; the errors are those of `parts`."""
+        for _ in self.parts():
+            pass
+        return self.weights
 
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
         """Merge the layers of a block, and collect its tensors; without one, those outside of blocks."""
@@ -302,7 +321,5 @@ def _replaced(
 
 
 def _losses(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], rounding: Rounding) -> list[WeightLoss]:
-    found = [
-        rounding_loss(name, before, after, rounding.wanted(name)) for name, (before, after) in pairs.items()
-    ]
+    found = [rounding.loss(name, before, after) for name, (before, after) in pairs.items()]
     return [loss for loss in found if loss.entries]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from isotype.checkpoint.adapter import (
     tokenizer_of,
 )
 from isotype.checkpoint.export.gguf_model import check_exportable
+from isotype.checkpoint.export.llama_cpp import require_program
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.layers import Merging
@@ -27,13 +29,15 @@ from isotype.checkpoint.merge.write import (
     FORMATS,
     check_output,
     disk_errors,
-    open_again,
+    is_file,
     staged,
     write_merged,
+    written_path,
 )
+from isotype.checkpoint.merge.written_model import WrittenModel
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import model_config
-from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
+from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
@@ -60,7 +64,8 @@ def merge_adapter(
     The base is the one that the adapter was trained on: quantized as it was in training and dequantized again, so
     that the adapter meets the weights it has learned to correct; or `base`, taken as it is stored. PEFT merges each
     layer in float32, and the sum is rounded once. The model is built aside, loaded back with transformers to compare
-    its logits, and only then renamed to `output`.
+    its logits, and only then renamed to `output`. What is quantized or a GGUF file is compared weight by weight, too: the base
+    is merged a second time, beside the weights that are read back.
 
     Memory: what lies outside of the model's blocks (embeddings, head), two blocks in the dtype that is written, 14 bytes
     for each entry of the largest adapted weight, and the adapter. A block is read, dequantized, merged and written before
@@ -70,14 +75,15 @@ def merge_adapter(
 
     Args:
         adapter: directory of the adapter.
-        output: directory to write; it must not exist, or be empty.
+        output: directory to write; it must not exist, or be empty. A name that ends in `.gguf` is that of a GGUF file.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
         dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's, and for tensors
             that the base's files store in another dtype than most of them, theirs. Parameters that the model's author
             pins stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the one that the adapter names.
         stored: how the merged model is stored: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
-            bitsandbytes' format, which transformers loads; `"q8_0"`, `"f16"` or `"bf16"` for a GGUF file.
+            bitsandbytes' format, which transformers loads; a key of `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. Where
+            `output` names such a file, None stands for 16 bits, as for llama.cpp's converter: `"f16"` of float16, else `"bf16"`.
 
     Raises:
         CheckpointError: no adapter, no base, or they do not fit.
@@ -85,36 +91,45 @@ def merge_adapter(
         UsageError: `output` is taken, or this kind of adapter cannot be merged.
         SaveError: the disk is full or cannot be written; nothing is left behind.
     """
-    directory = Path(output)
-    check_output(directory)
-    _check_stored(stored, dtype)
+    final = Path(output)
+    check_output(final)
+    _check_stored(stored, dtype, final)
+    if stored is not None:
+        require_program(stored, Path(adapter), final)
     saved = read_adapter(adapter)
     _check_mergeable(saved)
     revision = revision or (saved.revision if base is None else None)
     source, facts, policy = _base(saved, None if base is None else str(base), dtype, revision)
     target, reason = _target(dtype, saved, facts)
+    if stored is None and is_file(final):
+        stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
         check_exportable(model_config(source, revision=revision))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
-    merging = Merging(saved, source, policy, target, revision, one_dtype=dtype != "auto")
+    begin = partial(Merging, saved, source, policy, target, revision, one_dtype=dtype != "auto")
+    merging = begin()
     if base is not None and logits is not None:  # the base that it was trained on can be read
         check_same_base(saved, source, revision)
     model_class = type(merging.model)
-    with staged(directory) as built:
+    with staged(final) as built:
         words = tokenizer or tokenizer_of(tokenizer_source(source), revision)
-        with disk_errors(directory):
-            notes += write_merged(merging, words, built, target, stored)
+        path = written_path(final, built, stored)
+        with disk_errors(final):
+            notes += write_merged(merging, words, path, target, stored)
         weights, changes = merging.weights, merging.notes
         size = sum(file.stat().st_size for file in built.rglob("*") if file.is_file())
-        difference = None
-        if logits is not None:
-            del merging
-            gc.collect()  # what was merged refers to itself
-            difference = compare_logits(logits, _logits(open_again(model_class, built, stored), tokenizer))
+        del merging
+        gc.collect()  # what was merged refers to itself
+        written = WrittenModel(model_class, path, stored)
+        if (
+            stored is not None
+        ):  # before the logits: on a CPU a forward may bring 4-bit weights into another order
+            weights = begin(written=written).measured()
+        difference = None if logits is None else compare_logits(logits, _logits(written.model, tokenizer))
     return MergeReport(
         adapter=saved.directory,
-        output=directory,
+        output=final,
         base=source,
         storage=policy.storage,
         dtype=target,
@@ -123,6 +138,7 @@ def merge_adapter(
         logits=difference,
         bytes=size,
         stored=stored,
+        model=final if is_file(final) else written_path(final, final, stored),
         notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
         passed=_passed(saved.policy, target),
     )
@@ -202,9 +218,14 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     return compute, "the compute dtype it was trained in"
 
 
-def _check_stored(stored: str | None, dtype: str | torch.dtype) -> None:
+def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) -> None:
     problem = None
-    if stored is not None and stored not in FORMATS:
+    if is_file(output) and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
+        name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        given = f"--dtype {name}" if stored is None else f"--quantization {stored}"
+        fix = "give --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
+        problem = Problem(f"--output {output} and {given}", "a type of GGUF for a GGUF file", fix)
+    elif stored is not None and stored not in FORMATS:
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
     elif stored in GGUF_TYPES and dtype != "auto":
         name = dtype if isinstance(dtype, str) else dtype_name(dtype)

@@ -23,15 +23,16 @@ class WeightLoss:
 
     Attributes:
         name: the parameter's name in the merged model.
-        relative_error: ||round(W + D) - (W + D)|| / ||D|| in Frobenius norms, as a fraction.
+        relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is what was stored.
         entries: number of entries of D that are not zero.
-        vanished: how many of them round away: round(W + D) equals round(W).
+        vanished: how many of them round away: round(W + D) equals round(W); None for codes of blocks or rows, whose rounding
+            is not that of each entry alone.
     """
 
     name: str
     relative_error: float
     entries: int
-    vanished: int
+    vanished: int | None
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,19 @@ class MergeReport:
 
     Attributes:
         adapter: directory of the adapter.
-        output: directory of the merged model.
+        output: directory of the merged model, or its GGUF file.
         base: the base model merged into.
         storage: how that base was stored: `"nf4"`, `"fp4"` and `"int8"` were dequantized first.
-        dtype: dtype of the merged weights.
+        dtype: dtype of the merged weights before they take the form of `stored`.
         dtype_reason: why this one.
-        weights: every weight that the adapter changed, with what rounding did to it.
+        weights: every weight that the adapter changed, with what rounding did to it: as it was read back from what was
+            written, where that is quantized or a GGUF file.
         logits: adapter on the base it was trained on against the merged model, or None (`notes` say why).
         bytes: size of the files written.
         notes: what was done beyond the merge, or left out, and why.
         stored: the format of bitsandbytes or the type of GGUF that it was written in, None for dense safetensors.
         passed: what is known of values that pass the range of `dtype`, in sentences.
+        model: what to open: `output`, or the GGUF file in it.
     """
 
     adapter: Path
@@ -80,6 +83,7 @@ class MergeReport:
     notes: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     stored: str | None = None
+    model: Path | None = None
 
     @property
     def median_error(self) -> float:
@@ -97,18 +101,25 @@ class MergeReport:
         return sum(weight.entries for weight in self.weights)
 
     @property
-    def vanished(self) -> int:
-        """Number of changed entries that round back to the base's value."""
-        return sum(weight.vanished for weight in self.weights)
+    def vanished(self) -> int | None:
+        """Number of changed entries that round back to the base's value; None where they are stored as codes of blocks."""
+        counts = [weight.vanished for weight in self.weights]
+        return None if None in counts else sum(filter(None, counts))
 
     @property
     def vanished_share(self) -> float:
-        """`vanished` as a fraction of `entries`."""
-        return self.vanished / self.entries if self.entries else 0.0
+        """`vanished` as a fraction of `entries`; 0 where it is not counted."""
+        return (self.vanished or 0) / self.entries if self.entries else 0.0
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What should be done differently."""
+        if self.vanished is None and self.median_error >= 1:
+            return (
+                *self.passed,
+                f"stored as {self.stored}, a weight is off by {self.median_error:,.1f} × its update in the median: what was "
+                "learned may not show; store it in more bits, or keep the adapter apart, beside its base",
+            )
         if self.vanished_share <= VANISHED_LIMIT:
             return self.passed
         return (
@@ -118,28 +129,39 @@ class MergeReport:
         )
 
 
-def rounding_loss(name: str, before: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> WeightLoss:
+def rounding_loss(
+    name: str,
+    before: torch.Tensor,
+    merged: torch.Tensor,
+    dtype: torch.dtype | None,
+    stored: torch.Tensor | None = None,
+) -> WeightLoss:
     """What rounding `merged` to `dtype` takes away of the update `merged - before`.
 
     Args:
         name: the parameter's name.
         before: W, of any shape and float dtype.
         merged: W + D in float32, of the same shape.
-        dtype: dtype it is rounded to.
+        dtype: dtype it is rounded to; None where it is stored in codes of blocks or rows.
+        stored: the values that were stored in fact, of the same shape; by default `merged` rounded to `dtype`.
     """
+    assert dtype is not None or stored is not None
     lost = moved = 0.0
     entries = vanished = 0
     flat, flat_merged = before.flatten(), merged.flatten()
+    flat_stored = None if stored is None else stored.flatten()
     for at in range(0, flat.numel(), _CHUNK):
         old, new = flat[at : at + _CHUNK], flat_merged[at : at + _CHUNK].float()
         update = new - old.float()
-        rounded = new.to(dtype)
+        rounded = new.to(dtype) if flat_stored is None else flat_stored[at : at + _CHUNK]
         changed = update != 0
         entries += int(changed.count_nonzero())
-        vanished += int(changed.logical_and_(rounded == old.to(dtype)).count_nonzero())
+        if dtype is not None:
+            vanished += int(changed.logical_and_(rounded == old.to(dtype)).count_nonzero())
         lost += _squares(new - rounded.float())
         moved += _squares(update)
-    return WeightLoss(name, (lost / moved) ** 0.5 if moved else 0.0, entries, vanished)
+    error = (lost / moved) ** 0.5 if moved else 0.0
+    return WeightLoss(name, error, entries, None if dtype is None else vanished)
 
 
 def _squares(values: torch.Tensor) -> float:

@@ -14,15 +14,16 @@ import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.export.gguf_model import Tensors, write_tensors
+from isotype.checkpoint.export.llama_cpp import quantize
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.shards import Shards, header_room
-from isotype.checkpoint.load import load, without_bars
+from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.written import require_readable
-from isotype.core.dtypes import GGUF_TYPES, QUANTIZATIONS
+from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, QUANTIZATIONS
 from isotype.core.errors import Problem, SaveError, UsageError
-from isotype.core.staging import NO_ROOM, fsync_tree, publish_directory, write_failure
+from isotype.core.staging import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
 from isotype.model.boundary import original_class
 from isotype.model.walk import places
 
@@ -36,20 +37,35 @@ def check_output(output: Path) -> None:
     Raises:
         UsageError: something is.
     """
-    if output.is_dir() and not any(output.iterdir()):
+    file = is_file(output)
+    if output.is_dir() and not file and not any(output.iterdir()):
         return
     if output.exists():
-        kind = "a directory with files in it" if output.is_dir() else "a file"
+        kind = "a file" if not output.is_dir() else "a directory" if file else "a directory with files in it"
         raise UsageError(
-            "the output directory is taken",
+            f"the output {'file' if file else 'directory'} is taken",
             [
                 Problem(
                     f"--output {output}: {kind}",
-                    "a directory that does not exist yet, or an empty one",
+                    "a file that does not exist yet"
+                    if file
+                    else "a directory that does not exist yet, or an empty one",
                     "give another one, or remove it first",
                 )
             ],
         )
+
+
+def is_file(output: Path) -> bool:
+    """Whether an output names a GGUF file, and not the directory of a model."""
+    return output.suffix == ".gguf"
+
+
+def written_path(output: Path, directory: Path, stored: str | None) -> Path:
+    """What is written for `output` below `directory`: a GGUF file of its name or of its type's, or the directory itself."""
+    if stored not in GGUF_TYPES:
+        return directory
+    return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
 
 
 @contextmanager
@@ -68,20 +84,23 @@ def staged(output: Path) -> Iterator[Path]:
         with disk_errors(output):
             require_readable(built)
             fsync_tree(built)
-            publish_directory(built, output)
+            if is_file(output):
+                publish_file(built / output.name, output)
+            else:
+                publish_directory(built, output)
     finally:
         shutil.rmtree(built, ignore_errors=True)
 
 
 def write_merged(
-    merging: Merging, tokenizer: Any, directory: Path, dtype: torch.dtype, stored: str | None
+    merging: Merging, tokenizer: Any, path: Path, dtype: torch.dtype, stored: str | None
 ) -> list[str]:
-    """Write the merged model and its tokenizer into `directory`, a block of the model in memory at a time.
+    """Write the merged model and its tokenizer, a block of the model in memory at a time.
 
     Args:
         merging: the model, none of whose parts was taken yet.
         tokenizer: or processor, or None.
-        directory: exists and is empty.
+        path: a directory that exists and is empty; of a GGUF file the file, in such a directory.
         dtype: that the config names.
         stored: None for dense safetensors, else one of `FORMATS`.
 
@@ -93,6 +112,7 @@ def write_merged(
         UsageError, PrecisionError: as `write_tensors` and `Merging.parts`.
     """
     shapes, config = merging.shapes, merging.model.config
+    directory = path.parent if stored in GGUF_TYPES else path
     needed = sum(value.nbytes for value in shapes.values())
     free = shutil.disk_usage(directory).free
     if free < needed:
@@ -108,7 +128,13 @@ def write_merged(
         name = Path(str(config._name_or_path)).stem or "model"
         values = (each for part in merging.parts() for each in part.items())
         tensors = Tensors(config, shapes, values)
-        return write_tensors(tensors, words, directory / f"model-{stored}.gguf", stored, f"{name} merged")
+        if stored not in LLAMA_CPP_TYPES:
+            return write_tensors(tensors, words, path, str(stored), f"{name} merged")
+        whole = directory / "f32.gguf"
+        notes = write_tensors(tensors, words, whole, "f32", f"{name} merged")
+        notes += quantize(whole, path, str(stored))
+        whole.unlink()
+        return notes
     dense = directory / "dense" if stored in QUANTIZATIONS else directory
     dense.mkdir(exist_ok=True)
     write_model(merging.model, merging.parts(), dense, dtype, header_room(saved_form(merging.model, shapes)))
@@ -195,20 +221,6 @@ def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
 
     made: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return made
-
-
-def open_again(model_class: Any, directory: Path, stored: str | None) -> Any:
-    """The written model as plain transformers loads it; a GGUF file, which that holds in float32, block by block."""
-    if stored not in GGUF_TYPES:
-        with without_bars():
-            return model_class.from_pretrained(directory, dtype="auto")
-    (path,) = directory.glob("*.gguf")
-    deferred = DeferredBlocks()
-    model = load(
-        path, resolve_precision(path, "float32", device="cpu"), model_class=model_class, deferred=deferred
-    )
-    deferred.on_forward()
-    return model
 
 
 @contextmanager
