@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import datasets
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from isotype.checkpoint.formats.hub import hub_config, remote_headers
+from isotype.checkpoint.load import load
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.cli.main import main
 from isotype.core import hub
 from isotype.core.errors import CheckpointError
+from isotype.model.adapters import add_lora
 
 _asked = hub._why_unreachable
 WHY = "https://hub.invalid does not answer: [Errno -2] Name or service not known"
@@ -27,7 +39,39 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     monkeypatch.setattr(type(get_session()), "send", send)
     monkeypatch.setattr(hub, "_why_unreachable", _asked)
+    monkeypatch.setattr(hub, "_silences", {})
     return tried
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
+    """A hub that takes every connection and never answers; returns the connections."""
+    server = socket.create_server(("127.0.0.1", 0))
+    taken: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                taken.append(server.accept()[0])
+
+    threading.Thread(target=accept, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setattr(hub, "_SECONDS", 0.2)
+    monkeypatch.setattr(hub, "_why_unreachable", _asked)
+    monkeypatch.setattr(hub, "_silences", {})
+    yield taken
+    server.close()
+    for each in taken:
+        each.close()
+
+
+@pytest.fixture
+def adapter_of_the_hub(tmp_path: Path, saved: Callable[..., Path]) -> Path:
+    policy = resolve_precision(saved("llama"), device="cpu")
+    add_lora(load(saved("llama"), policy), policy, r=2).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "org/base"}))
+    return path.parent
 
 
 def test_one_request_is_tried(unreachable: list[str]) -> None:
@@ -55,3 +99,67 @@ def test_who_is_offline_by_choice_is_not_asked(
         assert why == ""
     assert unreachable == []
     assert constants.is_offline_mode()
+
+
+def test_a_name_server_that_is_silent_is_waited_for_no_longer_than_the_hub(
+    unreachable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request's timeout does not count the time in which its name is looked up."""
+    answered = threading.Event()
+    monkeypatch.setattr(type(get_session()), "send", lambda *_, **__: answered.wait(60))
+    monkeypatch.setattr(hub, "_SECONDS", 0.1)
+    with hub.offline_if_unreachable() as why:
+        assert why == "https://hub.invalid does not answer: nothing in 0.2 seconds"
+    answered.set()
+
+
+def test_a_hub_that_did_not_answer_is_asked_again_a_minute_later(
+    unreachable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    for seconds, requests in ((0, 1), (59, 1), (61, 2)):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
+        with hub.offline_if_unreachable() as why, hub.offline_if_unreachable() as again:
+            assert why == again == WHY
+        assert len(unreachable) == requests
+
+
+SFT = ["sft", "--dataset_name", "embedded:precision_qa", "--max_steps", "1", "--output_dir", "out"]
+COMMANDS = {
+    "model": ([*SFT, "--model_name_or_path", "org/name"], "hub id org/name"),
+    "data": (["sft", "--model_name_or_path", "MODEL", "--dataset_name", "org/data", "--output_dir", "out"], "'org/data'"),
+    "template": ([*SFT, "--model_name_or_path", "MODEL", "--chat_template_path", "org/name"], "--chat_template_path org/name"),
+    "reward model": (
+        ["grpo", *SFT[1:], "--model_name_or_path", "MODEL", "--reward_model_name_or_path", "org/name"],
+        "--reward_model_name_or_path org/name",
+    ),
+    "adapter's base": ([*SFT, "--model_name_or_path", "ADAPTER"], "org/base"),
+    "check": (["check", "org/name"], "hub id org/name"),
+    "check a command": (["check", *SFT, "--model_name_or_path", "org/name"], "hub id org/name"),
+    "inspect": (["inspect", "org/name"], "org/name"),
+    "plan of a load": (["inspect", "org/name", "--plan"], "hub id org/name"),
+    "merge": (["merge", "ADAPTER", "-o", "merged"], "org/base"),
+    "merge into another base": (["merge", "ADAPTER", "-o", "merged", "--base", "org/name"], "hub id org/name"),
+    "chat": (["chat", "org/name", "--ask", "x"], "hub id org/name"),
+    "chat with an adapter": (["chat", "ADAPTER", "--ask", "x"], "org/base"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_every_command_asks_a_silent_hub_once_and_says_what_it_wanted(
+    case: str,
+    silent: list[socket.socket],
+    adapter_of_the_hub: Path,
+    saved: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, wanted = COMMANDS[case]
+    monkeypatch.chdir(tmp_path)
+    places = {"MODEL": str(saved("llama")), "ADAPTER": str(adapter_of_the_hub)}
+    assert main([places.get(each, each) for each in command]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert wanted in said
+    assert f"{constants.ENDPOINT} does not answer: timed out" in said
+    assert len(silent) == 1

@@ -21,6 +21,7 @@ from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.values.finite import require_finite
 from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.hub import asking
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
 from isotype.precision.by_ranges import with_ranges_of
@@ -273,16 +274,21 @@ def load_base(
     device_map: Any = None,
     revision: str | None = None,
     deferred: DeferredBlocks | None = None,
+    *,
+    model_class: Any = None,
+    **arguments: Any,
 ) -> Any:
-    """The base model with the head and the vocabulary that the adapter was trained with."""
+    """The base model with the head (that of `model_class`, if given) and the vocabulary that the adapter was trained with."""
     import transformers
 
     task = getattr(adapter.config.task_type, "value", adapter.config.task_type)
     head = getattr(transformers, _HEADS[task]) if task in _HEADS else None
     labels = [t.shape[0] for t in adapter.headers.tensors if _CLASSIFIER.search(t.name)]
-    kwargs: dict[str, Any] = dict(at_revision(revision))
+    kwargs: dict[str, Any] = arguments | at_revision(revision)
     kwargs |= {"num_labels": labels[0]} if labels and task in ("SEQ_CLS", "TOKEN_CLS") else {}
-    model = load(base, policy, model_class=head, device_map=device_map, deferred=deferred, **kwargs)
+    model = load(
+        base, policy, model_class=model_class or head, device_map=device_map, deferred=deferred, **kwargs
+    )
     rows = _vocabulary(adapter, model)
     if rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -403,7 +409,8 @@ def tokenizer_of(source: str | Path, revision: str | None = None) -> Any | None:
     ):
         return None
     try:
-        return AutoProcessor.from_pretrained(source, **at_revision(revision))
+        with asking(source):
+            return AutoProcessor.from_pretrained(source, **at_revision(revision))
     except (OSError, ValueError) as error:
         if isinstance(source, str):  # a hub repository without one
             return None

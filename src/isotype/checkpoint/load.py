@@ -24,6 +24,7 @@ from isotype.checkpoint.streaming import can_stream, headers_of, stream
 from isotype.checkpoint.values.finite import not_finite, refuse
 from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.core.errors import CheckpointError, Problem
+from isotype.core.hub import asking
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.range_boundaries import float32_by_ranges
 from isotype.precision.facts import ModelFacts
@@ -78,7 +79,7 @@ def load(
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
     streaming = _streaming(cls, policy, path, broken, headers=headers, packing=packing, deferred=deferred)
-    with without_bars():
+    with without_bars(), asking(source):
         model = streaming.from_pretrained(
             name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **given
         )
@@ -114,7 +115,8 @@ def _config(source: Path | str, arguments: Mapping[str, Any]) -> Any:
     import transformers
 
     wanted = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
-    return transformers.AutoConfig.from_pretrained(source, **wanted)
+    with asking(source):
+        return transformers.AutoConfig.from_pretrained(source, **wanted)
 
 
 def forget_quantization(config: Any) -> None:

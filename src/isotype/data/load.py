@@ -17,6 +17,7 @@ import glob
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -427,12 +428,15 @@ def _load_mixture(dataset_args: Any, job: _Job) -> DatasetDict | IterableDataset
             "--test_split_size 0.1, or --eval_strategy no",
         )
         raise data_error("datasets", [Problem(given, "a share of the mixture to evaluate on", fix)])
+    why = ""
+    remote = any("/" in entry.path or not entry.data_files for entry in entries)
     try:
-        loaded = get_dataset(dataclasses.replace(dataset_args, datasets=entries))
+        with offline_if_unreachable() if remote else nullcontext("") as why:
+            loaded = get_dataset(dataclasses.replace(dataset_args, datasets=entries))
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         named = quoted(entry.path for entry in dataset_args.datasets)
         fix = "see each entry's path, split, columns and fraction; an unreachable hub needs local files"
-        given = f"the mixture of {named} cannot be built: {_first_line(error)}"
+        given = f"the mixture of {named} cannot be built: {why or _first_line(error)}"
         raise data_error("datasets", [Problem(given, "entries that load and fit together", fix)]) from error
     return _chosen(loaded, "datasets", job)
 

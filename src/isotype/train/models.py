@@ -15,6 +15,7 @@ from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.load import load
 from isotype.checkpoint.shard import load_sharded
 from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.hub import asking
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
@@ -248,14 +249,16 @@ def processing_class(source: Path | str, **kwargs: Any) -> Any:
     """
     from transformers import AutoProcessor
 
+    why = ""
     try:
-        return AutoProcessor.from_pretrained(source, **kwargs)
+        with asking(source) as why:
+            return AutoProcessor.from_pretrained(source, **kwargs)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             "no tokenizer in the checkpoint",
             [
                 Problem(
-                    f"{source}: {str(error).splitlines()[0]}",
+                    f"{source}: {why or str(error).splitlines()[0]}",
                     "tokenizer.json and tokenizer_config.json beside the weights",
                     "copy them from the model that the weights come from",
                 )

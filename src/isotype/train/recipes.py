@@ -18,6 +18,7 @@ from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
 from isotype.core.heap import freed_memory_kept
+from isotype.core.hub import asking
 from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover
@@ -53,6 +54,7 @@ from isotype.train.start import start_of
 from isotype.train.stop import graceful_stop, resume_command
 from isotype.train.validate import (
     check_policy,
+    check_read_later,
     check_settings,
     check_tokenizer,
     check_weights,
@@ -95,6 +97,7 @@ def run(settings: Settings, console: Console) -> Outcome:
         rewards = _rewards(settings)
         _place_outputs(settings)
         check_settings(settings)
+        check_read_later(settings)
     with _only_writer(settings, console):
         return _run(settings, start, profile, rewards, console)
 
@@ -243,6 +246,7 @@ def _build(
     masters = masters_of(model)
     with (
         _arguments_of(method.trainer),
+        asking(_name_on_hub(settings, source)),
         _found_again(model, source, settings.model.model_revision),
         reference_there(model),
     ):
@@ -313,6 +317,13 @@ def _found_again(model: Any, source: Path | str, revision: str | None) -> Iterat
         yield
     finally:
         config._name_or_path = named
+
+
+def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
+    """One of the hub ids that the trainer reads from: a chat template's, a reward model's, that of a reference model."""
+    names = [getattr(settings.training, "chat_template_path", None)]
+    names += [getattr(settings.script, "reward_model_name_or_path", None), source]
+    return next((each for each in names if isinstance(each, str) and not Path(each).exists()), None)
 
 
 def _rewards(settings: Settings) -> dict[str, Any]:

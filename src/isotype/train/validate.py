@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
+from isotype.core.hub import asking, offline_if_unreachable
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.limits import name_problems, number_problems
 from isotype.train.settings import Settings
@@ -222,6 +224,49 @@ def _hub(settings: Settings) -> Iterator[Problem]:
         yield Problem(given, "a hub that can be reached, and a token that it takes", later)
 
 
+def check_read_later(settings: Settings) -> None:
+    """Whether what the trainer reads besides the model and the data is there: a tokenizer's template, a reward model.
+
+    Raises:
+        UsageError: with every problem found.
+    """
+    problems = list(_read_later(settings))
+    if problems:
+        raise UsageError("arguments that cannot work", problems)
+
+
+def _read_later(settings: Settings) -> Iterator[Problem]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    kinds = (
+        (
+            "chat_template_path",
+            settings.training,
+            AutoTokenizer,
+            "a .jinja file, or a directory or hub id with a tokenizer",
+        ),
+        (
+            "reward_model_name_or_path",
+            settings.script,
+            AutoConfig,
+            "a directory or hub id with a model that scores texts",
+        ),
+    )
+    for flag, holder, kind, expected in kinds:
+        name = getattr(holder, flag, None)
+        if not name or Path(name).is_file():
+            continue
+        why = ""
+        try:
+            with nullcontext("") if Path(name).is_dir() else offline_if_unreachable() as why:
+                kind.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            given = f"--{flag} {name}: {why or str(error).strip().splitlines()[0]}"
+            yield Problem(
+                given, expected, "check the spelling and the network, or give what lies on this machine"
+            )
+
+
 def _model_arguments(settings: Settings) -> Iterator[Problem]:
     training, given = settings.training, settings.training.model_init_kwargs or {}
     for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):
@@ -330,7 +375,8 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
             )
     if problems:
         raise UsageError("the tokenizer does not fit", problems)
-    config = AutoConfig.from_pretrained(source, revision=settings.model.model_revision)
+    with asking(source):
+        config = AutoConfig.from_pretrained(source, revision=settings.model.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
     # Added tokens may lie beyond the embedding unused (Gemma 3 1B has one for images); these are used.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
