@@ -13,8 +13,8 @@ from isotype.core.package import VERSION
 from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
-    from isotype.checkpoint.load import load
     from isotype.checkpoint.modules import StateDictAdapter, load_module
+    from isotype.checkpoint.open import load
     from isotype.checkpoint.resolve import resolve_precision
     from isotype.core.errors import (
         CheckpointError,
@@ -38,7 +38,7 @@ __version__ = VERSION
 _HOME = {
     "resolve_precision": "isotype.checkpoint.resolve",
     "PrecisionPolicy": "isotype.precision.policy",
-    "load": "isotype.checkpoint.load",
+    "load": "isotype.checkpoint.open",
     "load_module": "isotype.checkpoint.modules",
     "StateDictAdapter": "isotype.checkpoint.modules",
     "add_lora": "isotype.model.adapters",
