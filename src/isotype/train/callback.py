@@ -88,12 +88,14 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if state.global_step == 0 and policy.loss_scaling and scaler is not None and scaler.is_enabled():
             begin_loss_scale(scaler, policy)
         self._checked = False
+        trainer = _calling_trainer()
         if self.check is not None:
             report = partial(self._report, speaks=state.is_world_process_zero, whole=not has_shards(model))
-            before_first_step(model, args, optimizer, report)
+            before_first_step(
+                model, args, optimizer, report, outermost=getattr(trainer, "model_wrapped", None)
+            )
         self._leave()
-        trainer = _calling_trainer() if self.watch else None
-        if trainer is not None:
+        if trainer is not None and self.watch:
             self._steps = StepWatch(trainer)
             self._steps.attach()
 

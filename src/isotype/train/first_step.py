@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import is_compiled_module
 from torch import nn
 
 from isotype.preflight.from_trainer import request_of_first_step
@@ -20,7 +21,11 @@ logger = logging.getLogger("isotype")
 
 
 def before_first_step(
-    model: nn.Module, arguments: Any, optimizer: Any, tell: Callable[[Report], None]
+    model: nn.Module,
+    arguments: Any,
+    optimizer: Any,
+    tell: Callable[[Report], None],
+    outermost: nn.Module | None = None,
 ) -> None:
     """Check the step of a trainer that is already running, when its first batch for training reaches the model.
 
@@ -29,6 +34,8 @@ def before_first_step(
         arguments: its TrainingArguments.
         optimizer: accelerate's, with its GradScaler.
         tell: hears of the report, before the forward of that batch runs; may raise.
+        outermost: the model as the trainer calls it. One that is compiled as a whole runs its hooks outside of the graph,
+            and those of the model within, where a check would be compiled.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -36,14 +43,15 @@ def before_first_step(
             return
         handle.remove()
         try:
-            report = run(request_of_first_step(module, (args, kwargs), arguments, optimizer), verify=False)
+            report = run(request_of_first_step(model, (args, kwargs), arguments, optimizer), verify=False)
         except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
             raised = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
             return
         tell(report)
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    called = outermost if outermost is not None and is_compiled_module(outermost) else model
+    handle = called.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:

@@ -33,6 +33,7 @@ from isotype.core.staging import (
 )
 from isotype.model.enforce import Change, enforce_model
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
+from isotype.train.compilation import take_compilation
 from isotype.train.diverged import not_finite
 from isotype.train.head import use_own_head
 from isotype.train.recompute import needs_input_gradients
@@ -48,6 +49,7 @@ class _Governed:
         card: makes the model card of the run; None for the trainer's own.
         in_checkpoint: writes what else belongs into the folder of a checkpoint.
         goes_on: the command that goes on from a checkpoint; None in a script.
+        compilation: arguments of `torch.compile` for the model's blocks; None where nothing is to be compiled.
     """
 
     _staging: Path | None = None
@@ -61,6 +63,7 @@ class _Governed:
     card: Callable[[], str] | None = None
     in_checkpoint: Callable[[Path], object] | None = None
     goes_on: Callable[[Path], str] | None = None
+    compilation: Mapping[str, Any] | None = None
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -71,6 +74,11 @@ class _Governed:
         self.is_distributed_loading_by_transformers = has_shards(self.model)
         use_own_head(self)
         self._free_inputs()
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """As the trainer's own; what is to be compiled is not left to accelerate, which would take the whole model."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.compilation = take_compilation(self.accelerator)
 
     def _free_inputs(self: Any) -> None:
         """Let embeddings need no gradient where gradient checkpointing does without.

@@ -294,6 +294,10 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         attention = None
     if getattr(training, "packing", False) or getattr(training, "padding_free", False):
         notes.append("packed rows are traced as rows of their full length")
+    if training.torch_compile:
+        notes.append(
+            "torch.compile: judged is the step as it runs uncompiled; dtypes and findings are the same"
+        )
     if training.deepspeed:
         notes.append("DeepSpeed's own casts and sharding are not traced")
     return Plan(

@@ -30,6 +30,7 @@ from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
+from isotype.train.compilation import compile_blocks
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
@@ -263,7 +264,10 @@ def _build(
     if changes:
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
         console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
-    if settings.extra.fuse and settings.sharding is None:
+    if trainer.compilation is not None:
+        text = str(compile_blocks(trainer.model, trainer.compilation))
+        console.print(wrapped(text, console), highlight=False, markup=False, soft_wrap=True)
+    elif settings.extra.fuse and settings.sharding is None:
         describe.show_fusion(console, fuse(trainer.model), settings.extra)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     notes = tuple(note for note in (lengths and lengths.cut(training.max_length), dropped) if note)

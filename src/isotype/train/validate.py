@@ -21,6 +21,7 @@ from isotype.checkpoint.locate import resolve_source
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
 from isotype.core.hub import asking, offline_if_unreachable
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.compilation import compiler_problems
 from isotype.train.limits import name_problems, number_problems
 from isotype.train.settings import Settings
 
@@ -51,6 +52,7 @@ def check_settings(settings: Settings) -> None:
         UsageError: with every problem found.
     """
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
+    problems += compiler_problems(settings.training, settings.extra.device)
     problems = problems or [*_optimizer(settings), *_hub(settings)]
     if problems:
         raise UsageError("arguments that cannot work", problems)

@@ -1,0 +1,129 @@
+"""`--torch_compile`: each block of a model compiled by itself, and nothing of isotype's inside.
+
+accelerate gives the whole model to `torch.compile`: with it go the head with its loss, what checks the first batch and
+what watches steps, whose Python state makes a graph fail or be compiled again at every call. A block is where the time
+goes, all blocks of a kind share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html), and
+hooks stay outside, for it is `forward` that is compiled and not the module's call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.deferred import outermost_blocks
+from isotype.core.errors import Problem
+from isotype.core.names import plural
+from isotype.model.swapped import Swapped, swap, swapped_class
+
+Options = tuple[tuple[str, Any], ...]
+"""Keyword arguments of `torch.compile`."""
+
+
+class CompiledBlock(Swapped):
+    """A block whose forward is compiled where it is differentiated; evaluation and generation run as written.
+
+    Generation would compile each block for itself, by the number under which it finds its keys in the cache.
+
+    Attributes:
+        compiled_original: the class that was swapped.
+        compiled_options: how it is compiled.
+    """
+
+    compiled_original: type[nn.Module]
+    compiled_options: Options
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = self.compiled_original.forward
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return plain(self, *args, **kwargs)
+    return _compiled(plain, self.compiled_options)(self, *args, **kwargs)
+
+
+@cache
+def _compiled(forward: Any, options: Options) -> Any:
+    return torch.compile(forward, **dict(options))
+
+
+@cache
+def _compiled_class(base: Any) -> Any:
+    return swapped_class(
+        CompiledBlock, (_compiled_class, (base,)), base, {"forward": _forward}, compiled_original=base
+    )
+
+
+def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
+    """What accelerate was told to compile a model by, which it does no longer; None where it was told nothing.
+
+    DeepSpeed's engine compiles by itself, and keeps what it was told.
+    """
+    from accelerate.utils import DynamoBackend
+
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO or getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        return None
+    options = {**plugin.to_kwargs(), "backend": plugin.backend.value.lower()}
+    plugin.backend = DynamoBackend.NO
+    return options
+
+
+@dataclass(frozen=True)
+class CompiledBlocks:
+    """What `compile_blocks` did.
+
+    Attributes:
+        names: of the blocks.
+        backend: of `torch.compile`.
+    """
+
+    names: tuple[str, ...]
+    backend: str
+
+    def __str__(self) -> str:
+        if not self.names:
+            return "compiled: nothing, for the model has no list of blocks; all of it runs as written"
+        return (
+            f"compiled: {plural(len(self.names), 'block')} by {self.backend} at the first steps, with LoRA layers as PEFT has "
+            "them: what isotype fuses does not go into a graph"
+        )
+
+
+def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> CompiledBlocks:
+    """Let every block of a model compile its forward when it is first differentiated, or comes in another shape.
+
+    Args:
+        model: changed in place; nothing of it is fused.
+        options: keyword arguments of `torch.compile`, `backend` among them.
+    """
+    names = []
+    for name, block in list(outermost_blocks(model)):
+        block.__dict__["compiled_options"] = tuple(sorted(options.items()))
+        swap(block, _compiled_class(type(block)))
+        names.append(name)
+    return CompiledBlocks(tuple(names), str(options.get("backend", "inductor")))
+
+
+def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
+    """Whether inductor, where it is asked for, finds what it compiles by."""
+    if not training.torch_compile or training.torch_compile_backend != "inductor":
+        return
+    given, fix = "--torch_compile True", "install it, or leave --torch_compile out"
+    if device.startswith("cpu") or (device == "auto" and not torch.accelerator.is_available()):
+        # As `torch._inductor.config.cpp.cxx` has it.
+        name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(shlex.split(name)[0]) is None:
+            expected = f"a C++ compiler, by which inductor compiles for a CPU: {name} is not on the path"
+            yield Problem(given, expected, f"{fix}; $CXX names another one")
+    elif (device == "auto" or device.startswith("cuda")) and importlib.util.find_spec("triton") is None:
+        yield Problem(given, "the package triton, by which inductor compiles for a GPU", fix)
