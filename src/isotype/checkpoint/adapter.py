@@ -339,6 +339,13 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     dtype, and round them.
     """
     config = copy.deepcopy(adapter.config)
+    begun = getattr(config, "init_lora_weights", None)
+    if policy.quantized and isinstance(begun, str) and begun.startswith(_OF_WHOLE_WEIGHTS):
+        given = f"a base in {policy.storage}, and an adapter that {begun} began"
+        expected = "a base in float32, bfloat16 or float16: a part of each weight is in the adapter, and is taken out of it"
+        raise _incompatible(
+            adapter, model, [Problem(given, expected, "--quantization none, or merge the adapter first")]
+        )
     config.inference_mode = False  # trainable parameters are what the policy keeps as masters
     config.base_model_name_or_path = None  # PEFT warns where the base has another name now
     try:
@@ -350,6 +357,8 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
         ) from error
 
 
+# PEFT decomposes the base's weights for them, and no quantized ones (`pissa_init`, `mica_init`).
+_OF_WHOLE_WEIGHTS = ("pissa", "mica")
 _FIX = "give the base model that the adapter was trained on"
 
 

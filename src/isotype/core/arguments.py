@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from isotype.core.errors import Problem, UsageError
+from isotype.core.renamed import RENAMED, renamed
 
 # What people call an argument in other libraries, or for short.
 _OTHER_NAMES: Mapping[str, str] = {
@@ -29,7 +30,6 @@ _OTHER_NAMES: Mapping[str, str] = {
     "dataset_path": "dataset_name",
     "out": "output_dir",
     "output": "output_dir",
-    "max_seq_length": "max_length",
     "max_seq_len": "max_length",
     "seq_len": "max_length",
     "context_length": "max_length",
@@ -42,10 +42,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     "target_modules": "lora_target_modules",
     "scheduler": "lr_scheduler_type",
     "optimizer": "optim",
-    "warmup_ratio": "warmup_steps",
-    "evaluation_strategy": "eval_strategy",
     "precision": "dtype",
-    "torch_dtype": "dtype",
     "mixed_precision": "dtype",
     "device_map": "device",
     "quantize": "quantization",
@@ -107,6 +104,9 @@ class Parser(argparse.ArgumentParser):
         return [action.option_strings[0] for action in self._actions if action.option_strings]
 
     def _unknown_name(self, name: str) -> Problem:
+        former = renamed(name, [action.dest for action in self._actions])
+        if former is not None:
+            return former
         meant = closest(name, self.known_names())
         listed = f"a known name: {', '.join(meant)}" if meant else "a known name"
         fix = f"did you mean {meant[0]}?" if meant else f"{self.prog} --help lists all"
@@ -172,7 +172,7 @@ def closest(name: str, known: Sequence[str]) -> list[str]:
     """The known names that `name` may stand for, the likeliest first; dashes count as underscores."""
     bare = {each.lstrip("-").replace("-", "_"): each for each in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
-    meant = _OTHER_NAMES.get(wanted)
+    meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]
     near = difflib.get_close_matches(wanted, bare, n=3)
     first = [meant] if meant in bare else []
     return [bare[each] for each in dict.fromkeys([*first, *near]) if each is not None][:3]

@@ -91,9 +91,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         trainer = _calling_trainer()
         if self.check is not None:
             report = partial(self._report, speaks=state.is_world_process_zero, whole=not has_shards(model))
-            before_first_step(
-                model, args, optimizer, report, outermost=getattr(trainer, "model_wrapped", None)
-            )
+            before_first_step(model, args, optimizer, report, getattr(trainer, "model_wrapped", None))
         self._leave()
         if trainer is not None and self.watch:
             self._steps = StepWatch(trainer)

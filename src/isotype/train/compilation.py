@@ -109,7 +109,8 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> CompiledBloc
     names = []
     for name, block in list(outermost_blocks(model)):
         block.__dict__["compiled_options"] = tuple(sorted(options.items()))
-        swap(block, _compiled_class(type(block)))
+        base: Any = type(block)
+        swap(block, _compiled_class(base))
         names.append(name)
     return CompiledBlocks(tuple(names), str(options.get("backend", "inductor")))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from isotype.core.arguments import closest
 from isotype.core.errors import Problem, UsageError
+from isotype.core.renamed import renamed
 
 
 def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
@@ -92,6 +93,9 @@ def without_config(argv: Sequence[str]) -> list[str]:
 
 
 def _unknown_key(name: str, known: Sequence[str]) -> Problem:
+    former = renamed(name, known)
+    if former is not None:
+        return former
     meant = closest(name, known)
     fix = f"did you mean {meant[0]}?" if meant else "isotype sft --help lists all"
     return Problem(name, f"a known name: {', '.join(meant)}" if meant else "a known name", fix)

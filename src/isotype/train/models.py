@@ -94,6 +94,7 @@ def _peft_config(settings: Settings, model: Any) -> Any:
 
     config = get_peft_config(settings.model)
     config.bias = settings.extra.lora_bias
+    config.init_lora_weights = settings.extra.init_lora_weights or True
     check_module_names(model, config)
     return config
 

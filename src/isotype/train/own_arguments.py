@@ -74,3 +74,20 @@ class IsotypeArguments:
             "choices": ["none", "all", "lora_only"],
         },
     )
+    init_lora_weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "How adapters begin, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa; by default A is drawn "
+            "(Kaiming) and B is zero. olora and pissa take a part out of the base's weights, which may not be quantized then."
+        },
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after so many evaluations in a row without a better held-back loss (or --metric_for_best_model)."
+        },
+    )
+    early_stopping_threshold: float = field(
+        default=0.0,
+        metadata={"help": "By how much a held-back loss has to be better to count as better."},
+    )

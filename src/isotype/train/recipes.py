@@ -31,6 +31,7 @@ from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.compilation import compile_blocks
+from isotype.train.early import early_stopping, not_the_best
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
@@ -270,7 +271,8 @@ def _build(
     elif settings.extra.fuse and settings.sharding is None:
         describe.show_fusion(console, fuse(trainer.model), settings.extra)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
-    notes = tuple(note for note in (lengths and lengths.cut(training.max_length), dropped) if note)
+    cut = lengths and lengths.cut(training.max_length)
+    notes = tuple(note for note in (cut, dropped, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
     built = _Built(trainer, asked, notes, lengths)
@@ -379,6 +381,9 @@ def _train(
             trainer.remove_callback(callback)
         trainer.add_callback(PrecisionCallback(policy, watch=False))  # the recorder does
         trainer.add_callback(recorder)
+        stopping = early_stopping(settings)
+        if stopping is not None:
+            trainer.add_callback(stopping)
         facts = describe.RunFacts(
             settings, policy, profile, trainer, recorder, started, built.notes, built.lengths, earlier
         )
@@ -414,6 +419,10 @@ def _train(
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
     record = record_of(sample, "finished")
+    early = stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)
+    if early:
+        console.print(wrapped(early, console), highlight=False, markup=False, soft_wrap=True)
+        record = replace(record, notes=(*record.notes, early))
     report = write(record, made_steps=recorder.made_steps)
     return Outcome(record, root, report, trainer.last_checkpoint())
 

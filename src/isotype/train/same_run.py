@@ -166,6 +166,9 @@ def _lora(settings: Settings, start: Adapter | None) -> dict[str, Any]:
         made = {flag: getattr(start.config, key, None) for flag, key in MADE_BY.items()}
     else:
         made = {flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY}
+    made["init_lora_weights"] = (
+        made["init_lora_weights"] or True
+    )  # PEFT's word for how adapters begin by default
     made["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
     return {flag: _sorted(value) for flag, value in made.items()}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
 from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.train.initial import part_of_base_problems
 from isotype.train.settings import Settings
 
 MADE_BY = {
@@ -19,6 +20,7 @@ MADE_BY = {
     "lora_bias": "bias",
     "use_dora": "use_dora",
     "use_rslora": "use_rslora",
+    "init_lora_weights": "init_lora_weights",
 }
 """Arguments that a new adapter is made by, and the field of PEFT's config that each one sets."""
 
@@ -41,6 +43,9 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         expected, fix = "the model that it was trained on", "correct base_model_name_or_path in that file"
         raise CheckpointError("the adapter names no base model", [Problem(str(path), expected, fix)])
     problems = [*_other_task(settings, adapter), *_other_adapter(settings, adapter)]
+    problems += part_of_base_problems(
+        settings, getattr(adapter.config, "init_lora_weights", None), adapter.directory
+    )
     if problems:
         raise UsageError(f"the run cannot start from the adapter {given}", problems)
     model = copy.copy(settings.model)

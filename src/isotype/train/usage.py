@@ -48,12 +48,14 @@ _COMMON = (
             ("lora_alpha", "32", ""),
             ("lora_target_modules", "all-linear", "or names: q_proj v_proj"),
             ("use_dora", "True", ""),
+            ("init_lora_weights", "pissa", "or olora, gaussian, orthogonal"),
             ("use_peft", "False", "train every weight"),
         ),
     ),
     (
         "along the way",
         (
+            ("early_stopping_patience", "3", "evaluations without a better loss"),
             ("save_steps", "500", "a checkpoint every so many steps"),
             ("resume_from_checkpoint", "true", "go on from the last whole checkpoint"),
             ("logging_steps", "10", "a line every so many steps"),

@@ -22,6 +22,8 @@ from isotype.core.errors import CheckpointError, DataError, PrecisionError, Prob
 from isotype.core.hub import asking, offline_if_unreachable
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
+from isotype.train.early import early_stopping_problems
+from isotype.train.initial import check_initial, initial_problems
 from isotype.train.limits import name_problems, number_problems
 from isotype.train.settings import Settings
 
@@ -67,6 +69,8 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_stream_without_steps(settings),
         *_checkpointing(settings),
         *_model_arguments(settings),
+        *early_stopping_problems(settings),
+        *initial_problems(settings),
     ]
 
 
@@ -292,11 +296,12 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Whether `--dtype auto` came out at a dtype that `--bf16 False` or `--fp16 False` rules out.
+    """Whether what the policy came out at is ruled out by other arguments: `--bf16 False`, `--fp16 False`, `--init_lora_weights`.
 
     Raises:
-        PrecisionError: it did.
+        PrecisionError: it is.
     """
+    check_initial(settings, policy)
     name = str(policy.compute).removeprefix("torch.")
     if name not in settings.refused:
         return

@@ -1,0 +1,53 @@
+"""Arguments that were renamed or removed: the table against the parsers there are, and what is said of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from isotype.core.errors import UsageError
+from isotype.core.renamed import REMOVED, RENAMED
+from isotype.data.methods import METHODS
+from isotype.train.settings import parse_settings, training_parser
+
+
+@pytest.fixture(scope="module")
+def names() -> set[str]:
+    parsers = [training_parser(METHODS[name]) for name in ("sft", "dpo", "grpo")]
+    return {action.dest for parser in parsers for action in parser._actions}
+
+
+def test_every_new_name_is_one(names: set[str]) -> None:
+    assert [new for new, _ in RENAMED.values() if new not in names] == []
+
+
+def test_no_old_name_is_one_still(names: set[str]) -> None:
+    assert sorted({*RENAMED, *REMOVED} & names) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        (
+            "--evaluation_strategy steps",
+            "--evaluation_strategy: renamed\n.*--eval_strategy\n.*--eval_strategy VALUE",
+        ),
+        ("--per_gpu_train_batch_size 4", "fix +--per_device_train_batch_size VALUE"),
+        ("--no_cuda", "fix +--use_cpu True"),
+        ("--warmup_ratio 0.1", "fix +--warmup_steps 0.1, a share of all steps"),
+        ("--max-seq-length=512", "--max-seq-length: renamed\n.*\n.*--max_length VALUE"),
+        ("--torch_dtype bfloat16", "fix +--dtype auto"),
+        ("--overwrite_output_dir", "--overwrite_output_dir: removed"),
+        ("--tokenizer x", "the tokenizer is the model's"),
+        ("--group_by_length", "fix +--train_sampling_strategy group_by_length"),
+    ],
+)
+def test_an_old_name_gets_its_new_one(flag: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_settings(METHODS["sft"], ["--model_name_or_path", "x", *flag.split()])
+
+
+def test_in_a_config_file_too(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: x\nevaluation_strategy: steps\n")
+    with pytest.raises(UsageError, match="evaluation_strategy: renamed"):
+        parse_settings(METHODS["sft"], ["--config", str(file)])

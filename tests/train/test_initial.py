@@ -1,0 +1,132 @@
+"""`--init_lora_weights`: the same function at the start, the same run after a resume, the same model from the files."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+import isotype
+from isotype.checkpoint.adapter import load_for_inference
+from isotype.checkpoint.merge.merge import merge_adapter
+from isotype.core.errors import CheckpointError, UsageError
+from isotype.data.methods import METHODS
+from isotype.train import recipes
+from isotype.train.plan import parse_options, plan_of
+from isotype.train.settings import parse_settings
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+IDS = torch.arange(4, 20)[None]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def train(path: Path, out: Path, *more: object, method: str = "sft") -> recipes.Outcome:
+    data = save_rows(out.parent / f"{method}.jsonl", rows(method))
+    argv = f"""--model_name_or_path {path} --dataset_name {data} --output_dir {out} --max_steps 4 --logging_steps 1
+        --per_device_train_batch_size 2 --learning_rate 1e-2 --lora_r 4 --lora_dropout 0 --save_steps 2 --device cpu
+        --report_to none""".split()
+    settings = parse_settings(METHODS[method], [*argv, *map(str, more)])
+    return recipes.run(settings, Console(file=io.StringIO(), width=200))
+
+
+def losses(outcome: recipes.Outcome) -> list[float]:
+    return [step.loss for step in outcome.record.steps]
+
+
+@pytest.mark.parametrize("name", ["pissa", pytest.param("olora", marks=pytest.mark.exhaustive)])
+def test_what_takes_a_part_of_the_base_resumes_and_merges_to_the_trained_model(
+    path: Path, tmp_path: Path, name: str
+) -> None:
+    flags = ("--init_lora_weights", name)
+    plain = train(path, tmp_path / "plain", "--max_steps", 1)
+    whole = train(path, tmp_path / "whole", *flags)
+    # The base and the part that was taken out of it make the same function; float32 rounds the decomposition.
+    assert losses(whole)[0] == pytest.approx(losses(plain)[0], rel=1e-5)
+    out = tmp_path / "whole"
+    again = train(path, out, *flags, "--resume_from_checkpoint", out / "checkpoint-2")
+    assert losses(again)[2:] == pytest.approx(losses(whole)[2:], rel=1e-6)
+    model, _, _ = load_for_inference(out)
+    base = transformers.AutoModelForCausalLM.from_pretrained(path)
+    untrained = base(IDS).logits
+    theirs = peft.PeftModel.from_pretrained(base, out)
+    merge_adapter(out, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        ours = model(IDS).logits
+        assert (ours - untrained).norm() > 0.01 * untrained.norm()  # it has learned something
+        torch.testing.assert_close(ours, theirs(IDS).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "orthogonal"])
+def test_what_is_drawn_leaves_the_model_as_it_is_at_first(path: Path, tmp_path: Path, name: str) -> None:
+    base = ("--quantization", "nf4") if name == "gaussian" else ()
+    outcome = train(path, tmp_path / "out", "--init_lora_weights", name, *base, "--max_steps", 1)
+    plain = train(path, tmp_path / "plain", *base, "--max_steps", 1)
+    assert losses(outcome) == pytest.approx(losses(plain), rel=1e-5)
+    assert peft.PeftConfig.from_pretrained(tmp_path / "out").init_lora_weights == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--init_lora_weights pisa", "did you mean pissa"),
+        ("--init_lora_weights pissa_niter_4", "these iterations begin at random"),
+        ("--init_lora_weights eva", "needs passes over data"),
+        ("--init_lora_weights loftq", "a base that is quantized and the one that is not"),
+        ("--init_lora_weights mica", "its B is not trained"),
+        ("--init_lora_weights orthogonal --lora_r 5", "an even rank"),
+        ("--init_lora_weights orthogonal --quantization nf4", "PEFT draws in its dtype"),
+        ("--init_lora_weights pissa --quantization nf4", "pissa and a base in nf4"),
+        ("--init_lora_weights olora --load_in_8bit True", "olora and a base in int8"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason_by_run_and_check(
+    path: Path, tmp_path: Path, flags: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        train(path, tmp_path / "out", *flags.split())
+    options, rest = parse_options(["sft", "--model_name_or_path", str(path), *flags.split()])
+    with pytest.raises(UsageError, match=words):
+        plan_of(options, rest)
+
+
+def test_no_second_adapter_takes_its_part_out_of_the_base_once_more(path: Path, tmp_path: Path) -> None:
+    """TRL's reference of a preference run is a copy of the adapter, made by the adapter's config."""
+    with pytest.raises(UsageError, match="the reference model is a copy of it"):
+        train(path, tmp_path / "out", "--init_lora_weights", "pissa", method="dpo")
+    train(path, tmp_path / "sft", "--init_lora_weights", "pissa", "--max_steps", 1)
+    with pytest.raises(UsageError, match="merge it first"):
+        train(tmp_path / "sft", tmp_path / "out", method="dpo")
+    with pytest.raises(CheckpointError, match="taken out of it"):
+        load_for_inference(tmp_path / "sft", quantization="nf4")
+
+
+def test_a_check_takes_it(path: Path) -> None:
+    options, rest = parse_options(["sft", "--model_name_or_path", str(path), "--init_lora_weights", "pissa"])
+    plan, _ = plan_of(options, rest)
+    assert (
+        plan.lora.init_lora_weights is True
+    )  # a step's memory and dtypes are the same however adapters begin
+
+
+def test_a_base_that_comes_quantized_is_refused_when_the_policy_is_known(path: Path) -> None:
+    from isotype.train.initial import check_initial
+
+    settings: Any = parse_settings(
+        METHODS["sft"], ["--model_name_or_path", str(path), "--init_lora_weights", "pissa"]
+    )
+    policy = isotype.resolve_precision(path, "float32", "nf4", device="cpu")
+    with pytest.raises(isotype.PrecisionError, match="pissa and a base in nf4"):
+        check_initial(settings, policy)
