@@ -1,0 +1,1 @@
+"""The three parts of `benchmarks/peers.py`."""

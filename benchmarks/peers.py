@@ -1,0 +1,79 @@
+"""Fused models under what other people expect of theirs: PEFT's own tests, TRL's trainers, and architecture by architecture.
+
+- `architectures`: every architecture of the zoo (tests/zoo), fused and plain: training steps in each mode, with each padding, with
+  labels that are masked or whole, and generation. What comes out is compared in float32, and with float64 where it is not
+  the same (tests/peers.py says how, and from which size on a difference counts).
+- `peft`: PEFT's own tests, once as they are and once with `isotype.fuse` put into every PEFT model as it is built, loaded or given another
+  adapter. What counts are the tests that fail with it and pass without it.
+- `trl`: the six trainers of TRL on tiny models, fused and with the PrecisionCallback, beside the same trainers without either; and TRL's own
+  tests as PEFT's, where a folder of them is given.
+
+Nothing is fetched. PEFT's source distribution holds its tests: `pip download --no-deps --no-binary peft peft==VERSION`, unpacked, is
+what `--peft-tests` takes. TRL's are in its repository only. Models and data sets that the tests name on the hub are made on
+this machine, tiny and random; what is not made is skipped by both runs alike.
+
+Run: python benchmarks/peers.py [architectures|peft|trl …] [--only NAME,NAME] [--modes train,eval] [--every 1] [--jobs 2] [--list]
+     [--peft-tests FOLDER] [--trl-tests FOLDER] [-k EXPRESSION] [--cache FOLDER] [--json PATH]
+Prints tables and every difference; ends with status 1 where there is one that fusing alone brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Before torch is loaded: tiny models are slower on several threads, and the jobs share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from peer_suites import architectures  # noqa: E402
+
+PARTS = ("architectures", "peft", "trl")
+
+
+def main() -> int:
+    """Run the parts that are asked for; 1 where fusing alone changes something."""
+    options = _options()
+    names = architectures.chosen(options.only.split(",") if options.only else [])
+    if options.list:
+        print("\n".join(names))
+        return 0
+    record: dict[str, Any] = {}
+    failed = False
+    if "architectures" in options.parts:
+        results = architectures.run(names, options.modes.split(","), options.every, options.jobs)
+        record["architectures"] = architectures.as_json(results)
+        failed |= any(result.verdict in architectures.FAULTS for result in results)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return int(failed)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "isotype-peers"
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS), help="all by default")
+    parser.add_argument("--only", default="", help="names of architectures, with commas")
+    parser.add_argument(
+        "--modes", default=",".join(architectures.MODES), help="of architectures, with commas"
+    )
+    parser.add_argument("--every", type=int, default=1, help="every nth case of an architecture and mode")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--list", action="store_true", help="only name the architectures")
+    parser.add_argument("--peft-tests", type=Path, help="a folder with PEFT's tests")
+    parser.add_argument("--trl-tests", type=Path, help="a folder with TRL's tests")
+    parser.add_argument("-k", default="", help="pytest's expression for tests of PEFT and TRL")
+    parser.add_argument("--cache", type=Path, default=cache, help=f"where tiny models are made ({cache})")
+    parser.add_argument("--json", type=Path, help="also write every result here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
