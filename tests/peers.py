@@ -3,9 +3,10 @@
 A model is built once, its adapters get random numbers (B would be zero, and no adapter would matter), and each case runs as
 PEFT has it, after `isotype.fuse`, and in float64 as PEFT has it. Compared are loss, logits, gradients and tokens.
 
-A difference counts where it is above `TOLERANCE` and the fused result is further from float64 than PEFT's own: both compute
-in float32 and sum in another order, which moves results of these small models by about 1e-6, and up to a hundred times that
-where numbers cancel. What is above it and yet as near to float64 as PEFT's is listed as rounding.
+Both compute in float32 and sum in another order, which moves results of these small models by about 1e-6, and by a hundred times
+that where numbers cancel: a difference counts from `TOLERANCE` on. Some models are worse conditioned than that. So what is above it
+is measured against float64, too: PEFT's own error there, and how far the float64 result moves when every weight does by one unit in
+float32's last place. What is within `_NOISE` times the larger of both is listed as rounding; it says nothing about the code.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import peft
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import set_seed
 
 from isotype.lora.attention import registered
 from isotype.lora.attention.choice import OWN, Choice, offered
@@ -39,6 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "inference_mode": {},
 }
+_NOISE = 10
+"""A weight is rounded once and read in hundreds of sums, each rounded in float32 itself."""
 _ROWS, _SHORT = 3, (0, 5, 11)
 """Rows of a batch, and how many of the 16 tokens of each are padding, or left out of a packed row."""
 _FLOOR = 0.01
@@ -190,7 +194,7 @@ def _built(name: str) -> Any:
 def _step(model: Any, case: Case) -> Values:
     batch = batch_of(case)
     model.zero_grad()
-    torch.manual_seed(5)
+    set_seed(5)  # BigBird draws from numpy
     with torch.inference_mode() if case.mode == "inference_mode" else nullcontext():
         outputs = model(**_like(model, batch))
         loss = loss_of(outputs)
@@ -236,7 +240,7 @@ def _generate(model: Any, case: Case) -> Values:
     }
     settings = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
     told = {"return_dict_in_generate": True, "output_scores": True, **settings, **WAYS[case.way]}
-    torch.manual_seed(5)
+    set_seed(5)
     with torch.inference_mode() if case.way == "inference_mode" else torch.no_grad():
         outputs = model.generate(**_like(model, inputs), **told)
     scores = torch.stack(outputs.scores)
@@ -302,13 +306,31 @@ class Peers:
     def _beside_float64(self, case: Case, plain: Values, fused: Values, apart: dict[str, float]) -> Result:
         with _InFloat64(), _default_float64():
             exact = _tried(self.reference, case)
-        if isinstance(exact, Exception):
+            with _moved(self.reference):
+                near = _tried(self.reference, case)
+        if isinstance(exact, Exception) or isinstance(near, Exception):
             return Result(case, "differs", _grouped(apart), f"no float64: {_line(exact)}")
-        theirs, ours = distances(exact, plain), distances(exact, fused)
-        wrong = {name: size for name, size in apart.items() if ours[name] > 2 * theirs[name]}
+        theirs, ours, noise = (distances(exact, values) for values in (plain, fused, near))
+        wrong = {n: size for n, size in apart.items() if ours[n] > _NOISE * max(theirs[n], noise[n])}
         worst = max(wrong or apart, key=lambda name: apart[name])
-        detail = f"{worst} from float64: fused {ours[worst]:.1e}, plain {theirs[worst]:.1e}"
+        detail = f"{worst} from float64: fused {ours[worst]:.1e}, plain {theirs[worst]:.1e}, one last place {noise[worst]:.1e}"
         return Result(case, "differs" if wrong else "rounding", _grouped(wrong or apart), detail)
+
+
+@contextmanager
+def _moved(model: nn.Module) -> Iterator[None]:
+    """Every weight one unit in float32's last place off, up or down at random."""
+    generator = torch.Generator().manual_seed(3)
+    parameters = list(model.parameters())
+    former = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        signs = torch.randint(0, 2, parameter.shape, generator=generator).double() * 2 - 1
+        parameter.data.mul_(1 + torch.finfo(torch.float32).eps * signs)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, former, strict=True):
+            parameter.data.copy_(value)
 
 
 def _grouped(sizes: Mapping[str, float]) -> dict[str, float]:
@@ -327,7 +349,7 @@ def _tried(model: Any, case: Case) -> Values | Exception:
         return error
 
 
-def _line(error: Exception | None) -> str:
+def _line(error: object) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
 
 

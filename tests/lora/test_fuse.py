@@ -105,6 +105,32 @@ def test_the_values_of_every_variant_stay(variant: str) -> None:
     assert_same(step(model, batch), wanted, 1e-4)  # the same random numbers are drawn for dropout
 
 
+class Turned(nn.Module):
+    """A linear layer whose input lies in memory as `order` says: state spaces transpose theirs."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.order = order
+        self.proj = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lying = x.permute(self.order).contiguous().permute(*torch.tensor(self.order).argsort().tolist())
+        made: torch.Tensor = self.proj(lying)
+        return made
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+def test_dropout_draws_the_numbers_of_peft_however_the_input_lies(order: tuple[int, ...]) -> None:
+    config = peft.LoraConfig(r=3, target_modules=["proj"], lora_dropout=0.4)
+    model: Any = moved(peft.get_peft_model(Turned(order), config)).train()
+    x = torch.randn(3, 4, 6)
+    torch.manual_seed(5)
+    wanted = model(x)
+    assert isotype.fuse(model, {"x": x}).fused
+    torch.manual_seed(5)
+    torch.testing.assert_close(model(x), wanted)
+
+
 def under(saved: Saved, dtype: str, quantization: str | None, **lora: Any) -> tuple[Any, PrecisionPolicy]:
     policy = isotype.resolve_precision(saved("llama"), dtype, quantization, device="cpu")
     model = isotype.load(saved("llama"), policy)

@@ -149,7 +149,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with NoAutocast(first.device.type):
             x = _product(spec, _factors(spec, first, second))
-            masks = tuple(_mask(adapter, x) for layer in spec.layers for adapter in layer.adapters)
+            masks = tuple(_mask(adapter, first) for layer in spec.layers for adapter in layer.adapters)
             each = _owned(spec, tensors, [None] * len(spec.layers))
             down = None if any(mask is not None for mask in masks) else _stacked(each, x.dtype)
             hidden = _hidden(spec, x, each, masks, down)
@@ -257,11 +257,16 @@ def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _mask(adapter: Adapter, x: torch.Tensor) -> torch.Tensor | None:
-    """What dropout leaves of X, as booleans; None where it drops nothing."""
+def _mask(adapter: Adapter, first: torch.Tensor) -> torch.Tensor | None:
+    """What dropout leaves of X, as booleans `[rows, in]`; None where it drops nothing.
+
+    Random numbers are drawn in the order of memory: in that of the input that was given, a transposed one say, they are the
+    numbers that `nn.Dropout` draws.
+    """
     if not adapter.dropout:
         return None
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - adapter.dropout)
+    drawn = torch.empty_like(first, dtype=torch.bool).bernoulli_(1 - adapter.dropout)
+    return drawn.reshape(-1, first.shape[-1])
 
 
 def _dropped(x: torch.Tensor, mask: torch.Tensor | None, adapter: Adapter) -> torch.Tensor:
