@@ -1,21 +1,42 @@
 """C++ that comes with isotype, compiled once on each machine that has a compiler.
 
-Nothing rests on it: what is computed there is computed by torch's operators elsewhere.
+Nothing rests on it: what is computed there is computed by torch's operators elsewhere, and with `ISOTYPE_COMPILE=0`.
+
+A library is code that this process runs, so only what this user compiled is loaded: the folder and the file belong to the user and
+nobody else may write them. Its name holds a checksum of its bytes, which is compared before the loader maps them: reading past the
+end of a mapped file that was cut short ends a process by SIGBUS.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from isotype.core.cache import default_cache_dir
+from isotype.core.files import bring_to_disk
+from isotype.core.lock import wait_for_turn
+
+SWITCH = "ISOTYPE_COMPILE"
+"""Environment variable: with 0 nothing is compiled and no library is loaded."""
+
+FOLDER = "libraries"
+"""Folder in the cache that the libraries are kept in."""
+
+logger = logging.getLogger("isotype")
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = (
@@ -38,6 +59,10 @@ class NotCompiledError(Exception):
     """Why a source could not be compiled or loaded, as a clause."""
 
 
+class RefusedError(NotCompiledError):
+    """Somebody else could have written what would be loaded."""
+
+
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
     """The library of a C++ source: from the cache folder, or compiled now and kept there.
 
@@ -49,12 +74,15 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
         headers: what the source includes of isotype's own.
 
     Raises:
-        NotCompiledError: no compiler, or all failed; or the cache folder cannot be written.
+        NotCompiledError: no compiler, or all failed; the cache folder cannot be written, or belongs to somebody else; or compiling is
+            switched off.
     """
     reasons = []
     for compiler in find_compilers():
         try:
             return _loaded(compiler, [source, *headers], options)
+        except RefusedError:
+            raise
         except NotCompiledError as error:
             reasons.append(str(error))
         except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home to keep a cache in
@@ -66,8 +94,13 @@ def find_compilers() -> list[list[str]]:
     """The commands of the compilers on this machine, at least one.
 
     Raises:
-        NotCompiledError: there is none.
+        NotCompiledError: there is none, or they are not to be used.
     """
+    switch = os.environ.get(SWITCH, "").strip()
+    if switch not in ("", "0", "1"):
+        raise NotCompiledError(f"${SWITCH} is {switch!r}: 0 switches compiling off, 1 is the default")
+    if switch == "0":
+        raise NotCompiledError(f"${SWITCH} is 0")
     given = os.environ.get("CXX", "").strip()
     try:
         commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
@@ -80,36 +113,93 @@ def find_compilers() -> list[list[str]]:
     return found
 
 
+def check_folder() -> None:
+    """Raise `RefusedError` where there is a folder of libraries that nothing is loaded from."""
+    folder = default_cache_dir() / FOLDER
+    if folder.exists():
+        _refuse_others(folder)
+
+
 def _loaded(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> ctypes.CDLL:
-    file = _file(compiler, sources, options)
-    if file.is_file():
-        try:
-            return ctypes.CDLL(str(file))
-        except OSError:
-            pass  # damaged: it is made again
-    _compile(compiler, sources, options, file)
-    return ctypes.CDLL(str(file))
+    folder, name = default_cache_dir() / FOLDER, _name(compiler, sources, options)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_others(folder)
+    library = _kept(folder, name)
+    if library is None:
+        with _turn(folder):
+            library = _kept(folder, name) or _compile(compiler, sources, options, folder / name)
+    return ctypes.CDLL(str(library))
 
 
-def _file(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> Path:
+def _name(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> str:
     program = Path(compiler[0]).resolve()
-    stat = program.stat()
+    about = program.stat()
     key = hashlib.sha256(b"".join(each.read_bytes() for each in sources))
     key.update(
-        repr((compiler, str(program), stat.st_size, stat.st_mtime_ns, _OPTIONS, tuple(options))).encode()
+        repr((compiler, str(program), about.st_size, about.st_mtime_ns, _OPTIONS, tuple(options))).encode()
     )
-    return default_cache_dir() / "compiled" / f"{sources[0].stem}-{key.hexdigest()[:16]}.so"
+    return f"{sources[0].stem}-{key.hexdigest()[:16]}"
 
 
-def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
+def _kept(folder: Path, name: str) -> Path | None:
+    """The library of a name whose bytes are those that were compiled; others of that name are removed."""
+    for file in sorted(folder.glob(f"{name}-*.so")):
+        _refuse_others(file)
+        if file.stem == f"{name}-{_checksum(file)}":
+            return file
+        file.unlink(missing_ok=True)
+    return None
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _refuse_others(path: Path) -> None:
+    """Raise `RefusedError` if somebody else could have written what is loaded from here."""
+    if not hasattr(os, "geteuid"):
+        return  # Windows: a user's folders are closed to others by inheritance, and modes say nothing
+    about, user = path.stat(), os.geteuid()  # of what a link leads to, which is what the loader opens
+    if about.st_uid != user:
+        _refuse(f"{path} belongs to user {about.st_uid}, and this is user {user}")
+    if about.st_mode & _OTHERS_WRITE:
+        _refuse(f"{path} may be written by other users (mode {stat.S_IMODE(about.st_mode):o})")
+
+
+def _refuse(why: str) -> NoReturn:
+    _warn(f"{why}: no compiled library is loaded; remove it, or set ISOTYPE_CACHE to a folder of your own")
+    raise RefusedError(why)
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once in a process: each source meets the same folder."""
+    logger.warning(message)
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Be the only process that compiles into a folder; what former ones left that were killed is removed."""
+    with wait_for_turn(folder / ".lock") as alone:
+        if alone:
+            for left in folder.glob(".making-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
+    """Compile a source and move the library into place; returns its path, which is `target` with its checksum."""
     source, *headers = sources
-    folders = sorted({f"-I{header.parent}" for header in headers})
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / file.name
-        command = [*compiler, *_OPTIONS, *options, *folders, str(source), "-o", str(made)]
+    includes = sorted({f"-I{header.parent}" for header in headers})
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:
+        built = Path(folder) / "library.so"
+        command = [*compiler, *_OPTIONS, *options, *includes, str(source), "-o", str(built)]
+        # What the compiler writes on its way lies in that folder too: a killed one leaves it.
+        surroundings = {**os.environ, "TMPDIR": folder}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_LIMIT, env=surroundings
+            )
         except subprocess.TimeoutExpired as late:
             raise NotCompiledError(f"{compiler[0]} took more than {_LIMIT:.0f} s") from late
         if done.returncode:
@@ -117,4 +207,9 @@ def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200]
             )
             raise NotCompiledError(f"{compiler[0]} failed: {said}")
-        made.replace(file)
+        built.chmod(0o700)  # whatever the umask: only this user writes what this user loads
+        bring_to_disk(built)
+        library = target.with_name(f"{target.name}-{_checksum(built)}.so")
+        built.replace(library)
+        bring_to_disk(target.parent)
+        return library

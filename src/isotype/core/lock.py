@@ -53,6 +53,38 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
         os.close(held)
 
 
+@contextmanager
+def wait_for_turn(path: Path) -> Iterator[bool]:
+    """Be the only process within, after all others that came before; a process that ends, however, gives its turn back.
+
+    Args:
+        path: a file in a folder that exists; it is made, and stays.
+
+    Yields:
+        False where the system or the file system has no locks: others may be within as well.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    if sys.platform == "win32":
+        yield False
+        return
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            alone = True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            alone = False
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
 def _lock(path: Path) -> int | str:
     """The locked file's descriptor, or why there are no locks."""
     if sys.platform == "win32":

@@ -144,10 +144,15 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 
 def compiler_options() -> tuple[str, ...]:
-    """What a C++ compiler is told to use the instructions that torch uses here: `ATEN_CPU_CAPABILITY` limits both."""
+    """What a C++ compiler is told to use the instructions that torch uses here.
+
+    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit torch and this alike.
+    """
     capability: str = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
-        bfloat16 = "avx512_bf16" in (this_cpu().flags or ())
+        onednn = this_onednn()
+        forbidden = onednn is not None and onednn.forbids("avx512_bf16")
+        bfloat16 = "avx512_bf16" in (this_cpu().flags or ()) and not forbidden
         return (*_AVX512, "-mavx512bf16") if bfloat16 else _AVX512
     return ("-mavx2", "-mfma") if capability == "AVX2" else ()
 

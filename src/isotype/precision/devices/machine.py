@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isotype.core.compiled import NotCompiledError, find_compilers
+from isotype.core.compiled import NotCompiledError, check_folder, find_compilers
 from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing, toolkits
@@ -136,6 +136,7 @@ def gather_doctor_report(
 def compiler_here() -> str:
     """What a training on a CPU gets from a C++ compiler, or lacks without one."""
     try:
+        check_folder()
         return f"{find_compilers()[0][0]} is there: attention, LoRA layers, norms and the loss are compiled at the first step"
     except NotCompiledError as none:
         return f"{none}: attention, LoRA layers, norms and the loss run by torch's operators, more slowly"
