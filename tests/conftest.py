@@ -63,9 +63,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first: at the end one core would wait for them."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    _skip_once_a_file(config, items)
+
+
+def _skip_once_a_file(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests that this machine cannot run, one in a file says so, and how many there are."""
+    lacking: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        whys = [str(mark.args[0]) for mark in item.iter_markers("lacking") if mark.args[0]]
+        if whys:
+            lacking.setdefault((item.path, whys[0]), []).append(item)
+    for (_, why), (first, *others) in lacking.items():
+        first.add_marker(pytest.mark.skip(reason=f"{why} ({1 + len(others)} tests of this file)"))
+        config.hook.pytest_deselected(items=others)
+    left = {id(item) for _, *others in lacking.values() for item in others}
+    items[:] = [item for item in items if id(item) not in left]
 
 
 # Tracing makes many objects and few cycles: looking for garbage all the time takes a tenth of the suite.

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from isotype.core.compiled import NotCompiledError, find_compilers
 from isotype.precision.devices import profile as hardware
-from isotype.precision.devices.cpu import CpuFeatures, OneDnn
+from isotype.precision.devices.cpu import CpuFeatures, OneDnn, compiler_options
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -26,6 +27,24 @@ CPUS: dict[str, tuple[CpuFeatures, OneDnn]] = {
         OneDnn(frozenset({BF16, F16})),
     ),
 }
+
+
+def no_compiler() -> str:
+    """Why nothing is compiled on this machine, "" where something is."""
+    try:
+        find_compilers()
+    except NotCompiledError as error:
+        return str(error)
+    return ""
+
+
+def no_bfloat16_loops() -> str:
+    """Why there are no compiled products in bfloat16, "" where there are."""
+    return no_compiler() or (
+        ""
+        if "-mavx512bf16" in compiler_options()
+        else "this CPU has no products of bfloat16 that loops are made of"
+    )
 
 
 def pretend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +274,10 @@ def test_float16_that_cannot_hold_a_weight_is_refused(tmp_path: Path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.lacking("" if find_spec("llama_cpp") else "llama-cpp-python is not installed")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_llama_cpp_gives_the_same_logits(architecture: str, tmp_path: Path):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    llama_cpp = import_module("llama_cpp")
     model, tokenizer = tiny(architecture), byte_level()
     path = tmp_path / "model.gguf"
     write_gguf(model, tokenizer, path, "f16", "tiny")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from isotype.lora.attention import registered
-from isotype.lora.attention.choice import OWN, Choice, offered
-from isotype.lora.attention.strips import compiled_strips
+from isotype.lora.attention.choice import Choice
 from isotype.lora.loops import elementwise
+from tests.cpus import no_compiler
 
 
 @pytest.fixture(params=[1, 3])
@@ -22,20 +22,23 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=OWN)
+@pytest.fixture(params=["blocks", pytest.param("strips", marks=pytest.mark.lacking(no_compiler()))])
 def own_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests compare must not rest on which kernel is faster here: each runs with every one that there is."""
-    if request.param not in offered(torch.float32):
-        pytest.skip(str(compiled_strips().reason))
     choice = Choice(request.param, request.param, {}, 2.0)
     monkeypatch.setattr(registered, "choose", lambda shape: (choice, None))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What watches the compiled rotations needs some."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "rotations" in item.fixturenames:
+            item.add_marker(pytest.mark.lacking(no_compiler()))
 
 
 @pytest.fixture
 def rotations(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of the loops was one for gradients."""
-    if not elementwise.compiled():
-        pytest.skip("there is no C++ compiler")
     seen: list[bool] = []
     own = elementwise.rotate
 

@@ -22,6 +22,7 @@ from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.choice import OWN, Name
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of, starts_of
 from isotype.lora.loops.loading import Loops
+from tests.cpus import no_compiler
 from tests.lora.watched import Watched
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -31,12 +32,15 @@ Tensors = tuple[torch.Tensor, ...]
 _current: list[Name] = ["blocks"]
 
 
-@pytest.fixture(autouse=True, params=OWN)
+NEEDS = {"strips": pytest.mark.lacking(no_compiler())}
+KERNELS = [pytest.param(name, marks=NEEDS.get(name, ())) for name in OWN]
+STRIPS = [pytest.param("strips", marks=NEEDS["strips"])]
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Name:
     """The kernel that `attention` is in this test; each test runs with every one that there is on this machine."""
     name: Name = request.param
-    if name == "strips" and (reason := strips.compiled_strips().reason):
-        pytest.skip(reason)
     _current[:] = [name]
     return name
 
@@ -123,7 +127,12 @@ def work_of(dtype: torch.dtype) -> torch.dtype:
 
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
-    [(name, dtype) for name in OWN for dtype in TOLERANCE if (name, dtype) != ("strips", torch.float64)],
+    [
+        pytest.param(name, dtype, marks=NEEDS.get(name, ()))
+        for name in OWN
+        for dtype in TOLERANCE
+        if (name, dtype) != ("strips", torch.float64)
+    ],
     indirect=["kernel"],
 )
 @pytest.mark.parametrize("length", [1, 2, 63, 65, 130])
@@ -432,7 +441,7 @@ def test_plans_that_make_no_sense() -> None:
         plan_of((1, 8, 9), 32, causal=True, starts=[[0]])
 
 
-@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_more_threads_than_matrices_share_them(dtype: torch.dtype, threads: int) -> None:
@@ -448,7 +457,7 @@ def test_more_threads_than_matrices_share_them(dtype: torch.dtype, threads: int)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
-@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 def test_layouts_are_read_as_they_lie() -> None:
     q, k, v, d_out = tensors((2, 4, 2, 40, 40, 16), torch.bfloat16)
     plan = plan_of((2, 40, 40), 32, causal=True)
@@ -465,7 +474,7 @@ def test_layouts_are_read_as_they_lie() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8, 8, 16), (2, 4, 2, 0, 0, 16), (2, 4, 2, 3, 0, 16)])
 def test_nothing_to_attend_to(shape: tuple[int, ...]) -> None:
     given = tensors(shape, torch.float32)
@@ -474,7 +483,7 @@ def test_nothing_to_attend_to(shape: tuple[int, ...]) -> None:
     assert not found[0].any()
 
 
-@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = tensors((2, 4, 2, 8, 8, 16), torch.float64)
     plan = plan_of((2, 8, 8), 32, causal=True)
@@ -486,7 +495,7 @@ def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         attention(q.float(), k.float(), v.float(), plan)
 
 
-@pytest.mark.parametrize("kernel", ["strips"], indirect=True)
+@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 def test_whatever_watches_operators_sees_the_loops() -> None:
     given = tensors((2, 4, 2, 8, 8, 16), torch.float32)
     with Watched() as seen:

@@ -17,15 +17,13 @@ from isotype.lora.gates import GATES
 from isotype.lora.loops import elementwise
 from isotype.lora.loops.loading import Loops
 from isotype.lora.norms import NormParts, rms_norm
+from tests.cpus import no_compiler
 
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8}
 SHAPES = [(1,), (7,), (16,), (3, 33), (5, 1536), (33, 1000), (0, 8)]
 
 
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    if not elementwise.usable(torch.ones(1)):
-        pytest.skip("there is no C++ compiler")
+needs_compiler = pytest.mark.lacking(no_compiler())
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
@@ -34,6 +32,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
     assert not excess.numel() or float(excess.max()) <= tolerance / 10
 
 
+@needs_compiler
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -51,6 +50,7 @@ def test_gated_products(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert torch.equal(found[0], elementwise.silu_product(gate, up))
 
 
+@needs_compiler
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -91,6 +91,7 @@ SPECIAL = [
 ]
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
     gate, up = (
@@ -108,6 +109,7 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
     assert torch.equal(y[1].isnan(), torch.tensor([False, True, False]))
 
 
+@needs_compiler
 def test_bfloat16_rounds_as_torch_does() -> None:
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32)
     values = torch.cat([(bits << 16) + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(
@@ -127,6 +129,7 @@ def test_bfloat16_rounds_as_torch_does() -> None:
     assert float((kept[:, 0].double() - expected.double())[small].abs().max()) < tiny
 
 
+@needs_compiler
 def test_layouts() -> None:
     gate, up = torch.randn(6, 40)[:, ::2], torch.randn(20, 6).t()
     assert torch.equal(
@@ -134,6 +137,7 @@ def test_layouts() -> None:
     )
 
 
+@needs_compiler
 def test_their_callers_do_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -158,6 +162,7 @@ def test_their_callers_do_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(called) == 4
 
 
+@needs_compiler
 def test_what_they_are_not_asked_for() -> None:
     x = torch.randn(4, 8)
     assert elementwise.usable(x, x)
@@ -186,6 +191,7 @@ def test_norms_of_another_width_than_their_weight_raise() -> None:
         rms_norm(torch.randn(2, 8), torch.ones(4), NormParts(1e-5, 0.0))
 
 
+@needs_compiler
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
     x, weight = torch.randn(33, 40), torch.rand(40)

@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama
 from isotype.lora import rotary
 from isotype.lora.loops import elementwise
 from isotype.lora.rotary import NAME, rotates, with_loops
+from tests.cpus import no_compiler
 from tests.lora.watched import Watched
 
 TOLERANCES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
@@ -33,10 +34,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    if not elementwise.compiled():
-        pytest.skip("there is no C++ compiler")
+needs_compiler = pytest.mark.lacking(no_compiler())
 
 
 def replacement(rotate: Any = STANDARD) -> Any:
@@ -85,6 +83,7 @@ def test_values_and_gradients(rotations: list[bool], dtype: torch.dtype, shape: 
         close(made.detach(), right.detach(), TOLERANCES[dtype], terms)
 
 
+@needs_compiler
 def test_bfloat16_is_closer_to_float64_than_torchs_operators() -> None:
     q, k, cos, sin = given((2, 4, 2, 32, 64, 2), torch.bfloat16)
     for grad in (False, True):
@@ -112,6 +111,7 @@ def layouts() -> dict[str, torch.Tensor]:
     }
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", layouts())
 def test_layouts(name: str) -> None:
     x = layouts()[name]
@@ -127,6 +127,7 @@ def test_layouts(name: str) -> None:
     torch.testing.assert_close(inputs[0].grad, 2 * elementwise.rotate(x, cos, sin, back=True))
 
 
+@needs_compiler
 def test_what_needs_a_gradient_gets_one() -> None:
     q, k, cos, sin = given((2, 3, 1, 5, 8, 1))
     for needed in ((True, True), (True, False), (False, True), (False, False)):
@@ -155,6 +156,7 @@ class _None(torch.autograd.Function):
         return None
 
 
+@needs_compiler
 def test_no_gradient_stays_none() -> None:
     q, k, cos, sin = given((2, 3, 1, 5, 8, 1))
     q.requires_grad_()
@@ -316,6 +318,7 @@ def test_closures_defaults_and_keywords_are_kept(rotations: list[bool]) -> None:
         assert rotations == [False, False]
 
 
+@needs_compiler
 def test_whatever_watches_operators_sees_the_loops() -> None:
     q, k, cos, sin = given((2, 3, 1, 5, 8, 1))
     q.requires_grad_()
@@ -324,6 +327,7 @@ def test_whatever_watches_operators_sees_the_loops() -> None:
     assert seen.own == ["isotype::rotate"] * 3
 
 
+@needs_compiler
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
     q, k, cos, sin = given((2, 3, 1, 5, 8, 1))

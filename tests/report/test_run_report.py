@@ -602,9 +602,7 @@ def test_a_running_run_says_so() -> None:
     assert embedded(record)["running"] is True
 
 
-@pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="needs Debian's chromium to run the page's script"
-)
+@pytest.mark.lacking("" if shutil.which("chromium") else "needs Debian's chromium to run the page's script")
 @pytest.mark.parametrize("name", ["scaled", "only NaN", "one step", "only evals", "empty"])
 def test_the_script_draws_every_chart_in_a_browser(name: str, tmp_path: Path) -> None:
     page, _ = write_run_report(PAGES[name], tmp_path)
