@@ -23,7 +23,6 @@ from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.stored_weights import blank_model, stored_weights
 from isotype.checkpoint.weightless import model_config
-from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, SaveError
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
@@ -433,17 +432,6 @@ def test_a_cache_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
         tokenizer_copy(tiny, cache_dir=tmp_path / "file")
     assert caught.value.headline == "no cache directory"
     assert caught.value.problems[0].fix == "set ISOTYPE_CACHE to another one"
-
-
-def test_where_copies_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.delenv("ISOTYPE_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_cache_dir() == Path("/home/me/.cache/isotype")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert default_cache_dir() == Path("/cache/isotype")
-    monkeypatch.setenv("ISOTYPE_CACHE", "/mine")
-    assert default_cache_dir() == Path("/mine")
 
 
 @pytest.mark.parametrize("shown", [True, False])

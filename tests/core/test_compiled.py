@@ -301,7 +301,8 @@ def test_what_is_no_library(
 def test_a_cache_that_cannot_be_written(
     cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.parent.write_text("a file where the folder would be")
+    cache.parent.mkdir()
+    cache.write_text("a file where the folder would be")
     monkeypatch.setenv("CXX", command(tmp_path, "exit 0"))
     with pytest.raises(NotCompiledError, match="could not be compiled or loaded"):
         load_compiled(source, [])

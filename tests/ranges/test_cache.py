@@ -104,9 +104,9 @@ def test_infinity_and_nan_are_kept(tmp_path: Path, cache: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny("llama", tmp_path / "model")
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "file"))
+    (tmp_path / "ranges").write_text("a file where the folder would be")
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     ranges = isotype.measure_ranges(path)
-    assert ranges.notes[-1].startswith(f"it was not kept: {tmp_path}/file/ranges/{ranges.key}.json: ")
+    assert ranges.notes[-1].startswith(f"it was not kept: {tmp_path}/ranges/{ranges.key}.json: ")
     with pytest.raises(SaveError, match="the measurement of value ranges cannot be kept"):
         keep_ranges(ranges)

@@ -17,6 +17,7 @@ from importlib import import_module
 from rich.console import Console
 
 from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
+from isotype.core.cache import prepare_library_caches
 from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.interrupt import exit_status, signal_of, terminate
 from isotype.core.package import VERSION
@@ -76,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # and as much again when it ends.
         gc.disable()
         atexit.register(gc.freeze)
+    if command in (*METHODS, "demo", "chat", "merge", "check", "inspect"):
+        prepare_library_caches()
     try:
         handler = _handler(command)
         return handler(rest, console)

@@ -1,13 +1,96 @@
-"""Where isotype keeps what it can make again."""
+"""Where isotype keeps what it can make again, and what happens where nothing can be kept."""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger("isotype")
 
 
 def default_cache_dir() -> Path:
-    """Where isotype keeps what it can make again: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`."""
-    if own := os.environ.get("ISOTYPE_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "isotype"
+    """Where isotype keeps what it can make again: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`.
+
+    Where nothing can be written there, a temporary folder of this process and of those that it starts, and one line says so.
+    """
+    if chosen := os.environ.get("ISOTYPE_CACHE"):
+        folder, why = _expanded(chosen)
+    else:
+        folder, why = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        folder /= "isotype"
+    if not (why := why or why_unusable(folder)):
+        return folder
+    instead = _temporary()
+    logger.warning(
+        f"nothing can be kept in {folder} ({why}): {instead} is used until this process ends; "
+        "set ISOTYPE_CACHE to a folder that can be written"
+    )
+    os.environ["ISOTYPE_CACHE"] = str(instead)  # for the processes that this one starts
+    return instead
+
+
+def prepare_library_caches() -> None:
+    """Let Hugging Face's libraries keep their files where they can; call it before they are imported.
+
+    They fail in the midst of a command where their folder cannot be made. One that is there and can only be read goes on to be
+    read: models are found in it, and only data sets are kept elsewhere.
+    """
+    folder, why = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    folder /= "huggingface"
+    if chosen := os.environ.get("HF_HOME"):
+        folder, why = _expanded(chosen)
+    if not (why := why or why_unusable(folder)):
+        return
+    instead = _temporary() / "huggingface"
+    if _readable(folder):
+        names = {"HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules"}
+        moved = {name: str(instead / each) for name, each in names.items() if name not in os.environ}
+        what = "data sets are kept"
+    else:
+        moved, what = {"HF_HOME": str(instead)}, "what Hugging Face's libraries download is kept"
+    os.environ.update(moved)
+    if moved:
+        logger.warning(
+            f"nothing can be kept in {folder} ({why}): {what} in {instead} until this process ends; "
+            "set HF_HOME to a folder that can be written"
+        )
+
+
+@cache
+def why_unusable(folder: Path) -> str:
+    """Why nothing can be written to a folder, or to where it would be made, as a clause; "" where it can. Leaves nothing behind."""
+    try:
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        with tempfile.TemporaryDirectory(prefix=".isotype-", dir=there):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _expanded(path: str) -> tuple[Path, str]:
+    """A path with its `~` expanded, and why that cannot be, "" where it can."""
+    try:
+        return Path(path).expanduser(), ""
+    except RuntimeError as error:  # a user without a home
+        return Path(path), str(error)
+
+
+def _readable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+
+
+@cache
+def _temporary() -> Path:
+    folder, process = Path(tempfile.mkdtemp(prefix="isotype-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # not in a copy of this process
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder

@@ -1,0 +1,131 @@
+"""Where what can be made again is kept, and that commands run where nothing can be kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isotype.core import cache
+from isotype.core.cache import default_cache_dir, prepare_library_caches
+
+VARIABLES = ("ISOTYPE_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE", "HF_MODULES_CACHE")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "restored when the test ends, if it is set meanwhile")
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(cache, "_temporary", lambda: tmp_path / "temporary")
+    return home
+
+
+def test_the_folder_that_the_environment_names(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert default_cache_dir() == home / ".cache" / "isotype"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_cache_dir() == tmp_path / "xdg" / "isotype"
+    monkeypatch.setenv("ISOTYPE_CACHE", "~/mine")
+    assert default_cache_dir() == home / "mine"
+    prepare_library_caches()
+    assert "HF_HOME" not in os.environ
+    assert not list(home.iterdir())  # asking leaves nothing
+    assert not caplog.messages
+
+
+# A folder that cannot be made whoever asks: permissions do not stop root.
+NOWHERE = {
+    "a file": lambda tmp_path: tmp_path / "file" / "below",
+    "proc": lambda tmp_path: Path("/proc/none/below"),
+}
+
+
+@pytest.mark.parametrize("variable", ["ISOTYPE_CACHE", "XDG_CACHE_HOME", "HOME"])
+@pytest.mark.parametrize("where", NOWHERE)
+def test_a_folder_that_cannot_be_made(
+    variable: str,
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(variable, str(NOWHERE[where](tmp_path)))
+    assert default_cache_dir() == default_cache_dir() == tmp_path / "temporary"
+    (line,) = caplog.messages
+    assert line.startswith(f"nothing can be kept in {NOWHERE[where](tmp_path)}")
+    assert line.endswith(
+        f": {tmp_path}/temporary is used until this process ends; set ISOTYPE_CACHE to a folder that can be written"
+    )
+
+
+def test_nobodys_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nobody(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    assert default_cache_dir() == tmp_path / "temporary"
+    assert caplog.messages[0].startswith("nothing can be kept in ~/.cache/isotype (Could not determine home")
+
+
+def test_libraries_keep_their_files_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file" / "hub"))
+    prepare_library_caches()
+    assert os.environ["HF_HOME"] == str(tmp_path / "temporary" / "huggingface")
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"nothing can be kept in {tmp_path}/file/hub (Not a directory): what Hugging Face's"
+    )
+
+
+def test_models_of_a_folder_that_can_only_be_read_are_still_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_MODULES_CACHE", "chosen")
+    monkeypatch.setattr(cache, "why_unusable", lambda folder: "Read-only file system")
+    prepare_library_caches()
+    assert os.environ["HF_HOME"] == str(tmp_path)
+    assert os.environ["HF_DATASETS_CACHE"] == str(tmp_path / "temporary" / "huggingface" / "datasets")
+    assert os.environ["HF_MODULES_CACHE"] == "chosen"
+    assert "data sets are kept in" in caplog.messages[0]
+
+
+def test_a_command_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
+    """In a process of its own: libraries read their folders when they are imported, and the temporary one goes at the end."""
+    code = """if True:
+        import sys
+        from isotype.cli.main import main
+        status = main(["check", sys.argv[1], "--device", "h100", "--length", "8"])
+        from isotype.core.cache import default_cache_dir
+        default_cache_dir()
+        from datasets import config
+        config.HF_DATASETS_CACHE.mkdir(parents=True)
+        sys.exit(status)
+    """
+    config = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}'
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config)
+    (tmp_path / "tmp").mkdir()
+    surroundings = {**os.environ, "HOME": "/proc/none", "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-c", code, str(tmp_path / "model")]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(" (")[0] for line in done.stderr.splitlines() if line.startswith("nothing")] == [
+        "nothing can be kept in /proc/none/.cache/huggingface",
+        "nothing can be kept in /proc/none/.cache/isotype",
+    ]
+    assert not [file for file in (tmp_path / "tmp").iterdir() if file.name.startswith("isotype-")]
