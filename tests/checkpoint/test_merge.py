@@ -519,6 +519,13 @@ def test_a_full_disk_is_found_before_the_first_byte(
 # ------------------------------------------------------------------------------------------------------ errors
 
 
+def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to the output directory") as caught:
+        merge_adapter(tmp_path / "no adapter", tmp_path / "file" / "below" / "merged")
+    assert caught.value.problems[0].given == f"--output {tmp_path}/file/below/merged: Not a directory"
+
+
 def test_an_output_that_is_taken(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError) as caught:

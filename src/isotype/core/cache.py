@@ -61,7 +61,6 @@ def prepare_library_caches() -> None:
         )
 
 
-@cache
 def why_unusable(folder: Path) -> str:
     """Why nothing can be written to a folder, or to where it would be made, as a clause; "" where it can. Leaves nothing behind."""
     try:

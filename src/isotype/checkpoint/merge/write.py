@@ -21,6 +21,7 @@ from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.written import require_readable
+from isotype.core.cache import why_unusable
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, QUANTIZATIONS
 from isotype.core.errors import Problem, SaveError, UsageError
 from isotype.core.staging import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
@@ -32,12 +33,17 @@ FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
 
 
 def check_output(output: Path) -> None:
-    """Whether nothing is there that would be overwritten.
+    """Whether nothing is there that would be overwritten, and the directory can be made.
 
     Raises:
-        UsageError: something is.
+        UsageError: something is, or it cannot be.
     """
     file = is_file(output)
+    if why := why_unusable(output.parent):
+        raise UsageError(
+            "cannot write to the output directory",
+            [Problem(f"--output {output}: {why}", "a directory that can be made", "give another one")],
+        )
     if output.is_dir() and not file and not any(output.iterdir()):
         return
     if output.exists():
