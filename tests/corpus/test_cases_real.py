@@ -90,15 +90,15 @@ def test_advice_really_cures(scenario: Scenario) -> None:
         assert run(fixed).error is None
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: scenario.case)
-def test_well_formed(scenario: Scenario) -> None:
-    assert scenario.case in corpus()
-    assert scenario.codes
-    assert all(re.fullmatch(r"IST\d{3}", code) for code in scenario.codes)
-    assert bool(scenario.crashes) == bool(scenario.phase)
-    assert not (scenario.crashes and scenario.cost), "a step either ends or costs"
-    for pattern in (scenario.cause, scenario.crashes, scenario.fix):
-        re.compile(pattern)
+def test_well_formed() -> None:
+    for scenario in SCENARIOS.values():
+        assert scenario.case in corpus()
+        assert scenario.codes, scenario.case
+        assert all(re.fullmatch(r"IST\d{3}", code) for code in scenario.codes), scenario.case
+        assert bool(scenario.crashes) == bool(scenario.phase), scenario.case
+        assert not (scenario.crashes and scenario.cost), f"{scenario.case}: a step either ends or costs"
+        for pattern in (scenario.cause, scenario.crashes, scenario.fix):
+            re.compile(pattern)
 
 
 def test_left_out_is_not_built_too() -> None:

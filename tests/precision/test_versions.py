@@ -11,7 +11,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from isotype.core.errors import PrecisionError
-from isotype.precision import versions as module
 from isotype.precision.versions import (
     KNOWN,
     PACKAGES,
@@ -170,16 +169,18 @@ def test_known_pairs_stay_silent(versions: dict[str, str | None], kind: str | No
     assert incompatibilities(versions, requires={}, kind=kind) == []
 
 
-@pytest.mark.parametrize("pair", KNOWN, ids=lambda pair: f"{pair.when or pair.kind}-{pair.needs}")
-def test_every_known_pair_is_well_formed_and_reachable(pair: module.KnownPair) -> None:
-    needs = Requirement(pair.needs)
-    assert pair.link.startswith("https://")
-    low = {needs.name: "0.0.1"}
-    if pair.when:
-        when = Requirement(pair.when)
-        low[when.name] = next(iter(when.specifier)).version
-    found = incompatibilities(low, requires={}, kind=pair.kind)
-    assert pair.needs in {incompatibility.change for incompatibility in found}
+def test_every_known_pair_is_well_formed_and_reachable() -> None:
+    silent = []
+    for pair in KNOWN:
+        needs = Requirement(pair.needs)
+        assert pair.link.startswith("https://")
+        low = {needs.name: "0.0.1"}
+        if pair.when:
+            when = Requirement(pair.when)
+            low[when.name] = next(iter(when.specifier)).version
+        changes = {each.change for each in incompatibilities(low, requires={}, kind=pair.kind)}
+        silent += [] if pair.needs in changes else [pair]
+    assert silent == []
 
 
 _ANY_VERSION = st.one_of(

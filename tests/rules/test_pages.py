@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from isotype.rules import Rule, all_rules
 
 SECTIONS = (
@@ -20,27 +18,23 @@ SECTIONS = (
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
-def test_a_page(rule: Rule) -> None:
-    assert rule.title
-    assert "\n" not in rule.title
-    assert not rule.title.endswith(".")
-    heads = re.findall(r"^\*\*(.+?)\*\*", rule.page, re.MULTILINE)
+def test_every_rule_has_a_page_an_example_and_a_test() -> None:
+    assert {rule.code: missing for rule in all_rules() if (missing := _missing(rule))} == {}
+
+
+def _missing(rule: Rule) -> list[str]:
     left = list(SECTIONS)
-    for head in heads:
+    for head in re.findall(r"^\*\*(.+?)\*\*", rule.page, re.MULTILINE):
         if left and head.startswith(left[0]):
             left.pop(0)
-    assert left == [], f"{rule.code} has {heads}"
-
-
-@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
-def test_an_example_is_code(rule: Rule) -> None:
-    assert re.search(r"^\*\*An example.*\*\*\n\n    \S", rule.page, re.MULTILINE)
-
-
-@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
-def test_a_test(rule: Rule) -> None:
-    assert (HERE / f"test_{rule.code.lower()}.py").exists()
+    wrong = [f"section {' or '.join(names)}, in this order" for names in left]
+    if not rule.title or "\n" in rule.title or rule.title.endswith("."):
+        wrong.append("a title of one line without a full stop")
+    if not re.search(r"^\*\*An example.*\*\*\n\n    \S", rule.page, re.MULTILINE):
+        wrong.append("an example in code")
+    if not (HERE / f"test_{rule.code.lower()}.py").exists():
+        wrong.append("a test")
+    return wrong
 
 
 def test_codes_are_unique() -> None:
