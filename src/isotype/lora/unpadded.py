@@ -40,15 +40,13 @@ class Unpadded:
     place: torch.Tensor
 
 
-def unpadded(
-    given: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor | None = None
-) -> Unpadded | None:
-    """A batch without its padding, where that saves something.
+def unpadded(given: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor) -> Unpadded | None:
+    """A batch without its padding, where that saves something and nobody reads what is computed there.
 
     Args:
         given: arguments of a model's forward, `input_ids` and `attention_mask` `[rows, length]` among them.
         sides: where padding may be left out, see `unpadded_sides`.
-        read: at which places results are read, bool `[rows, length]`; by default where there is a token.
+        read: at which places results are read, bool `[rows, length]`: known to who knows the labels, and to nobody else.
 
     Returns:
         None for a batch with next to no padding, with padding between tokens or on another side, with more than text, or of
@@ -68,7 +66,7 @@ def unpadded(
     tokens = int(present.sum())
     if tokens > min((1 - _LEAST_SHARE) * ids.numel(), _MOST_TOKENS) or not tokens:
         return None
-    if read is not None and (read & ~present).any():
+    if (read & ~present).any():
         return None
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     if (begins.sum(1) > 1).any():
@@ -122,7 +120,7 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     mask[1, :-_SHORT] = 0
     mask[2, _SHORT:] = 0
     given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    packed = unpadded(given, frozenset(_TOLERANCES))
+    packed = unpadded(given, frozenset(_TOLERANCES), mask.bool())
     assert packed is not None, "two of three rows are padded"
     wanted = _states(backbone, given)[mask.bool()]
     made = _states(backbone, packed.inputs)[0]
