@@ -603,6 +603,7 @@ def test_the_preflight_follows_a_fused_model() -> None:
     fuse(model)
     for _ in range(2):
         report = isotype.check(model, batch)
+        assert any(call.op == "aten.mm.out" for call in report.trace.calls), "PEFT's own path was traced"
         assert [finding.code for finding in report.findings] == [finding.code for finding in plain.findings]
         assert report.memory.peak <= plain.memory.peak
         for dtype, count in plain.flops.items():

@@ -78,7 +78,8 @@ def test_a_backward_can_be_repeated_and_leaves_its_gradient_alone() -> None:
         (nn.RMSNorm(16), None),
         (nn.LayerNorm(16), None),
         (nn.Linear(16, 16), None),
-        (LlamaRMSNorm(16).to("meta"), None),
+        (LlamaRMSNorm(16, eps=1e-5).to("meta"), NormParts(1e-5, 0.0)),
+        (nn.LayerNorm(16).to("meta"), None),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 from isotype.lora.linear import Adapter, Layer
 from isotype.model.boundary import boundary_of
+from isotype.model.hooks import must_be_called
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.shard import is_sharded
 from isotype.model.walk import LINEAR_KINDS, kind_of
@@ -159,10 +160,9 @@ class _Parts(NamedTuple):
         return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
 
     def hooked(self) -> bool:
-        """Whether somebody listens to a part; who listens to the layer itself is called whatever its path."""
-        return any(any(map(hooks, self.called)) for hooks in _HOOKS) or any(
-            "_hf_hook" in part for part in self.called
-        )
+        """Whether a part has hooks, but for those of a recorder; those of the layer itself are called whatever its path."""
+        found = chain.from_iterable(filter(None, map(hooks, self.called)) for hooks in _HOOKS)
+        return any(map(must_be_called, found)) or any("_hf_hook" in part for part in self.called)
 
 
 def _parts_of(layer: Any) -> _Parts:

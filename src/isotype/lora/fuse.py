@@ -106,7 +106,9 @@ class FusionReport:
         return "\n".join(lines)
 
 
-def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> FusionReport:
+def fuse(
+    model: nn.Module, inputs: Any = None, *, budget: int | None = None, device: str | None = None
+) -> FusionReport:
     """Let the LoRA layers of a PEFT model compute in one function each, and those that read the same input together.
 
     Parameters, names, files, merging and switching of adapters stay PEFT's own. A layer whose active adapter cannot be
@@ -124,6 +126,8 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
             cast. By default a quarter of the free memory on a CPU, where dequantizing a weight costs more than half of
             the product it feeds, and none on other devices. With a policy (`isotype.enforce`, `isotype.add_lora`) the
             copies are made here, else by the first step.
+        device: kind of the device (`"cpu"`, `"cuda"`) that a model without weights, on the meta device, stands for; None: the
+            one that its parameters are on.
 
     Returns:
         What was fused and what was not, and why.
@@ -133,7 +137,8 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
     reasons = {name: why_not(layer) for name, layer in layers.items()}
     fused = {name: layer for name, layer in layers.items() if reasons[name] is None}
     groups, unseen = same_input(model, fused, inputs)
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    devices = {parameter.device.type for parameter in model.parameters()}
+    on_cpu = devices == {"cpu"} or (devices == {"meta"} and device == "cpu")
     weights = DenseWeights(_default_budget(on_cpu) if budget is None else budget)
     for names in groups:
         siblings = Siblings(weights, [fused[name] for name in names])
@@ -146,7 +151,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, budget: int | None = None) -> 
         tuple(names for names in groups if len(names) > 1),
         _fuse_gated(model),
         _fuse_norms(model) if on_cpu else (),
-        _attention(model),
+        _attention(model, device),
         {name: reason for name, reason in reasons.items() if reason is not None},
         unseen,
         weights.copies,
@@ -166,8 +171,8 @@ def _fuse_gated(model: nn.Module) -> dict[str, str]:
     return gated
 
 
-def _attention(model: nn.Module) -> AttentionReport:
-    report = use_fast_attention(model)
+def _attention(model: nn.Module, device: str | None) -> AttentionReport:
+    report = use_fast_attention(model, device)
     model.__dict__[_ATTENTION] = report  # for `unfuse`
     return report
 
@@ -197,7 +202,7 @@ def _fuse_rotary(model: nn.Module) -> tuple[str, ...]:
 
 def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, Any]) -> None:
     policy = policy_of(model)
-    if policy is None:
+    if policy is None or any(parameter.is_meta for parameter in model.parameters()):
         return
     for layer in fused.values():
         base = layer.get_base_layer()

@@ -16,6 +16,7 @@ from isotype.lora.norms import NormParts, rms_norm
 from isotype.lora.rotary import with_loops
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of, set_boundary
+from isotype.model.hooks import must_be_called
 from isotype.model.swapped import Swapped, swap, swapped_class
 
 
@@ -99,7 +100,7 @@ def _unmerge(self: Any) -> Any:
 def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     parts: GatedParts = self.lora_parts
     down = self._modules[parts.down]
-    hooked = down._forward_hooks or down._forward_pre_hooks
+    hooked = must_be_called(down._forward_hooks) or must_be_called(down._forward_pre_hooks)
     if args or kwargs or hooked or _is_left_to_torch() or not isinstance(down, FusedLora):
         return self.lora_original.forward(self, x, *args, **kwargs)
     first, second = call_in_order(self, parts, x)

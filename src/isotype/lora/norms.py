@@ -8,6 +8,7 @@ tensors as large as x in float32.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,15 @@ def norm_parts(module: Any) -> NormParts | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     lone = list(module._parameters) == ["weight"] and not module._modules
-    if not lone or weight is None or weight.dim() != 1 or weight.is_meta or not isinstance(eps, float):
+    if not lone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if boundary_of(module) is not None:
         return None
     generator = torch.Generator().manual_seed(0)
+    if weight.is_meta:  # its formula is the same on other numbers
+        module = copy.copy(module)
+        weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
+        module._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     x = torch.randn(3, weight.shape[0], generator=generator).to(weight.device)
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from isotype.lora.weights import shape_of
 from isotype.model.modes import in_evaluation
 
 _TOKENS = 4
@@ -34,6 +35,8 @@ def same_input(
         with ExitStack() as stack:
             for name, layer in layers.items():
                 stack.callback(layer.register_forward_pre_hook(_noting(calls, name)).remove)
+                if next(layer.parameters()).is_meta:
+                    stack.enter_context(_blank(layer))
             stack.enter_context(in_evaluation(model))
             model(**(_tokens(model) if inputs is None else inputs))
         unseen = ""
@@ -47,6 +50,17 @@ def _noting(calls: list[tuple[str, Any]], name: str) -> Any:
         calls.append((name, args[0] if len(args) == 1 else object()))
 
     return hook
+
+
+@contextmanager
+def _blank(layer: Any) -> Iterator[None]:
+    """Let a linear layer without weights return a tensor of the right shape: not every kernel knows the meta device."""
+    rows, _ = shape_of(layer.get_base_layer())
+    layer.__dict__["forward"] = lambda x, *_, **__: x.new_empty(*x.shape[:-1], rows)
+    try:
+        yield
+    finally:
+        del layer.__dict__["forward"]
 
 
 def _tokens(model: Any) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.core.tensors import version_of
 from isotype.lora.workspace import Workspace
@@ -165,7 +166,9 @@ _Identity = tuple[int, int, torch.dtype]
 def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:
     weight = codes_of(layer) if kind_of(layer) == "linear8bit" else layer.weight
     version = version_of(weight)
-    return None if version is None else (weight.data_ptr(), version, dtype)
+    fake = isinstance(weight, FakeTensor)  # which has no memory, only a storage
+    where = weight.untyped_storage()._cdata if fake else weight.data_ptr()
+    return None if version is None else (where, version, dtype)
 
 
 def _oriented(layer: Any) -> torch.Tensor:

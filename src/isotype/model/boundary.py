@@ -132,7 +132,8 @@ def _sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
 
 def _device_type(module: nn.Module) -> str:
     tensors = itertools.chain(module.parameters(), module.buffers())
-    return next((tensor.device.type for tensor in tensors), "cpu")
+    device = next((tensor.device.type for tensor in tensors), "cpu")
+    return "cpu" if device == "meta" else device  # which has no autocast
 
 
 def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -77,6 +77,17 @@ _BLOCK_PARTS = re.compile(
 )
 
 
+class FoldedList(nn.ModuleList):
+    """A ModuleList some of whose children stand for others (`isotype.trace.fold`).
+
+    They keep the numbers they had in the whole model, and are indexed by what is left.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        kept = list(self._modules.values())[index]
+        return nn.ModuleList(cast("list[nn.Module]", kept)) if isinstance(index, slice) else kept
+
+
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
     """(the module that owns it, the list) of every list of blocks; not lists of experts, which a router indexes.
 
@@ -86,7 +97,8 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
     """
     for owner in model.modules():
         for child in owner.children():
-            long = type(child) in (nn.ModuleList, nn.Sequential) and len(child._modules) >= fewest
+            plain = type(child) in (nn.ModuleList, nn.Sequential, FoldedList)
+            long = plain and len(child._modules) >= fewest
             if long and all(_is_block(layer) for layer in child.children()):
                 yield owner, child
 

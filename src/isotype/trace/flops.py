@@ -15,7 +15,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     own = _OWN.get(str(func).removesuffix(".default"))
     if own is not None:
         return own(args, result)
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(_IN_PLACE.get(func._overloadpacket, func._overloadpacket))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
@@ -55,6 +55,12 @@ _ATTENTIONS = tuple(
     f"aten._scaled_dot_product_{kernel}"
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 )
+
+# torch's formulas are for the forms that make their result.
+_IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.addmm_: torch.ops.aten.addmm,
+    torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
+}
 
 _OWN: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,

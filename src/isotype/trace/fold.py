@@ -10,12 +10,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.model.walk import lists_of_blocks
+from isotype.model.walk import FoldedList, lists_of_blocks
 
 STANDS_FOR = "_stands_for"
 """Name of the plain attribute on a kept layer: the number of layers of the whole model that it stands for."""
@@ -28,14 +28,6 @@ _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
 # Gemma 3n and 4 keep a slice for each layer in one embedding beside the layers, which folding does not cut.
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
-
-
-class FoldedList(nn.ModuleList):
-    """A ModuleList whose children keep the numbers they had in the whole model; indexed by what is left."""
-
-    def __getitem__(self, index: Any) -> Any:
-        kept = list(self._modules.values())[index]
-        return nn.ModuleList(cast("list[nn.Module]", kept)) if isinstance(index, slice) else kept
 
 
 @dataclass(frozen=True)
@@ -69,6 +61,8 @@ def fold(model: nn.Module) -> nn.Module:
     for owner, layers in lists_of_blocks(model, _FEWEST):
         plan = _plan([_signature(layer) for layer in layers.children()])
         config = _config_of(model, owner)
+        if isinstance(layers, FoldedList):
+            continue  # its layers stand for others already
         if len(plan.kept) < len(plan.represents) and not any(
             getattr(config, name, 0) for name in _NOT_FOLDED
         ):

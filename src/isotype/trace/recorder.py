@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from isotype.model.hooks import listening
 from isotype.model.walk import plain_tensors
 from isotype.trace.flops import flops_of
 from isotype.trace.fold import repeats_of
@@ -176,12 +177,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = self.origin(given) if returns_given and given is not None else None
             self.enter(name, repeats, known)
 
-        return enter
+        return listening(enter)
 
     def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
         """A module's forward begins, which stands for `repeats`; what it casts to the dtype of `returns` has that one's origin."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns))
 
+    @listening
     def _leaving(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.leave((args, kwargs), output)
 

@@ -86,6 +86,7 @@ class Plan:
         notes: what is not traced as asked.
         ranges: whether value ranges are measured, see `isotype.train.ranges.WHEN`.
         data: what the rows' lengths say, "" where no data set was opened.
+        fuse: whether the training fuses its LoRA layers.
     """
 
     source: str
@@ -106,6 +107,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     ranges: str = "measure"
     data: str = ""
+    fuse: bool = True
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -318,6 +320,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         attention=attention,
         notes=tuple(notes),
         ranges=settings.extra.ranges,
+        fuse=settings.extra.fuse,
     )
 
 

@@ -12,6 +12,7 @@ import transformers
 from isotype.checkpoint.mapping.complete import require_complete_gguf
 from isotype.checkpoint.weightless import model_config
 from isotype.data.methods import METHODS
+from isotype.lora.fuse import fuse
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight.request import StepRequest
@@ -41,6 +42,7 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
     if isinstance(source, str):
         require_complete_gguf(source)
     model = _model(plan, config, policy)
+    fusion = _fuse(plan, model)
     length = row_length(plan, config)
 
     def request(rows: int, tokens: int) -> StepRequest:
@@ -66,7 +68,7 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
         report.trace,
         setup=replace(report.trace.setup, data=plan.data),
         model=plan.source,
-        notes=(*report.trace.notes, *plan.notes, *_notes(plan, model, length)),
+        notes=(*report.trace.notes, *plan.notes, *_notes(plan, model, length), *fusion),
     )
     return replace(report, trace=trace)
 
@@ -100,6 +102,17 @@ def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
     if method.loss != "reward":
         put_head(model)
     return model
+
+
+def _fuse(plan: Plan, model: Any) -> tuple[str, ...]:
+    """Fuse the layers that the training would fuse; returns what the report says of it."""
+    if not plan.fuse or plan.lora is None or plan.fsdp:
+        return ()
+    profile = device_profile(plan.device)
+    # Dense copies are made where there is room on this very machine.
+    budget = None if profile.present and profile.kind == "cpu" else 0
+    report = fuse(model, budget=budget, device=profile.kind)
+    return (f"LoRA layers are fused one by one: {report.unseen}",) if report.unseen else ()
 
 
 def row_length(plan: Plan, config: Any) -> int:

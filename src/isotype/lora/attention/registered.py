@@ -96,7 +96,7 @@ class AttentionReport:
 _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKeyDictionary()
 
 
-def use_fast_attention(model: nn.Module) -> AttentionReport:
+def use_fast_attention(model: nn.Module, device: str | None = None) -> AttentionReport:
     """Let a model on a CPU compute attention by the kernel that is fastest here, where transformers has chosen `sdpa`.
 
     On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. So does what a user chose
@@ -105,6 +105,7 @@ def use_fast_attention(model: nn.Module) -> AttentionReport:
 
     Args:
         model: a transformers model, or one that holds some (a PEFT model); changed in place.
+        device: kind of the device that a model without weights stands for.
 
     Returns:
         What was taken and why; it goes on to tell what is measured and which calls are left to torch's kernel.
@@ -113,7 +114,7 @@ def use_fast_attention(model: nn.Module) -> AttentionReport:
 
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     outermost = owners[:1]
-    reason = _why_not(owners)
+    reason = _why_not(owners, device)
     if reason is not None:
         return AttentionReport(False, reason)
     _register()
@@ -133,10 +134,11 @@ def sides_of(model: nn.Module) -> frozenset[str]:
     return frozenset() if report is None or not report._undo else report.sides
 
 
-def _why_not(owners: list[Any]) -> str | None:
+def _why_not(owners: list[Any], device: str | None) -> str | None:
     if not owners:
         return "it is no model of transformers"
-    devices = {parameter.device.type for parameter in owners[0].parameters()} - {"cpu", "meta"}
+    held = {parameter.device.type for parameter in owners[0].parameters()}
+    devices = ({device} if held == {"meta"} and device is not None else held) - {"cpu", "meta"}
     if devices:
         return f"it is on {', '.join(sorted(devices))}, where torch's kernel is a fast one"
     chosen = {owner.config._attn_implementation for owner in owners}
