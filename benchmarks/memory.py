@@ -1,8 +1,10 @@
-"""Peak memory that `isotype.check` foresees on fake tensors, beside what two others count in the real step.
+"""Peak memory that `isotype.check` foresees on fake tensors, of the model and of its folded form, beside what two others
+count in the real step.
 
 *Recorder* is the ledger of `isotype run`, which counts bytes of tensors alive as the preflight does; *allocator* shares
 nothing with us: the peak of what torch's allocator handed out (torch.profiler), besides what was there before. What an
-operator uses inside itself is in the allocator's figure only. Each case is one step: forward, backward, AdamW. Small
+operator uses inside itself is in the allocator's figure only. *Folded* is what `isotype check` foresees without weights,
+of equal layers once. `storage × checkpointing × path` of three models, and some more. Each case is one step: forward, backward, AdamW. Small
 random models of several architectures and storages, and SmolLM2-135M.
 
 With `--device cuda` the step runs there, and *allocator* is the peak of torch's caching allocator.
@@ -27,7 +29,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import isotype
 from isotype.precision.policy import PrecisionPolicy
+from isotype.preflight.from_trainer import CHECKPOINTING
 from isotype.trace.live.recorder import measure_step
+from isotype.train.recompute import checkpoint_gradients
+from isotype.train.weightless import weightless_model
 
 TOLERANCE = 0.05
 ROWS, LENGTH = 2, 128
@@ -60,6 +65,7 @@ class Case:
         dtype, quantization: as `isotype.resolve_precision` takes them.
         lora: whether adapters are trained; else every parameter.
         checkpointing: whether activations are computed again in the backward.
+        fused: whether LoRA layers are fused (`isotype.fuse`), without dense copies.
     """
 
     source: str
@@ -67,9 +73,35 @@ class Case:
     quantization: str | None = None
     lora: bool = True
     checkpointing: bool = False
+    fused: bool = False
 
 
-CASES = {
+def _products() -> dict[str, Case]:
+    """Storage × checkpointing × {PEFT's path, fused} of three models."""
+    storages: dict[str, tuple[str, str | None]] = {
+        "fp32": ("float32", None),
+        "bf16": ("bfloat16", None),
+        "fp16": ("float16", None),
+        "nf4": ("bfloat16", "nf4"),
+        "fp4": ("bfloat16", "fp4"),
+        "int8": ("bfloat16", "int8"),
+    }
+    return {
+        f"{name} {storage}{', checkpointing' * checkpointing}{', fused' * fused}": Case(
+            source, dtype, quantization, checkpointing=checkpointing, fused=fused
+        )
+        for name, source in (
+            ("llama", "LlamaConfig"),
+            ("gemma2", "Gemma2Config"),
+            ("smollm2", "embedded:smollm2"),
+        )
+        for storage, (dtype, quantization) in storages.items()
+        for checkpointing in (False, True)
+        for fused in (False, True)
+    }
+
+
+CASES = _products() | {
     "llama full": Case("LlamaConfig", lora=False),
     "llama full, checkpointing": Case("LlamaConfig", lora=False, checkpointing=True),
     "llama LoRA": Case("LlamaConfig"),
@@ -108,15 +140,31 @@ def build(case: Case, directory: Path, device: str) -> tuple[Any, PrecisionPolic
     if case.lora:
         model = isotype.add_lora(model, policy, r=8, target_modules="all-linear")
     if case.checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+        checkpoint_gradients(model, CHECKPOINTING, adapters=case.lora)
+    model.config.use_cache = False
+    if case.fused:
+        isotype.fuse(model, budget=0)
     return model.train(), policy
+
+
+def foresee_folded(case: Case, model: Any, policy: PrecisionPolicy, batch: Any, device: str) -> int:
+    """Bytes that a check foresees without weights, of equal layers once."""
+    config, settings = model.config, {"r": 8, "target_modules": "all-linear"}
+    blank: Any = weightless_model(config, policy, lora=settings if case.lora else None, fold=True)
+    blank.config.use_cache = False
+    if case.checkpointing:
+        checkpoint_gradients(blank, CHECKPOINTING, adapters=case.lora)
+    if case.fused:
+        isotype.fuse(blank, budget=0, device=torch.device(device).type)
+    report = isotype.check(blank.train(), batch, policy, device, learning_rate=1e-4, verify=False)
+    return report.memory.peak
 
 
 def measure(case: Case, device: str) -> dict[str, Any]:
     """Bytes at the peak, foreseen and measured, with the phases."""
     model, policy, batch = _ready(case, device)
     foreseen = isotype.check(model, batch, device=device, learning_rate=1e-4, verify=False)
+    folded = foresee_folded(case, model, policy, batch, device)
     with measure_step(model, batch) as measured:
         _step(model, policy, batch)
     real = measured.memory
@@ -124,6 +172,8 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     allocated = before + _allocated(*_ready(case, device))
     return {
         "foreseen": foreseen.memory.peak,
+        "folded": folded,
+        "error_folded": folded / allocated - 1,
         "measured": real.peak,
         "allocated": allocated,
         "error": foreseen.memory.peak / real.peak - 1,
@@ -183,16 +233,20 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     results: dict[str, Any] = {}
     print(
-        f"{'case':<26} {'foreseen':>12} {'recorder':>12} {'error':>8} {'allocator':>12} {'error':>8}   peak in"
+        f"{'case':<34} {'foreseen':>12} {'folded':>12} {'error':>8} {'recorder':>12} {'error':>8} "
+        f"{'allocator':>12} {'error':>8}   peak in"
     )
     for name in asked.cases or CASES:
         row = results[name] = measure(CASES[name], asked.device)
         print(
-            f"{name:<26} {_mib(row['foreseen'])} {_mib(row['measured'])} {100 * row['error']:>+7.2f}% "
+            f"{name:<34} {_mib(row['foreseen'])} {_mib(row['folded'])} {100 * row['error_folded']:>+7.2f}% "
+            f"{_mib(row['measured'])} {100 * row['error']:>+7.2f}% "
             f"{_mib(row['allocated'])} {100 * row['error_allocated']:>+7.2f}%   {row['phase']}",
             flush=True,
         )
-    worst = max(abs(row[error]) for row in results.values() for error in ("error", "error_allocated"))
+    worst = max(
+        abs(row[error]) for row in results.values() for error in ("error", "error_allocated", "error_folded")
+    )
     print(f"largest error {100 * worst:.2f} %, tolerance {100 * TOLERANCE:.0f} %")
     print(json.dumps(results))
     return int(worst > TOLERANCE)

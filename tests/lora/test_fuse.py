@@ -606,7 +606,7 @@ def test_the_preflight_follows_a_fused_model() -> None:
         assert any(call.op == "aten.mm.out" for call in report.trace.calls), "PEFT's own path was traced"
         assert [finding.code for finding in report.findings] == [finding.code for finding in plain.findings]
         assert report.memory.peak <= plain.memory.peak
-        for dtype, count in plain.flops.items():
-            assert abs(report.flops.get(dtype, 0) - count) <= 0.02 * count
+        # The adapters' products run in the compute dtype, where PEFT's run in theirs.
+        assert sum(report.flops.values()) == pytest.approx(sum(plain.flops.values()), rel=0.02)
         with torch.autocast("cpu", torch.bfloat16):
             model(**batch).loss.backward()

@@ -365,3 +365,18 @@ def test_int8_layers_fold_to_what_they_are_and_lose_no_weight(checkpointing: boo
         )
     # 64 x 64 and 64 x 128 codes with a float32 scale a row, in eight layers: no less can be a model's int8 weights.
     assert whole.phases["load"]["weights"] >= 8 * (4 * 64 * (64 + 4) + 2 * 128 * (64 + 4) + 64 * (128 + 4))
+
+
+def test_the_picture_of_a_folded_model_goes_up_and_down_layer_by_layer() -> None:
+    setup = Setup(device_profile("cpu"), None, False, "sgd", FP32, phases=("forward", "backward"))
+
+    def heights(stands: tuple[int, ...]) -> list[list[int]]:
+        timeline = trace_step(StepCode(Stack(stands), ids(8, 32)), setup).memory.timeline
+        return [[p.total for p in timeline if p.phase == phase] for phase in ("forward", "backward")]
+
+    for whole, folded in zip(heights((1,) * 24), heights((1, 23)), strict=True):
+        assert max(folded) == pytest.approx(max(whole), rel=0.05)
+        span = max(whole) - min(whole)
+        for heights_of in (whole, folded):
+            jumps = [abs(after - before) for before, after in itertools.pairwise(heights_of)]
+            assert max(jumps) < span / 4, "what many layers hold comes or goes at once"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -24,7 +25,7 @@ class Gate:
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
         activate: the activation of a tensor.
-        through: (gradient of the activation's result, its input) -> gradient of its input.
+        through: (gradient of the activation's result, its input) -> gradient of its input; may write over the former.
     """
 
     name: str
@@ -62,15 +63,25 @@ def _sigmoid_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A backward operator that writes its result over the gradient that it is given: an MLP's largest tensor once less."""
+
+    def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
+        return made
+
+    return through
+
+
 GATES = {
     gate.name: gate
     for gate in (
-        Gate("silu", functional.silu, _aten.silu_backward),
-        Gate("gelu", functional.gelu, _aten.gelu_backward),
+        Gate("silu", functional.silu, _over(_aten.silu_backward)),
+        Gate("gelu", functional.gelu, _over(_aten.gelu_backward)),
         Gate(
             "gelu_tanh",
             partial(functional.gelu, approximate="tanh"),
-            partial(_aten.gelu_backward, approximate="tanh"),
+            _over(_aten.gelu_backward, approximate="tanh"),
         ),
         Gate("relu", torch.relu, lambda grad, x: grad * (x > 0)),
         Gate("relu2", lambda x: torch.relu(x).square(), lambda grad, x: grad * torch.relu(x).mul_(2)),

@@ -10,6 +10,7 @@ import torch
 
 from isotype.trace.record import Memory, MemoryKind, MemoryPoint, Phase
 
+_MOST_STEPS = 64  # in which what others of a module's kind add comes and goes
 _MOST_POINTS = 512  # of the timeline; from there on two neighbours become one
 
 
@@ -43,12 +44,17 @@ class Ledger:
         # Of those whose storage has gone before the backward has left the module.
         self._waiting: dict[str, int] = {}
         self._left: set[str] = set()
+        self._times: dict[str, int] = {}
+        # Gradients of the others, which come as their activations go; and the highest moment of the backward in the module.
+        self._gradients: dict[str, int] = {}
+        self._highest: dict[str, tuple[int, dict[MemoryKind, int]]] = {}
         self._in_backward = ""
 
     def begin(self, phase: Phase) -> None:
         """What is alive from now on counts towards the peak of `phase`."""
-        for module in list(self._waiting):
-            self._leave(module)
+        for module in self._surplus.keys() - self._left:
+            if self._waiting.get(module) or self._gradients.get(module):
+                self._leave(module)
         self._close_point()
         self._phase = phase
         self._note_peak()
@@ -104,7 +110,9 @@ class Ledger:
                 kept |= {before.untyped_storage()._cdata}
         surplus = self._surplus[module] = {key: self._live[key][1] * (times - 1) for key in kept}
         self._left.discard(module)
-        self._change("activations", sum(surplus.values()))
+        self._times[module] = times
+        for size in _steps(sum(surplus.values()), times - 1):
+            self._change("activations", size)
 
     def backward_in(self, module: str) -> None:
         """The backward runs in `module` now; the surplus of what has gone in a module that it has left goes too."""
@@ -115,17 +123,36 @@ class Ledger:
             if _inside(before, name) and not _inside(module, name):
                 self._leave(name)
 
-    def add(self, kind: MemoryKind, size: int) -> None:
-        """Bytes that no tensor here stands for (the state of folded layers)."""
-        self._change(kind, size)
+    def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
+        """Bytes that no tensor here stands for (the state of folded layers); gradients of a `module` whose backward runs come
+        when those of its kind go through theirs."""
+        standing = next(
+            (name for name in self._surplus if kind == "gradients" and _inside(module, name)), None
+        )
+        if standing is None or standing in self._left:
+            self._change(kind, size)
+        else:
+            self._gradients[standing] = self._gradients.get(standing, 0) + size
 
     def record(self) -> Memory:
         """The peaks so far, and how it came to them."""
         return Memory({phase: dict(kinds) for phase, kinds in self._peaks.items()}, tuple(self._points))
 
     def _leave(self, module: str) -> None:
+        """The other modules' backwards come: in the last one all their gradients are there, and no activations of theirs."""
         self._left.add(module)
-        self._change("activations", -self._waiting.pop(module, 0))
+        gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
+        total, kinds = self._highest.pop(module, (0, {}))
+        if kinds and total - gone + come > self._peak_totals.get(self._phase, -1):
+            self._peak_totals[self._phase] = total - gone + come
+            changes: dict[MemoryKind, int] = {"activations": -gone, "gradients": come}
+            self._peaks[self._phase] = kinds | {
+                kind: kinds.get(kind, 0) + size for kind, size in changes.items()
+            }
+        count = self._times.get(module, 1) - 1
+        for less, more in zip(_steps(gone, count), _steps(come, count), strict=True):
+            self._change("activations", -less)
+            self._change("gradients", more)
 
     def _book_again(self, key: int, kind: MemoryKind, size: int) -> None:
         reference, booked, before, number = self._live[key]
@@ -171,6 +198,11 @@ class Ledger:
             self._points, self._stride = _halved(self._points), self._stride * 2
 
     def _note_peak(self) -> None:
+        if self._phase == "backward":
+            for name in self._surplus:
+                inside = name not in self._left and _inside(self._in_backward, name)
+                if inside and self.total > self._highest.get(name, (0, {}))[0]:
+                    self._highest[name] = self.total, dict(self._now)
         if self.total > self._peak_totals.get(self._phase, -1):
             self._peak_totals[self._phase] = self.total
             self._peaks[self._phase] = dict(self._now)
@@ -187,6 +219,12 @@ def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
         elif point.total > kept[-1].total:
             kept[-1] = point
     return kept
+
+
+def _steps(size: int, count: int) -> list[int]:
+    """`size` in as many parts as modules bring it, or take it with them; no more than a picture shows."""
+    parts = max(1, min(count, _MOST_STEPS))
+    return [size // parts + (part < size % parts) for part in range(parts)]
 
 
 def _alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:

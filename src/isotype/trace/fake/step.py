@@ -204,7 +204,7 @@ class _Step:
         self._weigh_weights()
         for tensor, weight in self.owned:
             if weight.trainable and isinstance(tensor, FakeTensor):
-                hook = self._gradient(weight.repeats)
+                hook = self._gradient(weight.module, weight.repeats)
                 self.handles.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         for owner, moments in self.states.items():
             for key, moment in moments.items():
@@ -222,14 +222,14 @@ class _Step:
                 self.recorder.values.give(value, self.known[name])
                 self.recorder.values.came_rounded(value, name)
 
-    def _gradient(self, repeats: int) -> Callable[[torch.Tensor], None]:
+    def _gradient(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
         ledger = self.recorder.ledger
 
         def count(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             ledger.seen(parameter.grad, "gradients")
             if repeats > 1:
-                ledger.add("gradients", (repeats - 1) * parameter.grad.untyped_storage().nbytes())
+                ledger.add("gradients", (repeats - 1) * parameter.grad.untyped_storage().nbytes(), module)
 
         return count
 
