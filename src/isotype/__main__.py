@@ -1,9 +1,20 @@
-"""`python -m isotype` is the command `isotype`."""
+"""The command `isotype`, and `python -m isotype`."""
 
 from __future__ import annotations
 
 import sys
 
-from isotype.cli.main import main
 
-sys.exit(main())
+def start() -> int:
+    """Run the command line; a Ctrl-C while it is still being imported ends it as any other does."""
+    try:
+        from isotype.cli.main import main
+
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from isotype.core.errors import IsotypeError, SaveError
 from isotype.core.units import format_bytes
+from isotype.report.run import charts
 from isotype.report.run.card import model_card
 from isotype.report.run.charts import charts_of
 from isotype.report.run.files import write_run_report
@@ -767,3 +768,39 @@ def test_headroom_has_a_section() -> None:
     assert "<h2>Headroom of float16</h2>" in page
     assert page.count('<svg class="range"') == 4
     assert "Headroom" not in to_html(realistic())
+
+
+_JS = """
+const state = { axis: "step", window: 0, all: false };
+const finite = (value) => typeof value === "number" && Number.isFinite(value);
+%s
+const few = [3, 3.7, 3.4, 3.3, 4.2, 2.2, 3.4, 2.9], many = Array.from({ length: 60 }, (_, i) => 3 - i / 60);
+many[30] = 500;
+const spread = many.map((value, i) => (i %% 5 ? value : value + 50));
+const limitsOf = (ys) => limits([{ xs: ys.map((_, i) => i), ys }], 0, ys.length);
+console.log(JSON.stringify({ whole: incrementsOf("step").concat(incrementsOf("tokens")), minutes: incrementsOf("minutes") ?? null,
+  few: limitsOf(few), many: limitsOf(many), spread: limitsOf(spread) }));
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("node") is None, reason="no node on this machine to run the page's script in"
+)
+def test_ticks_of_steps_are_whole_and_few_values_are_shown_in_full():
+    script = (Path(charts.__file__).parent / "run.js").read_text(encoding="utf-8")
+    parts = [
+        ("// Steps and tokens are counted", "// A least-squares line"),
+        ("// Limits that one spike", "// -----"),
+    ]
+    part = ""
+    for first, after in parts:
+        begin = script.index(first)
+        part += script[begin : script.index(after, begin)]
+    done = subprocess.run(["node", "-e", _JS % part], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(number == int(number) >= 1 for number in found["whole"])
+    assert found["minutes"] is None  # uPlot's own, with fractions
+    assert found["few"] == [2.2, 4.2]
+    assert found["many"][1] < 10  # one spike does not stretch the axis
+    assert found["spread"][1] == 550  # what is beyond in one of five steps is no spike

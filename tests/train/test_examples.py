@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -21,7 +22,7 @@ from isotype.data.mapping import ColumnMap, parse_columns
 from isotype.data.methods import METHODS
 from isotype.report.run.record import DataSummary
 from isotype.train import recipes
-from isotype.train.examples import data_summary, padding_share, percentiles, show_data
+from isotype.train.examples import data_summary, padding_share, percentiles, planned_epochs, show_data
 from isotype.train.lengths import Lengths
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -212,3 +213,39 @@ def test_a_run_starts_from_an_adapter(model, tmp_path):
     assert "--use_dora True" in str(caught.value)
     with pytest.raises(UsageError, match=r"an adapter for CAUSAL_LM(.|\n)*isotype merge"):
         train("reward", first, pairs, tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "accumulated", "steps", "drop"),
+    [(97, 8, 1, 32, False), (20, 8, 2, 5, False), (20, 8, 2, 3, True), (7, 16, 4, 2, False)],
+)
+def test_epochs_that_are_planned_are_those_that_the_trainer_counts(
+    tmp_path, rows: int, batch: int, accumulated: int, steps: int, drop: bool
+):
+    """What the console says before a run is what the report says after it."""
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=steps,
+        per_device_train_batch_size=batch // accumulated,
+        gradient_accumulation_steps=accumulated,
+        dataloader_drop_last=drop,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.weight * x).mean()}
+
+    data = [{"x": torch.ones(1)} for _ in range(rows)]
+    trainer = transformers.Trainer(Model(), arguments, train_dataset=data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    assert planned_epochs(arguments, rows, batch) == pytest.approx(trainer.state.epoch)

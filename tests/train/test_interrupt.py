@@ -21,7 +21,8 @@ from isotype.data.methods import METHODS
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.settings import Settings
 from isotype.train.stop import graceful_stop, resume_command
-from tests.train.tiny import save_chat_model
+from tests.train.interrupts import arguments
+from tests.train.tiny import rows, save_chat_model, save_rows
 
 ROOT = Path(__file__).parents[2]
 STOPPING = "\nstopping after this step and saving a checkpoint; once more to stop at once\n"
@@ -216,3 +217,40 @@ def given(argv: list[str], explicit: set[str]) -> Settings:
         frozenset(explicit),
         tuple(argv),
     )
+
+
+_AT_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+moment = sys.argv.pop(1)
+sys.meta_path.insert(0, Finder())
+from isotype.__main__ import start
+sys.exit(start())
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["isotype.cli.main", pytest.param("trl", marks=pytest.mark.exhaustive), "trl.trainer.sft_trainer"],
+)
+def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path: Path, module: str):
+    """While isotype itself, then the libraries, and, under the lock, the trainer are imported."""
+    save_chat_model(tmp_path / "model")
+    save_rows(tmp_path / "train.jsonl", rows("sft"))
+    out = tmp_path / "runs" / "out"
+    argv = arguments(tmp_path, "runs/out", 2) if module != "isotype.cli.main" else ["sft"]
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_IMPORT, module, *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    # CPython ends by the signal itself where code in C ran into it: shells call both 130.
+    assert done.returncode in (130, -signal.SIGINT), done.stderr
+    assert done.stderr.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in done.stderr
+    assert not out.parent.exists()

@@ -78,7 +78,8 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     assert status == 0
     found = json.loads(out)["setup"]
     assert found["batch"]["input_ids"] == [5, longest + 6]  # of 8 rows asked for there are 5
-    assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens"
+    counted = f"counted by the tokenizer of {model} (64 tokens)"
+    assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens; {counted}"
     assert found["details"] == [
         "LoRA r 16 alpha 32 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         "gradient checkpointing",
@@ -87,6 +88,20 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     plan, _ = plan_of(*parse_options([str(each) for each in argv]))
     assert plan.length == 16
     assert "are longer than max_length 16 and lose what is beyond it" in plan.data
+
+
+def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path):
+    """`embedded:smollm2` is one; a bare file's name says no more of a tokenizer."""
+    data = tmp_path / "train.jsonl"
+    data.write_text(
+        '{"prompt": "Which dtype has 8 bits of exponent?", "completion": "bfloat16"}\n', encoding="utf-8"
+    )
+    argv = ["sft", "--model_name_or_path", "embedded:smollm2", "--dataset_name", str(data)]
+    plan, _ = plan_of(*parse_options(argv))
+    assert plan.length is not None
+    assert 8 < plan.length < 40
+    assert plan.data.endswith("of embedded:smollm2 (49,152 tokens)")
+    assert not any("tokenizer" in note for note in plan.notes)
 
 
 def test_check_reads_columns_and_holds_rows_back_as_the_training_does(capsys, model, tmp_path):

@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         if debug:
             traceback.print_exc()
+        if argv is None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: what is left to do is to end
         console_of_failure().print("interrupted")
         return exit_status(signal_of(interrupt))
     except BrokenPipeError:

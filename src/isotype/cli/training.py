@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
-from isotype.core.interrupt import exit_status
+from isotype.core.interrupt import exit_status, interrupts_kept
 from isotype.report.narrow import wrapped
 
 DEMO = shlex.split(
@@ -33,12 +33,13 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         return 0
     rest = ["--help" if each == "--help-all" else each for each in rest]
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
-    from isotype.cli.outcome import show_outcome
-    from isotype.data.methods import METHODS
-    from isotype.train.recipes import run
-    from isotype.train.settings import parse_settings
+    with interrupts_kept():  # libraries that are imported may catch everything, too
+        from isotype.cli.outcome import show_outcome
+        from isotype.data.methods import METHODS
+        from isotype.train.recipes import run
+        from isotype.train.settings import parse_settings
 
-    settings = parse_settings(METHODS[command], rest)
+        settings = parse_settings(METHODS[command], rest)
     outcome = run(settings, console)
     show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":

@@ -282,7 +282,11 @@ def record(
 
 
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
-    values = {name: getattr(settings.training, name, "") for name in _SETTINGS}
+    training = settings.training
+    other = (
+        "num_train_epochs" if training.max_steps > 0 else "max_steps"
+    )  # of the two, the one that says nothing
+    values = {name: getattr(training, name, "") for name in _SETTINGS if name != other}
     rows = [(name, str(getattr(value, "value", value))) for name, value in values.items()]
     if settings.model.use_peft:
         targets = settings.model.lora_target_modules
@@ -294,7 +298,10 @@ def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
             ("use_dora", str(settings.model.use_dora)),
             ("use_rslora", str(settings.model.use_rslora)),
             ("lora_bias", settings.extra.lora_bias),
+            ("init_lora_weights", settings.extra.init_lora_weights or ""),
         ]
+    if settings.extra.early_stopping_patience is not None:
+        rows.append(("early_stopping_patience", str(settings.extra.early_stopping_patience)))
     return tuple((name, value) for name, value in rows if value)
 
 

@@ -48,8 +48,18 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Passes over the rows that the arguments ask for."""
-    return args.max_steps * batch / rows if args.max_steps > 0 and rows else float(args.num_train_epochs)
+    """Passes over the rows that the arguments ask for, as transformers counts them at the end of a run.
+
+    An epoch is so many batches: its last update has fewer of them, where they are no multiple of the accumulation, and its
+    last batch fewer rows.
+    """
+    if args.max_steps <= 0 or not rows:
+        return float(args.num_train_epochs)
+    accumulated = args.gradient_accumulation_steps
+    at_once = batch // accumulated
+    batches = max(1, rows // at_once if args.dataloader_drop_last else math.ceil(rows / at_once))
+    whole, rest = divmod(args.max_steps, math.ceil(batches / accumulated))
+    return whole + rest * accumulated / batches
 
 
 def hold_back(settings: Settings, data: Any) -> Any:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.adapter import Adapter, attach
-from isotype.checkpoint.load import load
+from isotype.checkpoint.formats.hub import local_snapshot
+from isotype.checkpoint.load import load, tokenizer_source
+from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.shard import load_sharded
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.hub import asking
@@ -233,10 +235,19 @@ def first_sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def tokenizer_here(model: str) -> tuple[Path | str, Any]:
-    """(directory, tokenizer) of a checkpoint directory on this machine; (model, None) where it has none."""
-    path = Path(model)
-    directory = path.parent if path.name == "config.json" else path
+def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:
+    """(source, tokenizer) of a model on this machine: a directory, a GGUF file, an embedded model, a hub id that was downloaded.
+
+    (model, None) where it has none here. A GGUF file's is written into the cache, as a training does.
+    """
+    source = resolve_source(model)
+    if isinstance(source, str):
+        source = local_snapshot(source, revision) or source
+    if isinstance(source, str):
+        return model, None
+    if source.suffix == ".gguf":
+        source = Path(tokenizer_source(source))
+    directory = source.parent if source.name == "config.json" else source
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
         return model, None
     return directory, processing_class(directory)

@@ -340,9 +340,11 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
     data = training_data_here(settings)
     if data is None:
         return plan
-    source, tokenizer = tokenizer_here(plan.source)
+    source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
-        return replace(plan, notes=(*plan.notes, "the rows' lengths: the checkpoint has no tokenizer"))
+        return replace(
+            plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
+        )
     check_tokenizer(settings, source, tokenizer, data)
     rows = data[script.dataset_train_split]
     found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
@@ -352,12 +354,14 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
     longest = found.longest + plan.completion
     told = f"the longest of {len(found.tokens):,} rows has {longest:,} tokens"
     told += f", with a completion of {plan.completion:,}" if plan.completion else ""
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    counted = f"counted by the tokenizer of {plan.source} ({len(words):,} tokens)"
     cut = found.cut(limit)
     return replace(
         plan,
         rows=min(plan.rows, found.rows) if options.batch is None else plan.rows,
         length=longest if limit is None else min(longest, limit),
-        data=cut or told,
+        data=f"{cut or told}; {counted}",
     )
 
 

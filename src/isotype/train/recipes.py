@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -97,11 +97,12 @@ def run(settings: Settings, console: Console) -> Outcome:
         settings = replace(settings, sharding=take_sharding(settings.training, settings.model))
         profile = _training_device(settings)
         rewards = _rewards(settings)
-        _place_outputs(settings)
-        check_settings(settings)
-        check_read_later(settings)
-    with _only_writer(settings, console):
-        return _run(settings, start, profile, rewards, console)
+    with _output_directory(settings):
+        with interrupts_kept():
+            check_settings(settings)
+            check_read_later(settings)
+        with _only_writer(settings, console):
+            return _run(settings, start, profile, rewards, console)
 
 
 def _run(
@@ -184,13 +185,33 @@ def _other_device(settings: Settings) -> str:
     return f"leave --device out to train on {here}; {planned} says how it would run there"
 
 
-def _place_outputs(settings: Settings) -> None:
+@contextmanager
+def _output_directory(settings: Settings) -> Iterator[None]:
+    """The output directory, made; of what was made here, nothing is left where nothing was written into it."""
+    _name_outputs(settings)
+    root = Path(settings.training.output_dir)
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    try:
+        _make_outputs(root)
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # there is something in it, or nobody could make it
+                path.rmdir()
+
+
+def _name_outputs(settings: Settings) -> None:
     if "output_dir" not in settings.explicit or not settings.training.output_dir:
         # Not the stem: "Qwen3-0.6B" has no suffix.
         name = Path(str(settings.model.model_name_or_path)).resolve().name
         name = name.removeprefix("embedded:").removesuffix(".gguf") or "model"
         settings.training.output_dir = str(Path("runs") / f"{settings.method.name}-{name}")
-    root = Path(settings.training.output_dir)
+    settings.training.disable_tqdm = True
+    if not torch.cuda.is_available():
+        settings.training.dataloader_pin_memory = False  # torch warns where there is nothing to pin for
+
+
+def _make_outputs(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -204,9 +225,6 @@ def _place_outputs(settings: Settings) -> None:
                 )
             ],
         ) from error
-    settings.training.disable_tqdm = True
-    if not torch.cuda.is_available():
-        settings.training.dataloader_pin_memory = False  # torch warns where there is nothing to pin for
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ const plain = (value, digits = 4) => {
   return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(size + 1))) });
 };
 const power = (exponent) => (finite(exponent) ? (exponent >= 0 && exponent < 20 ? (2 ** exponent).toLocaleString("en") : `2^${exponent}`) : "–");
+// Steps and tokens are counted: no tick between two of them.
+const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+const incrementsOf = (along) => (along === "minutes" ? undefined : WHOLE);
 const compact = (value) => (value >= 1e4 ? Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 }).format(value) : plain(value));
 
 // The median of up to five neighbours, of finite values only: a single spike does not move it.
@@ -69,19 +72,24 @@ const smooth = (spiky, window) => calmed(spiky).map((value, i, values) => {
 });
 const windowOf = (run) => state.window || run.steps.step.length < 12 ? state.window || 1 : (Math.min(201, run.steps.step.length / 10) | 1);
 
-// Limits that one spike does not stretch: the range of the running median of five, unless all values are asked for.
+// Limits that one spike does not stretch: the range of the running median of five, unless all values are asked for. Of few
+// values, or where more than one in twenty lies beyond, none is a spike.
 const limits = (columns, from, to) => {
   let low = Infinity, high = -Infinity, calm = [Infinity, -Infinity];
+  const all = [];
   for (const { xs, ys } of columns) {
     const seen = ys.filter((value, i) => finite(value) && xs[i] >= from && xs[i] <= to), medians = calmed(seen);
+    all.push(...seen);
     seen.forEach((value, i) => {
       low = Math.min(low, value); high = Math.max(high, value);
       calm = [Math.min(calm[0], medians[i]), Math.max(calm[1], medians[i])];
     });
   }
   const width = calm[1] - calm[0];
-  if (state.all || !(width > 0)) return [low, high];
-  return [low < calm[0] - width ? calm[0] - width / 3 : low, high > calm[1] + width ? calm[1] + width / 3 : high];
+  if (state.all || !(width > 0) || all.length < 30) return [low, high];
+  const [floor, ceiling] = [low < calm[0] - width ? calm[0] - width / 3 : low, high > calm[1] + width ? calm[1] + width / 3 : high];
+  const beyond = all.filter((value) => value < floor || value > ceiling).length;
+  return beyond > all.length / 20 ? [low, high] : [floor, ceiling];
 };
 
 // ------------------------------------------------------------------------------------------------------------ charts
@@ -108,7 +116,7 @@ const seriesOf = (chart) => runs.flatMap((run, other) => {
   const named = (label) => (other ? `${label}, ${run.label}` : label);
   const found = chart.columns.filter((name) => run.steps[name]?.some((value) => value !== null)).map((name, position) => ({
     xs: run.along[state.axis], ys: run.steps[name], label: named(chart.labels[position]),
-    tone: tone(["--main", "--accent", "--good", "--warn"][position % 4]), dash, stairs: chart.stairs, faint: chart.smooth,
+    tone: tone(["--main", "--accent", "--good", "--warn"][position % 4]), dash, stairs: chart.stairs, faint: chart.smooth && windowOf(run) > 1,
   }));
   const window = windowOf(run);
   if (chart.smooth) found.push(...found.filter(() => window > 1).map((raw) => ({
@@ -152,7 +160,7 @@ const draw = (chart) => {
     cursor: { sync: { key: sync.key, setSeries: false }, drag: { x: true, y: false, uni: 8 }, points: { size: 6 } },
     scales: { x: { time: false, range: (u, min, max) => (zoom === null && min === xs[0] && max === xs[xs.length - 1] ? [whole().min, whole().max] : [min, max]) }, y: { range } },
     axes: [
-      { ...axis, label: AXES[state.axis], size: 26, values: (u, at) => at.map(compact) },
+      { ...axis, label: AXES[state.axis], size: 26, values: (u, at) => at.map(compact), incrs: incrementsOf(state.axis) },
       { ...axis, label: chart.unit, size: 58, values: (u, at) => at.map((value) => write(value)), incrs: chart.format === "power" ? [1, 2, 4, 8, 16] : undefined },
     ],
     series: [{}, ...shown.map((one) => ({
