@@ -199,11 +199,13 @@ def light_parser() -> Parser:
         default="measure",
         help="for float16: measure the checkpoint's value ranges, or decide by what is known already",
     )
-    add("--lora_r", type=int, default=16, help="rank of the adapters")
-    add("--lora_alpha", type=int, default=32)
-    add("--lora_dropout", type=float, default=0.05)
-    add("--learning_rate", type=float, default=2e-5)
-    add("--optim", default="adamw_torch_fused")
+    add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
+    add("--lora_alpha", type=int, default=32, help="scale of the adapters, over their rank (default: 32)")
+    add("--lora_dropout", type=float, default=0.05, help="in front of the adapters (default: 0.05)")
+    add("--learning_rate", type=float, default=2e-5, help="of the optimizer (default: 2e-5)")
+    add(
+        "--optim", default="adamw_torch_fused", help="optimizer, by transformers' name (default: %(default)s)"
+    )
     return parser
 
 
