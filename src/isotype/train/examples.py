@@ -55,10 +55,11 @@ def planned_epochs(args: Any, rows: int, batch: int) -> float:
     """
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
-    accumulated = args.gradient_accumulation_steps
+    accumulated: int = args.gradient_accumulation_steps
     at_once = batch // accumulated
     batches = max(1, rows // at_once if args.dataloader_drop_last else math.ceil(rows / at_once))
-    whole, rest = divmod(args.max_steps, math.ceil(batches / accumulated))
+    steps: int = args.max_steps
+    whole, rest = divmod(steps, math.ceil(batches / accumulated))
     return whole + rest * accumulated / batches
 
 
