@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
+from safetensors.torch import load_file
 
 from isotype.checkpoint.formats.hub import hub_config, remote_headers
 from isotype.checkpoint.load import load
@@ -22,6 +27,8 @@ from isotype.cli.main import main
 from isotype.core import hub
 from isotype.core.errors import CheckpointError
 from isotype.model.adapters import add_lora
+from tests.train.revisions import NAME, put_into_cache
+from tests.train.tiny import rows, save_rows
 
 _asked = hub._why_unreachable
 WHY = "https://hub.invalid does not answer: [Errno -2] Name or service not known"
@@ -133,6 +140,10 @@ COMMANDS = {
         ["grpo", *SFT[1:], "--model_name_or_path", "MODEL", "--reward_model_name_or_path", "org/name"],
         "--reward_model_name_or_path org/name",
     ),
+    "mixture": (
+        ["sft", "--config", "mixture.yaml", "--model_name_or_path", "MODEL", "--output_dir", "out"],
+        "the mixture of 'org/data'",
+    ),
     "adapter's base": ([*SFT, "--model_name_or_path", "ADAPTER"], "org/base"),
     "check": (["check", "org/name"], "hub id org/name"),
     "check a command": (["check", *SFT, "--model_name_or_path", "org/name"], "hub id org/name"),
@@ -157,9 +168,75 @@ def test_every_command_asks_a_silent_hub_once_and_says_what_it_wanted(
 ) -> None:
     command, wanted = COMMANDS[case]
     monkeypatch.chdir(tmp_path)
+    Path("mixture.yaml").write_text("datasets:\n  - path: org/data\n")
     places = {"MODEL": str(saved("llama")), "ADAPTER": str(adapter_of_the_hub)}
     assert main([places.get(each, each) for each in command]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert wanted in said
     assert f"{constants.ENDPOINT} does not answer: timed out" in said
+    assert len(silent) == 1
+
+
+CACHED = """
+import json, sys
+from isotype.core import hub
+hub._SECONDS = 0.2
+from isotype.cli.main import main
+sys.exit(max(main(each) for each in json.loads(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_what_the_cache_has_is_used_where_the_hub_is_silent(
+    silent: list[socket.socket], tmp_path: Path
+) -> None:
+    put_into_cache(tmp_path)
+    save_rows(tmp_path / "train.jsonl", rows("sft"))
+    train = [
+        "--dataset_name",
+        "train.jsonl",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        "run",
+        "--report_to",
+        "none",
+    ]
+    commands = [
+        ["sft", "--model_name_or_path", NAME, "--chat_template_path", NAME, *train],
+        ["chat", "run", "--ask", "x", "--max_new_tokens", "1"],
+        ["merge", "run", "-o", "merged"],
+    ]
+    where = {
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_ENDPOINT": constants.ENDPOINT,
+        "ISOTYPE_CACHE": str(tmp_path / "cache"),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", CACHED, json.dumps(commands)],
+        cwd=tmp_path, env=os.environ | where, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert len(silent) == 1
+
+
+def test_a_vocabulary_that_has_grown_is_saved_though_the_hub_is_silent(
+    silent: list[socket.socket], tmp_path: Path, saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT asks the hub for the base's config when it saves, and takes the vocabulary for unchanged where it gets none."""
+    policy = resolve_precision(saved("llama"), device="cpu")
+    model = add_lora(load(saved("llama"), policy), policy, r=2, target_modules=["q_proj"])
+    model.peft_config["default"].base_model_name_or_path = "org/base"
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(saved("llama") / "config.json")
+    )
+    model.save_pretrained(tmp_path / "as it was")
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    model.save_pretrained(tmp_path / "grown")
+    names = [
+        load_file(tmp_path / each / "adapter_model.safetensors").keys() for each in ("as it was", "grown")
+    ]
+    assert [any("embed_tokens" in name for name in each) for each in names] == [False, True]
     assert len(silent) == 1

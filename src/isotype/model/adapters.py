@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.hub import asking
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
@@ -162,6 +166,29 @@ def adapter_words(model: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
+@contextmanager
+def _without_a_silent_hub(model: Any) -> Iterator[bool]:
+    """Save a PEFT model without waiting for a hub that does not answer; yields whether its vocabulary has been resized.
+
+    PEFT (0.21) looks at the config of a base on the hub at each save, to find out whether the embeddings have to be saved as well,
+    and takes them for unchanged where it gets none. The config that the base was loaded by is in the hub's local cache.
+    """
+    configs = getattr(model, "peft_config", None) or {}
+    named = [config.base_model_name_or_path for config in configs.values()]
+    base = next((name for name in named if name and ":" not in name and not Path(name).exists()), None)
+    with asking(base) as why, warnings.catch_warnings():
+        if not why:
+            yield False
+            return
+        from huggingface_hub import try_to_load_from_cache
+
+        warnings.filterwarnings("ignore", message="Unable to fetch remote file|Could not find a config file")
+        revision = next(iter(configs.values())).revision
+        cached = try_to_load_from_cache(str(base), "config.json", revision=revision)
+        before = json.loads(Path(cached).read_text()).get("vocab_size") if isinstance(cached, str) else None
+        yield before is not None and before != getattr(model.config, "vocab_size", before)
+
+
 def save_policy_too(model: Any) -> None:
     """Let this one model's `save_pretrained` leave the policy it carries beside the weights it writes.
 
@@ -171,7 +198,9 @@ def save_policy_too(model: Any) -> None:
         return
 
     def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        type(self).save_pretrained(self, save_directory, *args, **kwargs)
+        with _without_a_silent_hub(self) as resized:
+            more = {"save_embedding_layers": True} if resized else {}
+            type(self).save_pretrained(self, save_directory, *args, **more | kwargs)
         policy = policy_of(self)
         if policy is None or not kwargs.get("is_main_process", True):
             return

@@ -1,0 +1,144 @@
+"""A merged model in GGUF, read by llama.cpp, beside the same merge in safetensors, read by transformers.
+
+The safetensors hold the dtype that the type of GGUF is rounded from (float16 for f16, float32 for blocks of codes), and transformers
+computes in float32. *ids*: whether llama.cpp's tokenizer gives the prompt the same tokens. *greedy*: how many of the first tokens
+that each writes are the same. Then the largest difference of two logits over the prompt, and the mean KL divergence in nats, once as
+llama.cpp reads the file and once as isotype does on a prompt of its own: blocks of few bits differ by what they have rounded. A type that llama.cpp alone writes is left out where `llama-quantize` is not on the PATH.
+
+Needs llama-cpp-python (`pip install llama-cpp-python`), which isotype itself does not.
+
+Run: python benchmarks/gguf_readers.py ADAPTER [TYPE …] [--tokens 32]. Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotype.checkpoint.merge.merge import merge_adapter
+from isotype.checkpoint.merge.report import compare_logits
+from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
+
+QUESTION = "How is a bfloat16 number laid out in bits?"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one file was read as.
+
+    Attributes:
+        kind: type of GGUF.
+        ids: whether the prompt has the same tokens.
+        greedy: first tokens that are the same, of `tokens`.
+        tokens: how many were written.
+        largest: of the logits' differences.
+        divergence: mean KL over the prompt's positions, in nats.
+        here: the same as the merge reports it.
+        error: median error of a weight, as a part of its update.
+    """
+
+    kind: str
+    ids: bool
+    greedy: int
+    tokens: int
+    largest: float
+    divergence: float
+    here: float
+    error: float
+
+
+def by_transformers(directory: Path, tokens: int) -> tuple[list[int], torch.Tensor, list[int], str]:
+    """Prompt, logits, answer and the prompt as text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    message = [{"role": "user", "content": QUESTION}]
+    text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(inputs).logits[0].double()
+        written = model.generate(
+            inputs, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return inputs[0].tolist(), logits, written[0, inputs.shape[1] :].tolist(), text
+
+
+def by_llama_cpp(path: Path, text: str, tokens: int) -> tuple[list[int], torch.Tensor, list[int]]:
+    """Prompt, logits and answer."""
+    import llama_cpp
+
+    model: Any = llama_cpp.Llama(str(path), n_ctx=512, logits_all=True, verbose=False)
+    prompt = model.tokenize(text.encode(), add_bos=False, special=True)
+    model.eval(prompt)
+    logits = torch.tensor(model.scores[: len(prompt)]).double()
+    written = []
+    for _ in range(tokens):
+        written.append(int(model.scores[model.n_tokens - 1].argmax()))
+        model.eval(written[-1:])
+    return prompt, logits, written
+
+
+def main() -> None:
+    """Merge, read both ways, compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("types", nargs="*", default=["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m"])
+    parser.add_argument("--tokens", type=int, default=32)
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        read: dict[torch.dtype, tuple[list[int], torch.Tensor, list[int], str]] = {}
+        for kind in options.types:
+            if kind in LLAMA_CPP_TYPES and shutil.which("llama-quantize") is None:
+                print(f"{kind}: llama-quantize is not on the PATH")
+                continue
+            dtype, path = GGUF_TYPES[kind], Path(scratch) / f"{kind}.gguf"
+            if dtype not in read:
+                dense = Path(scratch) / f"{dtype}"
+                merge_adapter(options.adapter, dense, dtype=dtype)
+                read[dtype] = by_transformers(dense, options.tokens)
+                shutil.rmtree(dense)
+            prompt, logits, answer, text = read[dtype]
+            report = merge_adapter(options.adapter, path, stored=kind)
+            ids, found, written = by_llama_cpp(path, text, options.tokens)
+            same = next(
+                (n for n, pair in enumerate(zip(answer, written, strict=True)) if len({*pair}) > 1),
+                options.tokens,
+            )
+            difference = compare_logits(logits, found)
+            results.append(
+                Result(
+                    kind,
+                    ids == prompt,
+                    same,
+                    options.tokens,
+                    difference.max_abs,
+                    difference.mean_kl,
+                    report.logits.mean_kl if report.logits else float("nan"),
+                    report.median_error,
+                )
+            )
+            path.unlink()
+    print(
+        "type     ids  greedy    largest difference  KL          KL here     error of a weight / its update"
+    )
+    for each in results:
+        print(
+            f"{each.kind:7}  {'same' if each.ids else 'OTHER':5}{each.greedy:3} of {each.tokens:3}  {each.largest:18.3g}  "
+            f"{each.divergence:<10.3g}  {each.here:<10.3g}  {each.error:.3g}"
+        )
+    print(json.dumps([asdict(each) for each in results]))
+
+
+if __name__ == "__main__":
+    main()
