@@ -22,7 +22,7 @@ from isotype.checkpoint.merge.report import MergeReport, WeightLoss
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.cli.main import main
 from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES
-from isotype.core.errors import SaveError, UsageError
+from isotype.core.errors import PrecisionError, SaveError, UsageError
 from isotype.model.adapters import add_lora
 from isotype.report.merge import show_merge
 from tests.adapters import save_trained
@@ -288,3 +288,18 @@ def test_every_type_of_gguf_has_a_writer() -> None:
     assert {"f32", "f16", "bf16", *GGUF_BLOCKS, *LLAMA_CPP_TYPES} == GGUF_TYPES.keys()
     for kind in GGUF_TYPES:
         assert f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}" in gguf.LlamaFileType.__members__
+
+
+@pytest.mark.parametrize("kind", ["bf16", None])
+def test_advice_names_arguments_that_this_output_takes(kind: str | None) -> None:
+    weights = (WeightLoss("a", 0.5, 10, 9),)
+    report = MergeReport(Path(), Path("m"), "b", "nf4", torch.bfloat16, "", weights, None, 1, stored=kind)
+    assert f"merge with {'--gguf f32' if kind else '--dtype float32'}, or keep" in report.warnings[0]
+
+
+def test_float16_that_overflows_in_a_gguf_file(base: Path, tmp_path: Path) -> None:
+    policy = resolve_precision(base, "bfloat16", device="cpu")
+    model = add_lora(load(base, policy), policy, r=4, lora_alpha=8, target_modules=TARGETS)
+    with pytest.raises(PrecisionError, match="float16 cannot hold the merged weights") as caught:
+        merge_adapter(save_trained(model, tmp_path / "adapter", scale=1e3), tmp_path / "m.gguf", stored="f16")
+    assert caught.value.problems[0].fix == "give --gguf bf16 or f32"

@@ -31,12 +31,14 @@ class Rounding:
         pinned: patterns of names that stay float32.
         own: names that keep the dtype that the base's files store them in.
         written: the model that was written, to compare with; None while there is none yet.
+        instead: arguments that store in another dtype than float16, for the message where that overflows.
     """
 
     target: torch.dtype
     pinned: tuple[str, ...] = ()
     own: Mapping[str, torch.dtype] = field(default_factory=dict)
     written: WrittenModel | None = None
+    instead: str = "--dtype bfloat16 or float32"
 
     def loss(self, name: str, before: torch.Tensor, merged: torch.Tensor) -> WeightLoss:
         """What a merged parameter loses, or has lost in the model that was written."""
@@ -68,7 +70,7 @@ class Rounding:
                     Problem(
                         f"{name}: values up to {largest:.4g}",
                         "at most 65504",
-                        "give --dtype bfloat16 or float32",
+                        f"give {self.instead}",
                     )
                     for name, largest in outside
                 ],
@@ -95,9 +97,10 @@ class Merging:
         *,
         one_dtype: bool = False,
         written: WrittenModel | None = None,
+        instead: str = Rounding.instead,
     ) -> None:
         """`one_dtype`: also of tensors that the base's files store in another dtype than most of them. `written`: what an
-        earlier merge of the same has written, which `weights` is then about.
+        earlier merge of the same has written, which `weights` is then about. `instead`: as in `Rounding`.
         """
         dense = _dense_policy(policy)
         # An unquantized base is only added to, and the CPU is where that has room.
@@ -118,7 +121,7 @@ class Merging:
         own = _own_trained(self._peft)
         fill(self._peft, adapter)
         self._rounding = Rounding(
-            target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise(), written
+            target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise(), written, instead
         )
         self._untouched = set(self._rounding.own) - {base_name(each.name) for each in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()

@@ -23,7 +23,7 @@ from isotype.checkpoint.export.llama_cpp import require_program
 from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.layers import Merging
-from isotype.checkpoint.merge.report import MergeReport, compare_logits
+from isotype.checkpoint.merge.report import MergeReport, compare_logits, wider
 from isotype.checkpoint.merge.same_base import check_same_base
 from isotype.checkpoint.merge.write import (
     FORMATS,
@@ -107,7 +107,10 @@ def merge_adapter(
         check_exportable(model_config(source, revision=revision))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
-    begin = partial(Merging, saved, source, policy, target, revision, one_dtype=dtype != "auto")
+    instead = wider(stored, torch.bfloat16, torch.float32)
+    begin = partial(
+        Merging, saved, source, policy, target, revision, one_dtype=dtype != "auto", instead=instead
+    )
     merging = begin()
     if base is not None and logits is not None:  # the base that it was trained on can be read
         check_same_base(saved, source, revision)
@@ -140,7 +143,7 @@ def merge_adapter(
         stored=stored,
         model=final if is_file(final) else written_path(final, final, stored),
         notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
-        passed=_passed(saved.policy, target),
+        passed=_passed(saved.policy, target, stored),
     )
 
 
@@ -298,7 +301,7 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     return cautions
 
 
-def _passed(trained: PrecisionPolicy | None, target: torch.dtype) -> tuple[str, ...]:
+def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None) -> tuple[str, ...]:
     """What the policy of the training knows of values that the dtype `target` of the merged model cannot hold."""
     if trained is None or target != torch.float16:
         return ()
@@ -312,5 +315,5 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype) -> tuple[str, 
         return ()
     return (
         f"the merged model is float16, but was trained with {'; '.join(known)}: computed in float16 throughout, it can "
-        "overflow; merge with --dtype bfloat16 or float32, or keep the adapter apart, beside its policy",
+        f"overflow; merge with {wider(stored, torch.bfloat16, torch.float32)}, or keep the adapter apart, beside its policy",
     )

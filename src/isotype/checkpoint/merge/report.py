@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import GGUF_TYPES, dtype_name
 
 VANISHED_LIMIT = 0.1
 """Share of the update's entries that may vanish before the report warns."""
@@ -125,8 +125,17 @@ class MergeReport:
         return (
             *self.passed,
             f"{self.vanished_share:.0%} of the update's entries vanish in {dtype_name(self.dtype)}: they are smaller "
-            "than half a unit in the last place of the weight; merge with --dtype float32, or keep the adapter apart",
+            f"than half a unit in the last place of the weight; merge with {wider(self.stored, torch.float32)}, or keep the "
+            "adapter apart",
         )
+
+
+def wider(stored: str | None, *dtypes: torch.dtype) -> str:
+    """The argument of `isotype merge` that stores in another dtype: of a GGUF file its type."""
+    if stored not in GGUF_TYPES:
+        return f"--dtype {' or '.join(map(dtype_name, dtypes))}"
+    types = [next(kind for kind, each in GGUF_TYPES.items() if each == dtype) for dtype in dtypes]
+    return f"--gguf {' or '.join(types)}"
 
 
 def rounding_loss(
