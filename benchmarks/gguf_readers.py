@@ -3,7 +3,7 @@
 The safetensors hold the dtype that the type of GGUF is rounded from (float16 for f16, float32 for blocks of codes), and transformers
 computes in float32. *ids*: whether llama.cpp's tokenizer gives the prompt the same tokens. *greedy*: how many of the first tokens
 that each writes are the same. Then the largest difference of two logits over the prompt, and the mean KL divergence in nats, once as
-llama.cpp reads the file and once as isotype does on a prompt of its own: blocks of few bits differ by what they have rounded. A type that llama.cpp alone writes is left out where `llama-quantize` is not on the PATH.
+llama.cpp reads the file and once as isotype does, which computes in float32: blocks of few bits differ by what they have rounded. A type that llama.cpp alone writes is left out where `llama-quantize` is not on the PATH.
 
 Needs llama-cpp-python (`pip install llama-cpp-python`), which isotype itself does not.
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+import isotype
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.report import compare_logits
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
@@ -40,7 +41,7 @@ class Result:
         tokens: how many were written.
         largest: of the logits' differences.
         divergence: mean KL over the prompt's positions, in nats.
-        here: the same as the merge reports it.
+        here: the same where isotype reads the file.
         error: median error of a weight, as a part of its update.
     """
 
@@ -86,6 +87,14 @@ def by_llama_cpp(path: Path, text: str, tokens: int) -> tuple[list[int], torch.T
     return prompt, logits, written
 
 
+def by_isotype(path: Path, prompt: list[int]) -> torch.Tensor:
+    """Logits in float32."""
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prompt])).logits[0].double()
+    return logits
+
+
 def main() -> None:
     """Merge, read both ways, compare."""
     parser = argparse.ArgumentParser(
@@ -124,7 +133,7 @@ def main() -> None:
                     options.tokens,
                     difference.max_abs,
                     difference.mean_kl,
-                    report.logits.mean_kl if report.logits else float("nan"),
+                    compare_logits(logits, by_isotype(path, prompt)).mean_kl,
                     report.median_error,
                 )
             )
