@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from benchmarks.sharded_memory import CASES, real
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -107,7 +108,12 @@ def _step(model: Any) -> list[float]:
     return [float(loss.detach()), float(torch.cat([grad.double().flatten() for grad in whole]).norm())]
 
 
-JOBS: dict[str, Callable[..., Any]] = {"train": train, "load": load}
+def hold(path: str, case: str) -> dict[str, int]:
+    """Bytes that this process holds at most in each phase of a step, see `benchmarks/sharded_memory.py`."""
+    return real(Path(path), CASES[case])
+
+
+JOBS: dict[str, Callable[..., Any]] = {"train": train, "load": load, "hold": hold}
 
 if __name__ == "__main__":
     jobs = json.loads(Path(sys.argv[1]).read_text())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.sharded_memory import CASES, foreseen, save_model
 from filelock import FileLock
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
@@ -32,6 +33,8 @@ TRAININGS = {
     "ddp": ("--quantization", "int8", "--dtype", "float32"),
 }
 USUAL = ("nf4",)
+HELD = ("bf16 FSDP2, checkpointing", "bf16 FSDP2, full", "nf4 FSDP2", "bf16 DDP", "nf4 DDP, checkpointing")
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 STEPS = ("--max_steps", 4)
 
 
@@ -86,7 +89,13 @@ def _trained(root: Path, names: Sequence[str]) -> Together:
             "argv": ["sft", *argv(root / "model", root / "rows.jsonl", root / name, 2, *STEPS, *more)],
         }
 
-    return _once(root, lambda: [job(name) for name in names])
+    return _once(root, lambda: [*(job(name) for name in names), *_held(root)])
+
+
+def _held(root: Path) -> list[dict[str, Any]]:
+    """One process group for what is trained and for what is only held, for its start takes longer."""
+    model = save_model(root / "held", **SMALL)
+    return [{"job": "hold", "path": str(model), "case": name} for name in HELD]
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +159,21 @@ def _as_one(together: Together, tmp_path: Path, name: str) -> None:
 
 
 def test_one_process_speaks_writes_and_succeeds(together):
-    assert together.results == [[0] * len(USUAL)] * 2
+    assert [each[: len(USUAL)] for each in together.results] == [[0] * len(USUAL)] * 2
     for step in range(1, 5):
         assert together.printed.count(f"step {step}/4") == len(USUAL)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_process_holds_is_foreseen(together, name):
+    """Within what operators use inside themselves, and what the optimizer's loop over DTensors makes beside the trace's."""
+    at = len(USUAL) + HELD.index(name)
+    report = foreseen(together.root / "held", CASES[name], 2)
+    phases = {phase: sum(kinds.values()) for phase, kinds in report.memory.phases.items()}
+    for process in together.results:
+        for phase, held in process[at].items():
+            assert phases[phase] == pytest.approx(held, rel=0.05), phase
+    assert report.trace.setup.devices == 2
 
 
 def test_the_adapter_is_one_file_that_peft_loads(together, tmp_path):

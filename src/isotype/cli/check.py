@@ -91,7 +91,9 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repa
         given = " ".join(
             [*unknown, *(("--batch",) if options.batch else ()), *(("--length",) if options.length else ())]
         )
-        problem = Problem(given, "--device, --fsdp, --generate and the outputs", "let the function decide it")
+        problem = Problem(
+            given, "--device, --devices, --fsdp, --generate and the outputs", "let the function decide it"
+        )
         raise UsageError(f"arguments that do not go with {options.model}", [problem])
     profile = device_profile(known.device if known.device is not None else "cpu")
     if profile.kind != "cpu":
@@ -104,6 +106,8 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repa
         arguments["device"] = known.device
     if options.fsdp is not None:
         arguments["fsdp"] = options.fsdp
+    if options.devices is not None:
+        arguments["devices"] = options.devices
     if options.generate:
         arguments["phases"] = _phases(options)
     model, inputs = arguments.pop("model"), arguments.pop("inputs")

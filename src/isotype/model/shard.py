@@ -9,8 +9,9 @@ model casts where it computes, sharded or not), and what is trained in another d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,21 +101,57 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
         ),
     }
     _plain_codes(model)
-    blocks = _outermost_blocks(model)
-    for block in blocks:
-        for module in _of_another_dtype(block):
-            fully_shard(module, reshard_after_forward=reshard, **arguments)
+    for group in groups_of(model, reshard=reshard):
         with integers_named():
-            fully_shard(block, reshard_after_forward=reshard, **arguments)
-    embedding = _lone_embedding(model)
-    if embedding is not None:
-        fully_shard(embedding, reshard_after_forward=True, **arguments)
-    for module in _of_another_dtype(model, outside=blocks):
-        fully_shard(module, reshard_after_forward=False, **arguments)
-    fully_shard(model, reshard_after_forward=False, **arguments)
+            fully_shard(group.module, reshard_after_forward=group.reshard, **arguments)
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP2 gathers together, and whose gradients it reduces together.
+
+    Attributes:
+        module: before whose forward they are gathered.
+        parameters: each in one group only.
+        reshard: whether they are freed after the forward, and gathered again for the backward.
+    """
+
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    reshard: bool
+
+
+def groups_of(
+    model: nn.Module, *, reshard: bool = True, more_blocks: Iterable[nn.Module] = ()
+) -> tuple[Group, ...]:
+    """The groups that `shard_model` makes of `model`, in the order in which it makes them: inner ones first, the rest last.
+
+    Args:
+        model: any module that is not sharded.
+        reshard: as `shard_model` takes it.
+        more_blocks: modules that are blocks, too, whatever holds them (those of folded lists).
+
+    Raises:
+        PrecisionError: parameters of different dtypes are trained in one module.
+    """
+    blocks = _outermost([*blocks_in(model), *more_blocks])
+    made: list[tuple[nn.Module, bool]] = []
+    for block in blocks:
+        made += [*((module, reshard) for module in _of_another_dtype(block)), (block, reshard)]
+    embedding = _lone_embedding(model)
+    made += [(embedding, True)] if embedding is not None else []
+    made += [(module, False) for module in _of_another_dtype(model, outside=blocks)]
+    made.append((model, False))
+    taken: set[int] = set()
+    groups = []
+    for module, freed in made:
+        parameters = tuple(p for p in module.parameters() if id(p) not in taken)
+        taken |= {id(parameter) for parameter in parameters}
+        groups.append(Group(module, parameters, freed))
+    return tuple(groups)
 
 
 @contextmanager
@@ -151,10 +188,9 @@ def _plain_codes(model: nn.Module) -> None:
         layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
 
 
-def _outermost_blocks(model: nn.Module) -> list[nn.Module]:
-    blocks = blocks_in(model)
+def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
     inner = {id(part) for block in blocks for part in block.modules() if part is not block}
-    return [block for block in blocks if id(block) not in inner]
+    return list({id(block): block for block in blocks if id(block) not in inner}.values())
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:

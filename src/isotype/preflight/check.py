@@ -26,6 +26,9 @@ class Options(TypedDict, total=False):
 
     learning_rate: float | None
     fsdp: int
+    devices: int
+    reshard: bool
+    shard_integers: bool
     gradient_checkpointing: Mapping[str, Any] | bool | None
     generate: Callable[[nn.Module], Any] | None
     autocast_eval: bool
@@ -68,6 +71,11 @@ def check(
 
             - `learning_rate`: of the optimizer, for rules on lost updates.
             - `fsdp`: 0, or the version of FSDP the run is sharded by.
+            - `devices`: how many devices train together (1); the memory is that of one of them. Without `fsdp` each holds
+              all weights (DDP), with it a share.
+            - `reshard`: whether FSDP frees a block's gathered weights after its forward (True).
+            - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (True), as isotype does and
+              accelerate does not.
             - `gradient_checkpointing`: switch it on for the step: True, or the arguments of the model's
               `gradient_checkpointing_enable`; None leaves it as the model has it.
             - `generate`: what the phase `"generate"` runs, given the model.

@@ -13,6 +13,7 @@ from torch import nn
 
 from isotype.core.errors import Problem, UsageError
 from isotype.core.random_states import random_states_kept
+from isotype.model.shard import is_sharded
 from isotype.preflight.request import StepRequest
 from isotype.trace.fake.code import LossOf
 from isotype.trace.loss import loss_of
@@ -75,8 +76,30 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
         autocast=_autocast(arguments),
         optimizer=getattr(arguments.optim, "value", arguments.optim),
         learning_rate=arguments.learning_rate,
-        fsdp=fsdp_version(arguments),
+        **_processes_of(model, arguments),
     )
+
+
+def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
+    """How several processes train together: as the model is sharded where it is already, else as accelerate will shard it.
+
+    accelerate 1.15 leaves frozen weights that are stored as integers out (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
+    """
+    sharded: Any = next((each for each in model.parameters() if is_sharded(each)), None)
+    if sharded is not None:
+        integers = [each for each in model.parameters() if not each.is_floating_point()]
+        return {
+            "fsdp": 2,
+            "devices": sharded.device_mesh.size(),
+            "shard_integers": all(is_sharded(each) for each in integers),
+        }
+    config = arguments.fsdp_config if isinstance(getattr(arguments, "fsdp_config", None), Mapping) else {}
+    return {
+        "fsdp": fsdp_version(arguments),
+        "devices": arguments.world_size,
+        "reshard": str(config.get("reshard_after_forward", True)).lower() in ("true", "1", "full_shard"),
+        "shard_integers": False,
+    }
 
 
 CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}

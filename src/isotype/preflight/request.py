@@ -43,6 +43,10 @@ class StepRequest:
         phases: of the step, in any order; `"generate"` adds a forward without labels and gradients.
         learning_rate: of the optimizer; None: the optimizer's own where it is one.
         fsdp: 0, or the version of FSDP that the run is sharded by.
+        devices: how many devices train together, a process each: the memory is that of one of them. Without `fsdp` each holds
+            all weights (DDP).
+        reshard: whether FSDP frees a block's gathered weights after its forward.
+        shard_integers: whether FSDP shards frozen weights that are stored as integers, as isotype does and accelerate does not.
         gradient_checkpointing: switch it on for the step: True, or the arguments of the model's
             `gradient_checkpointing_enable`; None or False leaves it as the model has it.
         generate: what the phase `"generate"` runs, given the model.
@@ -62,6 +66,9 @@ class StepRequest:
     phases: Sequence[str] = DEFAULT_PHASES
     learning_rate: float | None = None
     fsdp: int = 0
+    devices: int = 1
+    reshard: bool = True
+    shard_integers: bool = True
     gradient_checkpointing: Mapping[str, Any] | bool | None = None
     generate: Callable[[nn.Module], Any] | None = None
     autocast_eval: bool = False
@@ -98,6 +105,9 @@ class StepRequest:
             phases=tuple(phase for phase in PHASES if phase in self.phases),
             policy=policy,
             fsdp=self.fsdp,
+            devices=self.devices,
+            reshard=self.reshard,
+            shard_integers=self.shard_integers,
             gradient_checkpointing={}
             if self.gradient_checkpointing is True
             else self.gradient_checkpointing or None,
@@ -120,6 +130,10 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
             f"inputs of type {type(inputs).__name__}",
             "the dict that the model is called with (labels included), or a callable model -> loss",
             "isotype.check(model, {'input_ids': …, 'labels': …})",
+        )
+    if not isinstance(request.devices, int) or request.devices < 1:
+        yield Problem(
+            f"devices={request.devices!r}", "a number of devices, at least 1", "give 1, or leave it out"
         )
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:

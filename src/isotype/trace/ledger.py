@@ -24,11 +24,14 @@ class Ledger:
 
     Attributes:
         total: bytes alive now.
+        kind: of what is seen without one.
+        share: of every storage that is seen from now on, what this process holds (less than 1 where it is sharded).
     """
 
     def __init__(self) -> None:
         self.total = 0
         self.kind: MemoryKind = "activations"
+        self.share = 1.0
         self._now: dict[MemoryKind, int] = {}
         # By the storage's address: its reference, bytes, kind and number in the order of their making.
         self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
@@ -59,21 +62,28 @@ class Ledger:
         self._phase = phase
         self._note_peak()
 
-    def seen(self, tensor: torch.Tensor, kind: MemoryKind | None = None, repeats: int = 1) -> None:
+    def seen(
+        self,
+        tensor: torch.Tensor,
+        kind: MemoryKind | None = None,
+        repeats: int = 1,
+        held: int | None = None,
+    ) -> None:
         """A tensor was made; its storage is counted if it is new, and again where its kind is named.
 
         Args:
             tensor: what is alive.
             kind: what it is booked as from now on; None: as it was, or as the ledger's `kind` where it is new.
             repeats: how many storages of the whole model it stands for.
+            held: bytes of it that this process holds; None: its `share`.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
+        size = (int(self.share * storage.nbytes()) if held is None else held) * repeats
         if key in self._live:
             if kind is not None:
-                self._book_again(key, kind, storage.nbytes() * repeats)
+                self._book_again(key, kind, size)
             return
-        size = storage.nbytes() * repeats
         kind = kind or self.kind
         self._made += 1
         self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, kind, self._made)
@@ -124,8 +134,12 @@ class Ledger:
                 self._leave(name)
 
     def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
-        """Bytes that no tensor here stands for (the state of folded layers); gradients of a `module` whose backward runs come
-        when those of its kind go through theirs."""
+        """Bytes that no tensor here stands for (the state of folded layers, what collectives bring); fewer than 0: they go.
+
+        Gradients of a `module` whose backward runs come when those of its kind go through theirs.
+        """
+        if not size:
+            return
         standing = next(
             (name for name in self._surplus if kind == "gradients" and _inside(module, name)), None
         )
@@ -133,6 +147,12 @@ class Ledger:
             self._change(kind, size)
         else:
             self._gradients[standing] = self._gradients.get(standing, 0) + size
+
+    def resize(self, tensor: torch.Tensor, size: int) -> None:
+        """Of a tensor that was seen, only `size` bytes are held from now on."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            self._book_again(key, self._live[key][2], size)
 
     def record(self) -> Memory:
         """The peaks so far, and how it came to them."""

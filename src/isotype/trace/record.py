@@ -54,7 +54,17 @@ SHARED = ("outside", "scratch")
 UNSAFE = "is unsafe to autocast"
 """What a breach says where a function is refused for autocast's sake."""
 
-MemoryKind = Literal["weights", "adapters", "buffers", "gradients", "optimizer", "activations", "inputs"]
+MemoryKind = Literal[
+    "weights",
+    "adapters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "activations",
+    "inputs",
+    "gathered",  # weights of all processes, whole while a block of a sharded model computes, with the buffers that they come in
+    "buckets",  # buffers in which gradients are summed over processes
+]
 MEMORY_KINDS: tuple[MemoryKind, ...] = (
     "weights",
     "adapters",
@@ -63,6 +73,8 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = (
     "optimizer",
     "activations",
     "inputs",
+    "gathered",
+    "buckets",
 )
 
 
@@ -278,6 +290,9 @@ class Setup:
         compute: dtype that breached operands are converted to: the policy's, autocast's, or that of most modules, where no part
             of the model decides otherwise.
         fsdp: whether the run is sharded by FSDP: 0 no, else the version (1 or 2).
+        devices: how many devices train together, a process each: sharded over them (`fsdp`), or each with all weights (DDP).
+        reshard: whether FSDP frees a block's gathered weights after its forward.
+        shard_integers: whether frozen weights that are stored as integers are sharded; else every process holds them all.
         gradient_checkpointing: arguments for the model's `gradient_checkpointing_enable`; None leaves it as it is.
         autocast_eval: whether autocast is on in evaluation and generation too.
         checkpoint_dtype: dtype that the model's config names as its checkpoint's; None where it names none.
@@ -299,6 +314,9 @@ class Setup:
     phases: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
     policy: PrecisionPolicy | None = None
     fsdp: int = 0
+    devices: int = 1
+    reshard: bool = True
+    shard_integers: bool = True
     gradient_checkpointing: Mapping[str, Any] | None = None
     autocast_eval: bool = False
     checkpoint_dtype: torch.dtype | None = None

@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Float dtypes of the step's inputs.
         self.inputs: set[torch.dtype] = set()
         # The parameters and buffers that a module itself holds, by its name, as the ledger has them.
-        self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int]]] = {}
+        self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
         self._frames: list[_Frame] = []
         self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
@@ -194,9 +194,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = self._frames.pop()
         # Hooks run on the way of an exception too; the first to hear of it knows where it came from.
         self._raised_in = (self._raised_in or frame) if sys.exc_info()[1] is not None else None
-        for tensor, kind, repeats in self.held.get(frame.name, ()):
+        for tensor, kind, repeats, held in self.held.get(frame.name, ()):
             self.ledger.seen(
-                tensor, kind, repeats
+                tensor, kind, repeats, held
             )  # its memory may be another one than before (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1
         if frame.repeats != outer and self.phase == "forward" and torch.is_grad_enabled():

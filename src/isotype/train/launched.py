@@ -48,10 +48,10 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     Raises:
         UsageError: what is asked for cannot be done; all of it is named.
     """
-    launched = os.environ.pop("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
-    if not training.fsdp and not launched:
+    asked = requested_sharding(training)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if asked is None:
         return None
-    asked = _of_arguments(training) if training.fsdp else _of_launcher()
     training.fsdp = training.fsdp_plugin_args = None
     found = _problems(asked, training, arguments)
     if found:
@@ -59,6 +59,19 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     if asked["activation_checkpointing"]:
         training.gradient_checkpointing = True
     return Sharding(reshard=asked["reshard"])
+
+
+def processes() -> int:
+    """How many processes a launcher has started together; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def requested_sharding(training: Any) -> dict[str, Any] | None:
+    """What `--fsdp` or `accelerate launch` asks for, unjudged; None without either."""
+    if training.fsdp:
+        return _of_arguments(training)
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
+    return _of_launcher() if launched else None
 
 
 def _of_arguments(training: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
-from isotype.preflight.from_trainer import CHECKPOINTING, checkpointing, fsdp_version
+from isotype.preflight.from_trainer import CHECKPOINTING, checkpointing
+from isotype.train.launched import processes, requested_sharding
 from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Options:
         batch, length: rows and tokens of the step, None where the training's arguments decide.
         generate: whether generation is traced too.
         fsdp: 0, 1 or 2; None where the training's arguments decide.
+        devices: how many devices train together; None where the launcher decides.
         json, sarif, html: outputs; of sarif `-` is standard output.
         fix: whether the repaired command is shown.
         fail_on: the severity from which the exit status is 1.
@@ -58,6 +60,7 @@ class Options:
     length: int | None
     generate: bool
     fsdp: int | None
+    devices: int | None
     json: bool
     sarif: str | None
     html: Path | None
@@ -81,6 +84,8 @@ class Plan:
         learning_rate, optimizer: of the optimizer.
         checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
         fsdp: 0, 1 or 2.
+        devices: how many devices train together, a process each.
+        reshard: whether FSDP frees a block's gathered weights after its forward.
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
         notes: what is not traced as asked.
@@ -100,6 +105,8 @@ class Plan:
     optimizer: str
     checkpointing: Mapping[str, Any] | None
     fsdp: int = 0
+    devices: int = 1
+    reshard: bool = True
     completion: int = 0
     reference: bool = True
     revision: str | None = None
@@ -128,7 +135,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     tokens, fsdp = _take_fsdp(tokens)
     known, rest = parser.parse_known_args(tokens)
     problems = list(parser.problems)
-    for name in ("batch", "length"):
+    for name in ("batch", "length", "devices"):
         value = getattr(known, name)
         if isinstance(value, int) and value < 1:
             problems.append(Problem(f"--{name} {value}", "at least 1", "give at least 1"))
@@ -169,6 +176,12 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch", type=int, default=None, help="rows a step; the training's own, or 1 for a bare MODEL")
     add("--length", type=int, default=None, help=f"tokens a row; --max_length, or {DEFAULT_LENGTH}")
+    add(
+        "--devices",
+        type=int,
+        default=None,
+        help="devices that train together: each with all weights (DDP), or with --fsdp 2 (--fsdp full_shard) each with a share",
+    )
     add("--generate", action="store_true", help="trace generation too")
     add("--json", action="store_true", help="print JSON")
     add("--sarif", metavar="PATH", default=None, help="write SARIF, for code scanning; - prints it")
@@ -282,6 +295,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
         optimizer=light.optim,
         checkpointing=CHECKPOINTING,
         fsdp=options.fsdp or 0,
+        devices=options.devices or processes(),
     )
 
 
@@ -293,6 +307,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
     length = options.length or getattr(training, "max_length", None)
     completion = getattr(training, "max_completion_length", 0) or 0
     attention, notes = model.attn_implementation, []
+    sharding = requested_sharding(training) or {}
     if attention is not None and "flash" in attention:
         notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
         attention = None
@@ -316,8 +331,12 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         lora=_lora_config(settings, start) if model.use_peft else None,
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
-        checkpointing=checkpointing(training),
-        fsdp=fsdp_version(training) if options.fsdp is None else options.fsdp,
+        checkpointing=CHECKPOINTING
+        if sharding.get("activation_checkpointing") and not training.gradient_checkpointing
+        else checkpointing(training),
+        fsdp=sharding.get("version", 0) if options.fsdp is None else options.fsdp,
+        devices=options.devices or processes(),
+        reshard=sharding.get("reshard", True),
         revision=model.model_revision,
         attention=attention,
         notes=tuple(notes),

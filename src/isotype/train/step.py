@@ -57,6 +57,8 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
             learning_rate=plan.learning_rate,
             phases=phases,
             fsdp=plan.fsdp,
+            devices=plan.devices,
+            reshard=plan.reshard,
             ranges=ranges,
         )
 

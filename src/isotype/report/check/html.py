@@ -32,11 +32,13 @@ from isotype.report.check.record import Record
 from isotype.report.check.text import (
     cost_clauses,
     counts,
+    device_words,
     elide,
     fix_scope,
     fold_places,
     next_steps,
     ranges_words,
+    sharding_words,
     short_source,
     trust,
     verdict,
@@ -108,7 +110,8 @@ def to_html(report: Record) -> str:
 def _about(report: Record) -> str:
     setup = report.trace.setup
     batch = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in setup.batch.items())
-    return " · ".join(part for part in (setup.profile.title, f"{setup.optimizer} step", batch) if part)
+    parts = (device_words(setup), sharding_words(setup), f"{setup.optimizer} step", batch)
+    return " · ".join(part for part in parts if part)
 
 
 def _figures(report: Record) -> list[tuple[str, str, str]]:
@@ -117,6 +120,8 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
     most = max(report.flops, key=lambda dtype: report.flops[dtype], default=None)
     share = "" if most is None else f"{format_share(report.flops[most] / total)} {dtype_name(most)}"
     capacity = f"of {format_bytes(profile.memory_bytes)}" if profile.memory_bytes else "capacity not known"
+    if (devices := report.trace.setup.devices) > 1:
+        capacity += f", on each of {devices}"
     return [
         ("Findings", counts(report).split(",")[0] or "none", ", ".join(counts(report).split(", ")[1:])),
         ("Peak memory", format_bytes(memory.peak) if memory.peak else "not measured", capacity),
@@ -324,7 +329,7 @@ def _setup(report: Record) -> list[tuple[str, str]]:
         ("loss scaling", "GradScaler" if setup.scaler else "none"),
         ("optimizer", f"{setup.optimizer}{rate}"),
         ("compute dtype", dtype_name(setup.compute)),
-        ("sharding", f"FSDP{setup.fsdp}" if setup.fsdp else "none"),
+        ("sharding", sharding_words(setup) or "none"),
         ("phases", ", ".join(setup.phases)),
         *((name, " × ".join(map(str, shape)) or "a scalar") for name, shape in setup.batch.items()),
         ("value ranges", ranges_words(report)),

@@ -9,7 +9,7 @@ from isotype.contracts.contract import doubts
 from isotype.core.dtypes import dtype_name
 from isotype.core.package import VERSION
 from isotype.report.check.record import Record, repair_outlook
-from isotype.report.check.text import verdict
+from isotype.report.check.text import sharding_notes, verdict
 from isotype.rules.finding import Cost, Finding, Fix
 from isotype.trace.record import Operand, Setup
 
@@ -50,7 +50,7 @@ def _encode(report: Record) -> dict[str, Any]:
         "operators": sum(call.repeats for call in trace.calls),
         "assumed": list(report.assumed),
         "doubts": doubts(trace.setup.profile),
-        "not_traced": list(trace.notes),
+        "not_traced": [*sharding_notes(trace.setup), *trace.notes],
         "failure": None
         if failure is None
         else {
@@ -75,6 +75,8 @@ def _setup(setup: Setup) -> dict[str, Any]:
         "compute": dtype_name(setup.compute),
         "phases": list(setup.phases),
         "fsdp": setup.fsdp,
+        "devices": setup.devices,
+        "reshard": setup.reshard,
         "batch": {name: list(shape) for name, shape in setup.batch.items()},
         "details": list(setup.details),
         "data": setup.data,

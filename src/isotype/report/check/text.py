@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isotype.contracts.contract import doubts
@@ -55,10 +55,10 @@ def counts(report: Record) -> str:
 
 def verdict(report: Record) -> str:
     """The one line that matters: whether the step runs on the device, and what it says about how it runs."""
-    title, peak = report.trace.setup.profile.title, format_bytes(report.memory.peak)
+    title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, found = report.trace.failure, counts(report)
     capacity = format_bytes(report.trace.setup.profile.memory_bytes or 0)
-    lacking = f"needs {peak} of {capacity}"
+    lacking = f"needs {peak} of {capacity}{' each' if report.trace.setup.devices > 1 else ''}"
     unseen = "" if failure is None else f"traced only up to {_where(failure.phase, failure.module)}"
     rest = [clause for clause in (found, unseen) if clause]
     match report.status:
@@ -171,13 +171,28 @@ def short_source(source: str) -> str:
     return "/".join(source.replace("\\", "/").split("/")[-2:])
 
 
+def device_words(setup: Setup) -> str:
+    """What the step runs on: `"NVIDIA T4"`, `"8 × NVIDIA T4"`."""
+    return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
+
+
+def sharding_words(setup: Setup) -> str:
+    """How several devices train together: `"FSDP2 over 8 devices"`; "" for one that is not sharded."""
+    if setup.devices == 1:
+        return f"FSDP{setup.fsdp}" if setup.fsdp else ""
+    if not setup.fsdp:
+        return f"DDP on {setup.devices} devices, each with all weights"
+    kept = "" if setup.reshard else ", gathered weights kept for the backward"
+    return f"FSDP{setup.fsdp} over {setup.devices} devices{kept}"
+
+
 def setup_words(setup: Setup) -> str:
     """How the step is run, in one line."""
     words = [
         f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "no autocast",
         "GradScaler" if setup.scaler else "no GradScaler",
         setup.optimizer + (f" lr {setup.learning_rate:g}" if setup.learning_rate is not None else ""),
-        f"FSDP{setup.fsdp}" if setup.fsdp else "",
+        sharding_words(setup),
         *setup.details,
         ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items()),
     ]
@@ -195,7 +210,9 @@ def memory_words(report: Record) -> str:
     )
     of = f" of {format_bytes(capacity)}" if capacity else ""
     fits = {True: "", False: " (does not fit)", None: ""}[report.fits]
-    return f"peak {format_bytes(memory.peak)}{of}{fits} in {memory.peak_phase}: {parts}"
+    devices = report.trace.setup.devices
+    each = f" on each of {devices} devices" if devices > 1 else ""
+    return f"peak {format_bytes(memory.peak)}{of}{each}{fits} in {memory.peak_phase}: {parts}"
 
 
 def flops_words(report: Record) -> str:
@@ -242,12 +259,20 @@ def trust(report: Record) -> list[tuple[str, str]]:
                 f"whatever follows {_where(failure.phase, failure.module)}{at}: {failure.error}{mixed}",
             )
         )
-    rows += [("not seen", note) for note in report.trace.notes]
+    rows += [("not seen", note) for note in (*sharding_notes(report.trace.setup), *report.trace.notes)]
     if report.ranges in ("known", "unknown"):
         known = report.trace.setup.family_ranges
         family = f"; of its family it is known that {known}" if known else ""
         rows.append(("not seen", f"whether values stay below float16's 65,504: nobody measured them{family}"))
     return rows
+
+
+def sharding_notes(setup: Setup) -> Iterator[str]:
+    """What the memory of a sharded step rests on."""
+    if setup.fsdp and setup.devices == 1:
+        yield "over how many devices FSDP shards: the memory is that of one with all weights; --devices N (devices=N) says it"
+    elif setup.fsdp == 1:
+        yield "FSDP1's own buffers: the memory is counted as FSDP2 takes it"
 
 
 def next_steps(report: Record) -> list[tuple[str, str]]:
@@ -324,7 +349,7 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
     found: list[Line] = [
         *_hang(
             (("isotype run" if in_script else "isotype check", "bold"), ("   ", "")),
-            f"{report.trace.model or 'model'} on {setup.profile.title}",
+            f"{report.trace.model or 'model'} on {device_words(setup)}",
             width,
         ),
         *_hang(((" " * 3, ""),), setup_words(setup), width, "dim"),

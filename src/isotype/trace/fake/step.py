@@ -22,6 +22,7 @@ from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
 from isotype.trace.fake.optimizers import kept_states, make_optimizer
 from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.sharded import ProcessMemory
 from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.fake.twin import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake.untouched import Untouched
@@ -148,6 +149,7 @@ class _Step:
         self.enough: Callable[[], bool] | None = None
         self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
+        self.process = ProcessMemory(twin, setup, recorder.ledger, self.repeats)
 
     def run(self) -> Failure | None:
         """Run the phases in order; returns why it ended early, or None."""
@@ -163,6 +165,7 @@ class _Step:
         self.recorder.watch(self.twin)
         with self.mode, self.recorder, Functions(self.recorder, profile.kind, profile):
             self._weigh()
+            self.handles += self.process.watch()
             for phase, run in (
                 ("forward", self._forward),
                 ("backward", self._backward),
@@ -191,11 +194,13 @@ class _Step:
         """Enter weights, adapters, buffers and quantization states."""
         ledger = self.recorder.ledger
         for tensor, weight in self.owned:
-            kind = memory_kind(weight)
-            ledger.seen(tensor, kind, weight.repeats)
-            self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats))
+            kind, held = memory_kind(weight), self.process.held(tensor)
+            ledger.seen(tensor, kind, weight.repeats, held)
+            self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, held))
             for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):
-                ledger.seen(state, "weights", weight.repeats)
+                # Codes that the layer refers to are its weight; scales lie on every process.
+                same = state.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+                ledger.seen(state, "weights", weight.repeats, held if same else None)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
 
     def _weigh(self) -> None:
@@ -211,7 +216,9 @@ class _Step:
                 if isinstance(moment, torch.Tensor):
                     kept = f"the optimizer's {key} of {owner}"
                     self.recorder.mark(moment, Origin("outside", moment.dtype, kept))
-                    ledger.seen(moment, "optimizer")
+                    ledger.seen(
+                        moment, "optimizer", size=int(self.process.share * moment.untyped_storage().nbytes())
+                    )
         for name, value in _named(self.inputs):
             if not isinstance(value, FakeTensor):  # in an object that is passed as it is
                 self.recorder.stand_for(value, Origin("input", value.dtype, name))
@@ -223,13 +230,8 @@ class _Step:
                 self.recorder.values.came_rounded(value, name)
 
     def _gradient(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
-        ledger = self.recorder.ledger
-
         def count(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            ledger.seen(parameter.grad, "gradients")
-            if repeats > 1:
-                ledger.add("gradients", (repeats - 1) * parameter.grad.untyped_storage().nbytes(), module)
+            self.process.gradient(parameter, repeats, module)
 
         return count
 
@@ -264,6 +266,7 @@ class _Step:
             allow_unreachable=True,
             accumulate_grad=True,
         )
+        self.process.end_backward()
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -308,15 +311,15 @@ class _Step:
             self.notes.append(made)
             return
         made.state.update({parameter: self.states[name] for name, parameter in named if name in self.states})
-        self.recorder.ledger.kind = "optimizer"
-        made.step()
         ledger = self.recorder.ledger
+        ledger.kind, ledger.share = "optimizer", self.process.share
+        made.step()
         for parameter in trained:
             surplus = self.repeats[id(parameter)] - 1
             for value in made.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor) and surplus:
-                    ledger.add("optimizer", surplus * value.untyped_storage().nbytes())
-        ledger.kind = "activations"
+                    ledger.add("optimizer", int(surplus * ledger.share * value.untyped_storage().nbytes()))
+        ledger.kind, ledger.share = "activations", 1.0
 
     def _generate(self) -> None:
         with torch.no_grad(), self._autocast(self.setup.autocast_eval):
