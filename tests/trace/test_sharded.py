@@ -123,7 +123,7 @@ def test_folded_layers_hold_what_all_of_them_hold(reshard: bool) -> None:
         # Gradients of all layers that one stands for come at once, before the activations of any go.
         slack = 1.2 if phase == "backward" else 1.01
         expected = sum(whole.phases[phase].values())
-        assert expected <= sum(kinds.values()) <= slack * expected, phase
+        assert 0.97 * expected <= sum(kinds.values()) <= slack * expected, phase
 
 
 def test_the_groups_are_blocks_a_lone_frozen_embedding_and_the_rest() -> None:
