@@ -321,12 +321,60 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("card", "spellings"),
+    [
+        (
+            "rtx4090",
+            ("rtx-4090", "RTX 4090", "4090", "NVIDIA GeForce RTX 4090", "GeForce_RTX_4090", "rtx 4090 24GB"),
+        ),
+        (
+            "a100-80g",
+            ("a100", "a100-80gb", "A100 80GB", "NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB", "a100_80g"),
+        ),
+        ("a100-40g", ("a100-40gb", "A100 40 GiB", "a100 sxm 40gb")),
+        ("h100", ("H100 80GB", "nvidia h100", "H100-SXM", "NVIDIA H100 80GB HBM3", "h100-80gb")),
+        ("v100-32g", ("V100 32GB", "Tesla V100-SXM2-32GB")),
+        ("v100-16g", ("Tesla V100",)),
+        ("t4", ("NVIDIA T4", "Tesla T4", "t4 16gb")),
+        ("mi300x", ("AMD Instinct MI300X", "MI300X", "mi300x-192gb")),
+        ("l40s", ("L40S", "NVIDIA L40S 48GB")),
+        ("a10g", ("NVIDIA A10G", "a10g 24gb")),
+    ],
+)
+def test_a_card_has_one_profile_however_it_is_written(card: str, spellings: tuple[str, ...]) -> None:
+    for spelling in spellings:
+        assert device_profile(spelling).name == card, spelling
+
+
+@pytest.mark.parametrize(
+    ("name", "candidates"),
+    [
+        ("RTX", "rtx3090, rtx4090, rtx5090"),
+        ("80gb", "a100-80g, h100"),
+        ("v100 sxm2", "v100-16g, v100-32g"),
+    ],
+)
+def test_a_name_of_several_cards_lists_them(name: str, candidates: str) -> None:
+    with pytest.raises(PrecisionError, match="a name of several devices") as raised:
+        device_profile(name)
+    assert f"give one of {candidates}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["A100 PCIe 40GB", "rtx 4090 ti", "h100 pcie", "4090 laptop", "a100 24gb", "nvidia", ""]
+)
+def test_another_card_is_none_of_ours(name: str) -> None:
+    with pytest.raises(PrecisionError, match="unknown device"):
+        device_profile(name)
+
+
 def test_unknown_device_names_close_ones() -> None:
     with pytest.raises(PrecisionError) as caught:
-        device_profile("a100-80gb")
+        device_profile("a100-90gb")
     assert str(caught.value) == (
         "unknown device\n"
-        "  - device 'a100-80gb'\n"
+        "  - device 'a100-90gb'\n"
         "    expected  auto, cpu, cuda, cuda:N, mps, xpu, or a profile: a10, a100, a100-40g, a100-80g, a10g, b200, "
         "cpu-amx, cpu-avx2, cpu-avx512, cpu-generic, h100, h200, l4, l40s, mi250x, mi300x, mps, p100, rtx3090, rtx4090, rtx5090, t4, v100, "
         "v100-16g, v100-32g, xpu\n"
@@ -347,9 +395,13 @@ def test_any_name_gives_a_profile_or_a_precision_error(name: str) -> None:
     if folded in {"auto", "cpu", "cpu:0", "mps", "xpu", *profile_names()}:
         assert device_profile(name).supports(F32) == "native"
         return
-    with pytest.raises(PrecisionError) as caught:
-        device_profile(name)
-    assert repr(folded) in str(caught.value)
+    try:
+        profile = device_profile(name)
+    except PrecisionError as error:
+        assert repr(folded) in str(error)
+    else:  # another spelling of a card's name
+        assert set(folded) <= set("abcdefghijklmnopqrstuvwxyz0123456789 _-")
+        assert profile.kind in ("cuda", "rocm")
 
 
 def test_bfloat16_runs_on_nvidias_from_capability_8_on() -> None:

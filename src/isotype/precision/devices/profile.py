@@ -30,6 +30,7 @@ from isotype.precision.devices.cpu import (
     this_onednn,
     why_not_native,
 )
+from isotype.precision.devices.names import cards_named, words_of
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "mps"]
 Support = Literal["native", "emulated", "refused"]
@@ -384,7 +385,7 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
 
     Args:
         device: `"auto"` for the best accelerator present, else this CPU; a real device (`"cpu"`, `"cuda"`,
-            `"cuda:1"`, `"mps"`, `"xpu"`), probed now; or a profile name (`"t4"`). `"mps"` and `"xpu"` name the
+            `"cuda:1"`, `"mps"`, `"xpu"`), probed now; or a profile name (`"t4"`), however it is written (`"NVIDIA T4"`). `"mps"` and `"xpu"` name the
             generic profile where this machine has none.
 
     Raises:
@@ -406,9 +407,16 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
 
 
 def _named_profile(name: str) -> DeviceProfile:
-    record = _names().get(name)
-    if record is not None:
-        return _from_record(record, _records()[record])
+    words = words_of(name)
+    exact = next((each for each in (name, "".join(words), "-".join(words)) if each in _names()), None)
+    if exact is not None:
+        return _from_record(_names()[exact], _records()[_names()[exact]])
+    cards, is_card = cards_named(name, _records())
+    if len(cards) == 1 and is_card:
+        return _from_record(cards[0], _records()[cards[0]])
+    if cards:
+        problem = Problem(f"device {name!r}", "the name of one card", f"give one of {', '.join(cards)}")
+        raise PrecisionError("a name of several devices" if len(cards) > 1 else "unknown device", [problem])
     close = difflib.get_close_matches(name, _names(), n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(close)}?" if close else "give one of these names"
     expected = f"auto, cpu, cuda, cuda:N, mps, xpu, or a profile: {', '.join(profile_names())}"

@@ -1,0 +1,51 @@
+"""The cards that a name may mean, however it is written: `rtx-4090`, `RTX 4090`, `4090`, `NVIDIA GeForce RTX 4090`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Words that tell no card from another.
+_MAKERS = frozenset({"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "gpu"})
+_CARDS = ("cuda", "rocm")
+_CAPACITY = re.compile(r"(\d+)\s*gi?b?\b")
+_SPELLING = re.compile(r"[a-z0-9 _-]*")
+_WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
+# Of a series or a board, which alone name no card.
+_SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
+# A card has the memory that its box names, less what the driver keeps, in binary units.
+_LEAST, _MOST = 0.97, 1.12
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    """The words of a card's name in small letters, without its maker's; a memory as `80g`. Of what is no such name, none."""
+    if not _SPELLING.fullmatch(name.lower()):
+        return ()
+    text = _CAPACITY.sub(r"\1g", name.lower()).replace("rtx", "rtx ").replace("gtx", "gtx ")
+    return tuple(word for word in _WORDS.findall(text) if word not in _MAKERS)
+
+
+def cards_named(name: str, records: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """The profiles of GPUs that `name` may mean, and whether it names a card at all, not only a series or a memory.
+
+    Args:
+        name: as somebody wrote it.
+        records: profile name -> its record in `profiles.json`.
+    """
+    words = words_of(name)
+    fitting = tuple(key for key, record in records.items() if words and _fits(words, key, record))
+    return fitting, not all(_SHARED.fullmatch(word) for word in words)
+
+
+def _fits(words: tuple[str, ...], key: str, record: Mapping[str, Any]) -> bool:
+    if record["kind"] not in _CARDS:
+        return False
+    texts = (key, record["title"], *record["driver_names"], *record.get("aliases", ()))
+    owned = {word for text in texts for word in words_of(text)}
+    return all(word in owned or _is_memory(word, record["memory_gib"]) for word in words)
+
+
+def _is_memory(word: str, gib: float | None) -> bool:
+    capacity = re.fullmatch(r"(\d+)g", word)
+    return capacity is not None and gib is not None and _LEAST * gib <= int(capacity[1]) <= _MOST * gib
