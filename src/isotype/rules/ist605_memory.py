@@ -14,7 +14,9 @@ gradient checkpointing keeps each of n layers' input and the activations of one 
 and the inputs (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016);
 nf4 stores a weight in 4 bits and a float32 scale for 64 weights, 0.5625 bytes (Dettmers et al., "QLoRA", 2023);
 frozen float32 weights in 16 bits take half; 8-bit optimizer states take a quarter of float32 ones;
-activations shrink in proportion to batch times length.
+activations shrink in proportion to batch times length;
+sharded over N devices (FSDP2) each holds 1/N of weights, gradients and optimizer states, its own activations, all of what is outside
+of the blocks, and up to three whole blocks: one in use, the buffer that it came in, and that of the next.
 
 **An example**
 
@@ -32,6 +34,7 @@ activations shrink in proportion to batch times length.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
@@ -56,6 +59,8 @@ _LARGEST, _HEAVIEST = 4, 2  # tensors and weights that are named
 # Its schema says nothing of it, but it shares its operand's memory.
 _SHARING = ("aten._unsafe_view.default",)
 _LAYER = re.compile(r"(.*)\.\d+$")
+_IN_LAYER = re.compile(r".*?\.\d+(?=\.)")
+_DEVICES = (2, 4, 8, 16, 32, 64)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -160,10 +165,38 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     states = peak.get("optimizer", 0)
     if states:
         yield ("use an optimizer with 8-bit states", states * 3 // 4, "optim", "adamw_8bit")
+    yield from _sharding(trace)
     over = trace.memory.peak - (trace.setup.profile.memory_bytes or 0)
     if 0 < over < activations:
         share = 1 - over / activations
         yield (f"take {share:.0%} of batch x length", over, "max_length", f"{share:.2f} of it")
+
+
+def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
+    """The fewest devices over which the step fits when FSDP2 shards it: its saving on each."""
+    setup = trace.setup
+    capacity, phase = setup.profile.memory_bytes, trace.memory.peak_phase
+    if setup.profile.kind in ("cpu", "mps") or not capacity or phase is None:
+        return
+    peak, before = trace.memory.phases[phase], setup.devices if setup.fsdp else 1
+    groups: Counter[str] = Counter()
+    whole = 0
+    for weight in trace.weights:
+        if not weight.buffer:
+            match = _IN_LAYER.match(weight.name)
+            groups[match[0] if match else ""] += weight.bytes
+            whole += weight.bytes * weight.repeats
+    outside = groups.pop("", 0)
+    sharded = whole + before * sum(peak.get(kind, 0) for kind in ("gradients", "optimizer"))
+    # Quantization states lie on every device; so do activations.
+    stays = sum(peak.get(kind, 0) for kind in ("weights", "adapters", "activations", "inputs", "buffers"))
+    stays += outside + 3 * max(groups.values(), default=0) - whole // before
+    for devices in _DEVICES:
+        each = stays + sharded // devices
+        if devices > before and each <= TIGHT * capacity:
+            advice = f"shard it over {devices} devices (--fsdp 2 --devices {devices}; trained with --fsdp full_shard)"
+            yield (advice, trace.memory.peak - each, "devices", str(devices))
+            return
 
 
 def _quantizable(weight: Weight) -> bool:
