@@ -217,7 +217,7 @@ class _Step:
                     kept = f"the optimizer's {key} of {owner}"
                     self.recorder.mark(moment, Origin("outside", moment.dtype, kept))
                     ledger.seen(
-                        moment, "optimizer", size=int(self.process.share * moment.untyped_storage().nbytes())
+                        moment, "optimizer", held=int(self.process.share * moment.untyped_storage().nbytes())
                     )
         for name, value in _named(self.inputs):
             if not isinstance(value, FakeTensor):  # in an object that is passed as it is
