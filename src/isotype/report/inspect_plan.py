@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect_plan import PlanGroup, PlanInspection
+from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.grouping import grouped
 from isotype.core.names import listed, plural, starred
 from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting, wrapped
 
-_REMARKABLE = ("initialised", "surplus", "warning")
+_REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantized")
+_DEQUANTIZED = ("mxfp4",)  # stored in fewer bits than anything can be trained in
 _ROLES = ("storage", "compute", "pinned")
 
 
@@ -49,7 +53,31 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
     computed = list(dict.fromkeys(starred(name) for name in plan.buffers))
     if computed:
         lines.append(f"computed: {listed(computed)}: in no file, the model computes them")
+    lines += storage_lines(inspection)
     return [*lines, *(f"warning: {warning}" for warning in inspection.policy.warnings)]
+
+
+def storage_lines(inspection: PlanInspection) -> list[str]:
+    """What a quantized storage does not reach, and what is stored in fewer bits than it is loaded in."""
+    lines = []
+    policy, tensors = inspection.policy, inspection.plan.tensors
+    stacked = [tensor for tensor in tensors if len(tensor.shape) == 3]
+    if policy.storage in QUANTIZATIONS and stacked:
+        kept = f"stay in {listed(sorted({tensor.storage for tensor in stacked}))}"
+        lines.append(
+            f"not quantized: {plural(len(stacked), 'stacked expert weight')} {kept}: {policy.storage} reaches linear layers only"
+        )
+    for stored in _DEQUANTIZED:
+        some = [tensor for tensor in tensors if tensor.stored == stored and tensor.storage != stored]
+        floats = [tensor for tensor in some if hasattr(torch, tensor.storage)]
+        loaded = sum(math.prod(tensor.shape) * getattr(torch, tensor.storage).itemsize for tensor in floats)
+        if floats:
+            read = format_bytes(sum(tensor.bytes for tensor in floats))
+            lines.append(
+                f"dequantized: {plural(len(floats), 'tensor')} of {stored}, {read} in the files, {format_bytes(loaded)} "
+                f"loaded in {listed(sorted({tensor.storage for tensor in floats}))}: {stored} has no backward"
+            )
+    return lines
 
 
 def plan_json(inspection: PlanInspection) -> dict[str, Any]:

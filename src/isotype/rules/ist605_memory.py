@@ -80,11 +80,31 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause=f"{kinds[0][0]} take {format_bytes(kinds[0][1])}",
         notes=(
             ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= peak / 100),
+            *unquantized_experts(trace),
             *largest_tensors(trace),
         ),
         fixes=tuple(_fixes(trace, over)),
         cost=Cost(memory_bytes=max(0, over)),
     )
+
+
+def unquantized_experts(trace: Trace) -> Iterator[str]:
+    """One sentence on the experts of a quantized model that are stacked in float parameters: no quantizer reaches them."""
+    formats = {weight.quantization.format for weight in trace.weights if weight.quantization is not None}
+    experts = [
+        weight
+        for weight in trace.weights
+        if len(weight.shape) == 3
+        and weight.dtype.is_floating_point
+        and not (weight.trainable or weight.buffer)
+    ]
+    if formats and experts:
+        size = format_bytes(sum(weight.bytes * weight.repeats for weight in experts))
+        count = sum(weight.repeats for weight in experts)
+        yield (
+            f"{count} stacked expert weights ({size}) stay in {dtype_name(experts[0].dtype)}: "
+            f"{' and '.join(sorted(formats))} reaches linear layers only"
+        )
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:

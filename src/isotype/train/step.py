@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 
+from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.mapping.complete import require_complete_gguf
 from isotype.checkpoint.weightless import model_config
+from isotype.core.dtypes import dtype_name
+from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.precision.devices.profile import device_profile
@@ -19,6 +22,7 @@ from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
 from isotype.report.check.report import Report
 from isotype.trace.fold import fold
+from isotype.trace.record import Trace
 from isotype.train.fit import fitting
 from isotype.train.head import put_head
 from isotype.train.plan import DEFAULT_LENGTH, Plan
@@ -26,6 +30,9 @@ from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute import checkpoint_gradients
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
+
+_MXFP4_BYTES = (4 + 8 / 32) / 8
+"""Of one value: 4 bits, and 8 for the scale of 32 (OCP MX specification 1.0, 5.2)."""
 
 
 def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Report:
@@ -68,7 +75,11 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
     report = fitting(run(request(plan.rows, length)), plan, length, command, peak)
     trace = replace(
         report.trace,
-        setup=replace(report.trace.setup, data=plan.data),
+        setup=replace(
+            report.trace.setup,
+            data=plan.data,
+            details=(*report.trace.setup.details, *_dequantized(config, report.trace)),
+        ),
         model=plan.source,
         notes=(*report.trace.notes, *plan.notes, *_notes(plan, model, length), *fusion),
     )
@@ -136,6 +147,20 @@ def _inputs(plan: Plan, model: Any, length: int) -> Any:
         completion=min(plan.completion, length - 1),
         reference=plan.reference,
     )
+
+
+def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
+    """What a checkpoint's own format takes that nothing can be trained in, and what it is loaded in."""
+    saved = quantization_of(config)
+    if saved is None or saved.format != "mxfp4":
+        return
+    experts = [weight for weight in trace.weights if len(weight.shape) == 3 and not weight.trainable]
+    loaded = sum(weight.bytes * weight.repeats for weight in experts)
+    if not loaded:
+        return
+    dtype = experts[0].dtype
+    stored = int(loaded / dtype.itemsize * _MXFP4_BYTES)
+    yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} where the files hold {format_bytes(stored)}"
 
 
 def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:

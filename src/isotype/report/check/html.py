@@ -38,6 +38,7 @@ from isotype.report.check.text import (
     fold_places,
     next_steps,
     ranges_words,
+    seconds_words,
     sharding_words,
     short_source,
     trust,
@@ -47,6 +48,7 @@ from isotype.report.html import package_file, render
 from isotype.report.palette import dtype_class, palette_css
 from isotype.report.text import format_duration, format_flops, format_share
 from isotype.rules.finding import Finding, Fix
+from isotype.rules.ist605_memory import unquantized_experts
 from isotype.trace.record import MEMORY_KINDS, Memory, MemoryKind, Operand
 
 Content = dict[str, object]
@@ -332,6 +334,9 @@ def _setup(report: Record) -> list[tuple[str, str]]:
         ("sharding", sharding_words(setup) or "none"),
         ("phases", ", ".join(setup.phases)),
         *((name, " × ".join(map(str, shape)) or "a scalar") for name, shape in setup.batch.items()),
+        ("details", "; ".join(setup.details)),
+        ("weights", "; ".join(unquantized_experts(report.trace))),
+        ("time", seconds_words(report)),
         ("value ranges", ranges_words(report)),
         ("device figures", profile.source),
     ]

@@ -18,8 +18,10 @@ from isotype.core.units import format_bytes
 from isotype.precision import by_ranges
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
-from isotype.report.text import format_flops, format_share
+from isotype.report.text import format_duration, format_flops, format_share
 from isotype.rules.finding import Cost, Finding, Fix, Scope, marked
+from isotype.rules.ist605_memory import unquantized_experts
+from isotype.rules.kit import costs
 from isotype.trace.record import Operand, Setup
 
 if TYPE_CHECKING:
@@ -92,8 +94,9 @@ def _where(phase: str, module: str) -> str:
 def cost_clauses(cost: Cost, title: str) -> list[str]:
     """What a finding costs, largest unit first; empty where nothing could be counted."""
     clauses = []
-    if cost.slowdown is not None:
-        clauses.append(f"about {cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}x slower on {title}")
+    times = "" if cost.slowdown is None else f"{cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}"
+    if times not in ("", "1.0"):
+        clauses.append(f"about {times}x slower on {title}")
     if cost.flops_share:
         clauses.append(f"{format_share(cost.flops_share)} of the FLOPs in a slower dtype")
     if cost.cast_bytes:
@@ -227,6 +230,28 @@ def flops_words(report: Record) -> str:
         remark = "" if support == "native" else f" ({support})"
         shares.append(f"{format_share(count / total)} {dtype_name(dtype)}{remark}")
     return f"{format_flops(total)} a step: {', '.join(shares)}"
+
+
+def seconds_words(report: Record) -> str:
+    """The least time that the step takes on the device by its data sheet, and what bounds it; "" without such rates."""
+    trace, title = report.trace, device_words(report.trace.setup)
+    seconds = costs.seconds_on(trace.setup.profile)
+    rated = trace.setup.profile.peak_flops.keys()
+    if (
+        seconds is None
+        or report.trace.failure is not None
+        or not report.flops
+        or not report.flops.keys() <= rated
+    ):
+        return ""
+    total = costs.step_seconds(trace, seconds)
+    products = sum(amount / trace.setup.profile.peak_flops[dtype] for dtype, amount in report.flops.items())
+    bound = "products" if products > total / 2 else "memory traffic, not products"
+    apart = "; communication is not in it" if trace.setup.devices > 1 else ""
+    return (
+        f"at least {format_duration(total)} a step on {title}, most of it for {bound}: every operator at the data sheet's "
+        f"rates, one after another{apart}"
+    )
 
 
 def ranges_words(report: Record) -> str:
@@ -363,7 +388,9 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
         *data,
         *measured,
         ("memory", memory_words(report)),
+        *(("weights", words) for words in unquantized_experts(report.trace)),
         ("FLOPs", flops_words(report)),
+        *([("time", words)] if (words := seconds_words(report)) else []),
         *trust(report),
     ]
     found += _rows(rows, width)

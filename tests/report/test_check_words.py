@@ -1,0 +1,71 @@
+"""Words of a check that say what a step costs: slowdowns, the time of a step, experts that stay whole, devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import isotype
+from isotype.core.units import format_bytes
+from isotype.precision.devices.profile import device_profile
+from isotype.report.check.record import Record
+from isotype.report.check.text import cost_clauses, seconds_words, to_text
+from isotype.rules.finding import Cost
+from isotype.rules.ist605_memory import unquantized_experts
+from isotype.train.weightless import weightless_model
+from tests.report.check_samples import clean
+from tests.trace.test_sharded import Model, ids
+
+
+@pytest.mark.parametrize(("times", "words"), [(1.0, []), (1.04, []), (1.06, ["1.1x"]), (12.4, ["12x"])])
+def test_what_is_as_fast_is_not_called_slower(times: float, words: list[str]) -> None:
+    assert [clause.split()[1] for clause in cost_clauses(Cost(slowdown=times), "a card")] == words
+
+
+def test_the_least_time_of_a_step_is_told_with_what_bounds_it() -> None:
+    record: Record = clean()
+    trace = replace(record.trace, setup=replace(record.trace.setup, profile=device_profile("h100")))
+    told = seconds_words(replace(record, trace=trace))
+    assert told.startswith("at least ")
+    assert "NVIDIA H100" in told
+    assert ("products" in told) or ("memory traffic" in told)
+    unrated = replace(trace.setup, profile=device_profile("cpu-generic"))
+    assert seconds_words(replace(record, trace=replace(trace, setup=unrated))) == ""
+
+
+def test_the_report_names_the_devices() -> None:
+    def told(**more: Any) -> str:
+        report = isotype.check(Model(), ids(), device="h100", optimizer="sgd", verify=False, **more)
+        return " ".join(to_text(report, 500).split())
+
+    sharded = told(devices=8, fsdp=2)
+    assert "8 × NVIDIA H100 SXM 80 GB" in sharded
+    assert "FSDP2 over 8 devices" in sharded
+    assert "on each of 8 devices" in sharded
+    assert "gathered weights kept for the backward" in told(devices=8, fsdp=2, reshard=False)
+    assert "DDP on 2 devices, each with all weights" in told(devices=2)
+    assert "over how many devices FSDP shards" in told(fsdp=2)
+
+
+def test_experts_that_no_quantizer_reaches_are_counted() -> None:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    policy = isotype.resolve_precision(
+        config, dtype="bfloat16", quantization="nf4", device="h100", trainable="lora"
+    )
+    model = weightless_model(config, policy, lora={"r": 2})
+    report = isotype.check(model, {"input_ids": ids()["ids"]}, policy, verify=False, phases=("forward",))
+    (told,) = unquantized_experts(report.trace)
+    # Two stacks a layer: gate and up together, and down.
+    size = 2 * (4 * 64 * 32 + 4 * 32 * 32) * 2
+    assert (
+        told
+        == f"4 stacked expert weights ({format_bytes(size)}) stay in bfloat16: nf4 reaches linear layers only"
+    )
+    assert "stay in bfloat16" in to_text(report, 500)
