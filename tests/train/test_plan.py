@@ -86,6 +86,21 @@ def test_fsdp_is_a_version_or_what_the_trainer_takes(argv, version):
     assert plan("m", *argv).fsdp == version
 
 
+def test_the_number_of_devices_is_told_or_the_launchers(monkeypatch):
+    assert plan("m").devices == 1
+    assert plan("m", "--devices", "8").devices == 8
+    assert plan("sft", "--model_name_or_path", "m", "--devices", "8", "--fsdp", "full_shard").devices == 8
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert plan("m").devices == 4
+    assert plan("m", "--devices", "2").devices == 2
+
+
+def test_gathered_weights_may_be_kept():
+    argv = ("sft", "--model_name_or_path", "m", "--fsdp", "full_shard", "--fsdp_config")
+    assert plan(*argv[:-1]).reshard
+    assert not plan(*argv, '{"reshard_after_forward": false}').reshard
+
+
 def test_what_is_not_traced_as_asked_is_said():
     found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True")
     assert found.attention is None
