@@ -6,7 +6,8 @@ from the config alone, on fake tensors, in one process. *Real* is the peak of wh
 (torch.profiler) besides what its tensors held before, of the process with the most.
 
 Run: python benchmarks/sharded_memory.py [--processes N] [CASE …]. Prints a table and one line of JSON; ends with 1 where a case is off
-by more than ten percent.
+by more than ten percent. Where every weight is trained, a real process may hold copies of one block in the compute dtype beyond the
+backward, which is not foreseen.
 """
 
 from __future__ import annotations

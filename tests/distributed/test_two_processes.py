@@ -172,7 +172,7 @@ def test_one_process_speaks_writes_and_succeeds(together):
 
 @pytest.mark.parametrize("name", HELD)
 def test_what_a_process_holds_is_foreseen(together, name):
-    """Within what operators use inside themselves, and what the optimizer's loop over DTensors makes beside the trace's."""
+    """Within what operators use inside themselves. Training every weight is in the benchmark, where its optimizer is further off."""
     at = len(USUAL) + HELD.index(name)
     report = foreseen(together.root / "held", CASES[name], 2)
     phases = {phase: sum(kinds.values()) for phase, kinds in report.memory.phases.items()}
