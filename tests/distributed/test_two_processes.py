@@ -33,13 +33,7 @@ TRAININGS = {
     "ddp": ("--quantization", "int8", "--dtype", "float32"),
 }
 USUAL = ("nf4",)
-HELD = (
-    "bf16 FSDP2, checkpointing",
-    "bf16 FSDP2, full, checkpointing",
-    "nf4 FSDP2",
-    "bf16 DDP",
-    "nf4 DDP, checkpointing",
-)
+HELD = ("bf16 FSDP2, checkpointing", "nf4 FSDP2", "bf16 DDP", "nf4 DDP, checkpointing")
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 STEPS = ("--max_steps", 4)
 
