@@ -52,7 +52,8 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
     choices = [[part] if at % 2 == 0 else _places(part, letters) for at, part in enumerate(parts)]
     for reading in itertools.islice(itertools.product(*choices), _MOST):
         template = "".join(reading)
-        assert fill(template, letters) == message
+        if fill(template, letters) != message:
+            raise RuntimeError(f"{template!r} does not give {message!r} for {pattern}")
         yield template
 
 

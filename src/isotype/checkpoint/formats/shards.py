@@ -99,7 +99,8 @@ class Shards:
             self._file = self._path(len(self._files)).open("wb", buffering=0)
         text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":"))
         header = text.encode().ljust(self._room)
-        assert len(header) == self._room, "more names than there was room for"
+        if len(header) != self._room:
+            raise RuntimeError(f"{self._path(len(self._files))}: more names than there was room for")
         self._file.seek(0)
         self._file.write(len(header).to_bytes(8, "little") + header)
         self._file.close()

@@ -189,7 +189,8 @@ class Merging:
             if name in wanted and (name not in found or ".modules_to_save." in own):
                 found[name] = value.detach()
         missing = wanted - set(found)
-        assert not missing, f"tensors that were lost on the way: {sorted(missing)[:3]}"
+        if missing:
+            raise RuntimeError(f"tensors that were lost on the way: {sorted(missing)[:3]}")
         for name in self._untouched & wanted:
             stored = self._deferred.as_stored(name)
             if stored.shape == found[name].shape:  # a vocabulary may have grown
