@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from isotype.core import compiled
-from isotype.core.compiled import FOLDER, SWITCH, NotCompiledError, find_compilers, load_compiled
+from isotype.core.compiled import FOLDER, LOCK, SWITCH, NotCompiledError, find_compilers, load_compiled
 from isotype.precision.devices.machine import compiler_here
 
 needs_compiler = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def libraries(cache: Path) -> list[Path]:
     """What is in the folder, but for its lock."""
-    return sorted(file for file in cache.iterdir() if file.name != ".lock")
+    return sorted(file for file in cache.iterdir() if file.name != LOCK)
 
 
 @pytest.fixture

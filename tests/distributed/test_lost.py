@@ -19,7 +19,6 @@ SECONDS = 60.0
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_killing_one_process_ends_the_other_with_one_message_and_the_run_goes_on(tmp_path: Path) -> None:
     model, data = prepared(tmp_path)
     out, log = tmp_path / "out", tmp_path / "log"

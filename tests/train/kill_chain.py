@@ -97,11 +97,11 @@ def main() -> None:
     resumed = arguments(root, out, [*more, "--resume_from_checkpoint", "true"])
     built = len(list((whole / f"checkpoint-{STEPS}").iterdir()))
     # Every other kill lets one save pass, so that the chain moves on but does not end before the last kill.
-    named = max(1, kills // 5)
+    named = max(kills > 1, kills // 5)
     moments = [draw.randrange(built) for _ in range(kills - named)] + [None] * named
     draw.shuffle(moments)
     tries = [
-        kill_in_a_save(start(resumed, log), out, number % 2, files, draw.uniform(0, 0.003))
+        kill_in_a_save(start(resumed, log), out, (number + 1) % 2, files, draw.uniform(0, 0.003))
         for number, files in enumerate(moments)
     ]
     _, status = os.waitpid(start(resumed, log), 0)

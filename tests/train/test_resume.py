@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("kills", "in_the_middle", "flags"),
     [
+        (1, 1, []),
         pytest.param(20, 12, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
         # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.
         pytest.param(
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["float32", "float16"],
+    ids=["once", "float32", "float16"],
 )
 def test_killed_in_saves_and_resumed_equals_uninterrupted(
     kills: int, in_the_middle: int, flags: list[str], tmp_path: Path

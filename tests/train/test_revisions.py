@@ -18,7 +18,7 @@ import pytest
 from tests.train.revisions import NAME, NEW
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,9 @@ FOLDER = "libraries"
 
 logger = logging.getLogger("isotype")
 
+LOCK = "turn.lock"
+"""File in that folder that whoever compiles holds locked; it stays."""
+
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -180,7 +183,7 @@ def _warn(message: str) -> None:
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     """Be the only process that compiles into a folder; what former ones left that were killed is removed."""
-    with wait_for_turn(folder / ".lock") as alone:
+    with wait_for_turn(folder / LOCK) as alone:
         if alone:
             for left in folder.glob(".making-*"):
                 shutil.rmtree(left, ignore_errors=True)
