@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import isotype.cli.main as command_line
+from isotype.cli.main import main
 from isotype.core import cache
 from isotype.core.cache import default_cache_dir, prepare_library_caches
 
@@ -104,28 +106,35 @@ def test_models_of_a_folder_that_can_only_be_read_are_still_found(
     assert "data sets are kept in" in caplog.messages[0]
 
 
-def test_a_command_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
-    """In a process of its own: libraries read their folders when they are imported, and the temporary one goes at the end."""
+@pytest.mark.parametrize(("command", "prepared"), [("merge", True), ("check", True), ("explain", False)])
+def test_commands_prepare_the_libraries(
+    command: str, prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(command_line, "prepare_library_caches", lambda: seen.append("prepared"))
+    monkeypatch.setattr(command_line, "_handler", lambda name: lambda rest, console: seen.append(name) or 0)
+    assert main([command]) == 0
+    assert seen == ["prepared", command] if prepared else [command]
+
+
+def test_libraries_find_the_temporary_folder_which_goes_at_the_end(tmp_path: Path) -> None:
+    """In a process of its own: libraries read their folders when they are imported."""
     code = """if True:
-        import sys
-        from isotype.cli.main import main
-        status = main(["check", sys.argv[1], "--device", "h100", "--length", "8"])
-        from isotype.core.cache import default_cache_dir
-        default_cache_dir()
-        from datasets import config
-        config.HF_DATASETS_CACHE.mkdir(parents=True)
-        sys.exit(status)
+        from pathlib import Path
+        from isotype.core.cache import default_cache_dir, prepare_library_caches
+        prepare_library_caches()
+        from huggingface_hub import constants
+        Path(constants.HF_HUB_CACHE, "models").mkdir(parents=True)
+        (default_cache_dir() / "kept").write_text("")
     """
-    config = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}'
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(config)
     (tmp_path / "tmp").mkdir()
     surroundings = {**os.environ, "HOME": "/proc/none", "TMPDIR": str(tmp_path / "tmp")}
-    command = [sys.executable, "-c", code, str(tmp_path / "model")]
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    assert [line.split(" (")[0] for line in done.stderr.splitlines() if line.startswith("nothing")] == [
+    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
         "nothing can be kept in /proc/none/.cache/huggingface",
         "nothing can be kept in /proc/none/.cache/isotype",
     ]
-    assert not [file for file in (tmp_path / "tmp").iterdir() if file.name.startswith("isotype-")]
+    assert list((tmp_path / "tmp").iterdir()) == []

@@ -56,7 +56,9 @@ def test_the_more_layers_are_checkpointed_the_less_memory(config: Path) -> None:
     assert peaks == sorted(set(peaks))
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "every", [2, 5, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (1, 3))]
+)
 def test_layers_are_folded_as_they_are_checkpointed(
     config: Path, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
