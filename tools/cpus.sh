@@ -57,9 +57,9 @@ logs=$(mktemp -d "${TMPDIR:-/tmp}/isotype-cpus.XXXXXX")
 flags=" $(grep -m1 -E '^(flags|Features)' /proc/cpuinfo 2>/dev/null | cut -d: -f2) "
 has() { [[ $flags == *" $1 "* ]]; }
 
-# Sets `where` (a folder), `how`, `environment` and `arguments` of a setting.
+# Sets `where` (a folder), `how`, `environment`, `through` (a command) and `arguments` of a setting.
 prepare() {
-    where=$top how=really environment=() arguments=()
+    where=$top how=really environment=() through=() arguments=()
     case $1 in
     avx2)
         environment=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2)
@@ -80,7 +80,7 @@ prepare() {
     no-compiler) environment=(CXX=none-such) ;;
     one-thread)
         environment=(OMP_NUM_THREADS=1 MKL_NUM_THREADS=1)
-        command -v taskset >/dev/null && environment+=(taskset -c 0) || how="one thread, several cores"
+        if command -v taskset >/dev/null; then through=(taskset -c 0); else how="one thread, several cores"; fi
         ;;
     threads) environment=(OMP_NUM_THREADS=4 MKL_NUM_THREADS=4) ;;
     locale) environment=(-u LANG -u LANGUAGE LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0) ;;
@@ -118,8 +118,8 @@ for name in "${chosen[@]}"; do
     prepare "$name"
     selection "$name"
     log=$logs/$name.log begun=$SECONDS
-    (cd "$where" && exec env "PYTHONPATH=$where/src:$where" "${environment[@]}" \
-        "$python" -m pytest -p no:cacheprovider -q -rs -n "$jobs" --dist worksteal "${arguments[@]}" "${tests[@]}") >"$log" 2>&1
+    (cd "$where" && exec env "${environment[@]}" "PYTHONPATH=$where/src:$where" "${through[@]}" \
+        "$python" -m pytest -p no:cacheprovider -rs -n "$jobs" --dist worksteal "${arguments[@]}" "${tests[@]}") >"$log" 2>&1
     code=$?
     last=$(grep -E '[0-9]+ (passed|failed|error)' "$log" | tail -1)
     failed=$(($(count failed "$last") + $(count error "$last")))

@@ -1,6 +1,7 @@
 """Trains on a revision of a model in a hub cache, and uses what came out; prints what it saw as JSON.
 
-usage: HF_HOME=DIRECTORY/hub HF_HUB_OFFLINE=1 python -m tests.train.revisions DIRECTORY
+usage: HF_HOME=DIRECTORY/hub HF_HUB_OFFLINE=1 python -m tests.train.revisions DIRECTORY [few]
+few: training and merging only.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def layers(directory: Path) -> int:
     return len({found[1] for name in names if (found := re.search(r"layers\.(\d+)\.", name))})
 
 
-def run(root: Path) -> dict[str, Any]:
+def run(root: Path, few: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     more = [
         "--dataset_name",
@@ -63,8 +64,10 @@ def run(root: Path) -> dict[str, Any]:
     sft = ["sft", "--model_name_or_path", NAME, *more, "--output_dir", root / "adapter"]
     found["trained"] = command(*sft, "--model_revision", "v2", "--quantization", "nf4")
     found["config"] = json.loads((root / "adapter" / "adapter_config.json").read_text())
-    found["chat"] = command("chat", root / "adapter", "--ask", "w1 w2", "--max_new_tokens", 2)
     found["merge"] = command("merge", root / "adapter", "-o", root / "merged", "--dtype", "float32")
+    if few:
+        return found | {"layers": {"merged": layers(root / "merged")}}
+    found["chat"] = command("chat", root / "adapter", "--ask", "w1 w2", "--max_new_tokens", 2)
     found["base"] = command(
         "merge", root / "adapter", "-o", root / "based", "--base", NAME, "--model_revision", "v2"
     )
@@ -107,7 +110,7 @@ def start() -> None:
     put_into_cache(root)
     save_rows(root / "train.jsonl", rows("sft"))
     save_rows(root / "dpo.jsonl", rows("dpo"))
-    (root / "found.json").write_text(json.dumps(run(root)))
+    (root / "found.json").write_text(json.dumps(run(root, "few" in sys.argv[2:])))
 
 
 if __name__ == "__main__":
