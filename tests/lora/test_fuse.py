@@ -610,3 +610,27 @@ def test_the_preflight_follows_a_fused_model() -> None:
         assert sum(report.flops.values()) == pytest.approx(sum(plain.flops.values()), rel=0.02)
         with torch.autocast("cpu", torch.bfloat16):
             model(**batch).loss.backward()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_arrow_computes_what_it_does_in_peft(tmp_path: Path, times: int) -> None:
+    """Arrow changes adapters in its first forward, and remembers that it did: the run by which a model is looked at is not its first."""
+
+    def arrow(fused: bool) -> torch.Tensor:
+        config = peft.ArrowConfig(top_k=2, use_gks=True, rng_seed=42)
+        experts, general = [str(tmp_path / name) for name in "ab"], [str(tmp_path / "g")]
+        model: Any = peft.create_arrow_model(
+            tiny_model("llama"), experts, config, general_adapter_paths=general
+        )
+        for _ in range(times if fused else 0):
+            fuse(model)
+        model.load_adapter(str(tmp_path / "c"), adapter_name="late")
+        with torch.no_grad():
+            logits: torch.Tensor = model.eval()(**tiny_batch("llama")).logits
+        return logits
+
+    for at, name in enumerate("abcg"):
+        torch.manual_seed(at)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(tiny_model("llama"), lora).save_pretrained(tmp_path / name)
+    torch.testing.assert_close(arrow(fused=True), arrow(fused=False))

@@ -25,6 +25,7 @@ class Remembering(nn.Module):
         self.lengths: list[int] = []
         self.register_buffer("seen", torch.zeros(2))
         self.inner = nn.Dropout()
+        self.weight = nn.Parameter(torch.ones(3, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.capacity = self.capacity or len(x)
@@ -32,6 +33,8 @@ class Remembering(nn.Module):
         self.cache[f"of {len(x)}"] = x
         self.lengths.append(len(x))
         self.seen += 1
+        self.weight.data[1:].mul_(2)
+        torch._foreach_add_([self.weight.data], 1.0)  # type: ignore[arg-type]
         self.register_buffer("more", x)
         assert random.random() + numpy.random.rand() + float(torch.rand(())) >= 0
         return x
@@ -40,7 +43,7 @@ class Remembering(nn.Module):
 def state(model: Remembering) -> Any:
     plain = {name: value for name, value in vars(model).items() if not name.startswith("_")}
     drawn = (random.getstate(), tuple(numpy.random.get_state()[1]), torch.get_rng_state().tolist())
-    buffers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    buffers = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
     return repr((plain, buffers, [each.training for each in model.modules()], drawn))
 
 

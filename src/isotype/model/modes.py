@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
 from isotype.core.random_states import random_states_kept
 
@@ -22,18 +25,64 @@ _PLACED = ("_parameters", "_modules")
 def in_evaluation(model: nn.Module) -> Iterator[None]:
     """In evaluation and without gradients; the model and the random states are afterwards what they were.
 
-    Put back are modes, attributes of modules and what containers among them hold, and the values of buffers: routers keep the
-    capacity of the first batch they see, positions the longest length, caches the last keys.
+    Put back are modes, attributes of modules and what containers among them hold, and the values of parameters and buffers: routers
+    keep the capacity of the first batch they see, positions the longest length, caches the last keys, and PEFT's Arrow changes adapters
+    in its first forward.
     """
     restorers = [restore for module in model.modules() for restore in _restorers(module)]
+    writes = _Writes(model)
     try:
-        with torch.no_grad(), torch.random.fork_rng(), random_states_kept():
+        with torch.no_grad(), torch.random.fork_rng(), random_states_kept(), writes:
             model.eval()
             yield
     finally:
-        with torch.no_grad():
-            for restore in restorers:
-                restore()
+        writes.undo()
+        for restore in restorers:
+            restore()
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what a parameter or buffer holds before an operator writes into it, into a view of it or into its `.data`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor in chain(model.parameters(), model.buffers()):
+            if _has_memory(tensor):
+                self._held[tensor.untyped_storage().data_ptr()].append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        if schema is not None and schema.is_mutable:
+            arguments = {
+                **dict(zip((each.name for each in schema.arguments), args, strict=False)),
+                **(kwargs or {}),
+            }
+            written = (
+                arguments.get(each.name)
+                for each in schema.arguments
+                if each.alias_info and each.alias_info.is_write
+            )
+            for tensor in tree_iter(list(written)):
+                if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
+                    self._keep(tensor.untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, place: int) -> None:
+        self._saved += [(tensor, tensor.detach().clone()) for tensor in self._held.pop(place, ())]
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give every tensor that was written into its values again."""
+        for tensor, values in self._saved:
+            tensor.copy_(values)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
 
 
 def _restorers(module: nn.Module) -> Iterator[Callable[[], None]]:
@@ -41,9 +90,6 @@ def _restorers(module: nn.Module) -> Iterator[Callable[[], None]]:
     for name, value in attributes.items():
         if type(value) in _CONTAINERS and name not in _PLACED:
             yield _restorer(value)
-    for buffer in module._buffers.values():
-        if buffer is not None and (torch.is_inference_mode_enabled() or not buffer.is_inference()):
-            yield partial(buffer.copy_, buffer.clone())
     yield _restorer(attributes)
 
 

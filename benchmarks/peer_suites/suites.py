@@ -1,0 +1,193 @@
+"""Other people's tests, each file twice in processes of its own: as they are, and with everything fused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# PEFT's tests by what they are about. Those of other methods, of GPUs and of the hub itself are not among them.
+PEFT_FILES = (
+    "test_custom_models.py",
+    "test_decoder_models.py",
+    "test_encoder_decoder_models.py",
+    "test_feature_extraction_models.py",
+    "test_seq_classifier.py",
+    "test_token_classification_qa.py",
+    "test_initialization.py",
+    "test_low_level_api.py",
+    "test_mixed.py",
+    "test_target_parameters.py",
+    "test_lora_variants.py",
+    "test_arrow.py",
+    "test_xlora.py",
+    "test_torch_compile.py",
+    "test_tuners_utils.py",
+    "test_lora_conversion.py",
+    "test_lora_intruders.py",
+    "test_lora_ga.py",
+    "test_loraplus.py",
+    "test_lorafa.py",
+    "test_bdlora.py",
+    "test_trainable_tokens.py",
+    "test_integrations.py",
+    "test_helpers.py",
+    "test_other.py",
+)
+TRL_FILES = (
+    "test_sft_trainer.py",
+    "test_dpo_trainer.py",
+    "test_kto_trainer.py",
+    "test_grpo_trainer.py",
+    "test_rloo_trainer.py",
+    "test_reward_trainer.py",
+)
+OUTCOMES = ("passed", "failed", "skipped", "lost")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the tests of one file ended.
+
+    Attributes:
+        plain, fused: test -> (outcome, reason).
+    """
+
+    file: str
+    plain: Mapping[str, tuple[str, str]]
+    fused: Mapping[str, tuple[str, str]]
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """The tests that pass, and fail or are lost where everything is fused -> why."""
+        passed = [test for test, (outcome, _) in self.plain.items() if outcome == "passed"]
+        ends = {test: self.fused.get(test, ("lost", "it did not end")) for test in passed}
+        return {test: reason for test, (outcome, reason) in ends.items() if outcome != "passed"}
+
+    @property
+    def unlike(self) -> dict[str, tuple[str, str]]:
+        """The tests that fail both ways, each for another reason -> both reasons."""
+        failed = {test: reason for test, (outcome, reason) in self.plain.items() if outcome == "failed"}
+        pairs = {test: (reason, self.fused.get(test, ("", ""))[1]) for test, reason in failed.items()}
+        return {test: pair for test, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def compare(
+    tests: Path,
+    files: Iterable[str],
+    environment: Mapping[str, str],
+    expression: str,
+    jobs: int,
+    seconds: float,
+) -> list[Comparison]:
+    """Run `files` of the folder `tests` twice; one line for each file, and below it what fusing alone breaks."""
+    files = [name for name in files if (tests / name).exists()]
+    if not files:
+        raise SystemExit(
+            f"{tests}: none of the tests is here; an unpacked source distribution has them in its folder tests"
+        )
+    print(f"\n{'tests':<40}" + "".join(f"{end:>9}" for end in (*OUTCOMES, "broken")))
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(scratch) / "tests"
+        shutil.copytree(tests, package)
+        (
+            package / "__init__.py"
+        ).touch()  # their tests import each other; not every source distribution has it
+        (Path(scratch) / "pytest.ini").write_text("[pytest]\n")
+        run = _Run(Path(scratch), environment, expression, seconds)
+        with ThreadPoolExecutor(jobs) as pool:
+            both = [(name, pool.submit(run, name, "0"), pool.submit(run, name, "1")) for name in files]
+            comparisons = [_shown(Comparison(name, one.result(), two.result())) for name, one, two in both]
+    _shown_all(comparisons)
+    return comparisons
+
+
+@dataclass(frozen=True)
+class _Run:
+    folder: Path
+    environment: Mapping[str, str]
+    expression: str
+    seconds: float
+
+    def __call__(self, file: str, fuse: str) -> dict[str, tuple[str, str]]:
+        outcomes = self.folder / f"{file}.{fuse}.jsonl"
+        outcomes.touch()
+        paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **self.environment,
+            "PEERS_FUSE": fuse,
+            "PEERS_OUTCOMES": str(outcomes),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+        }
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "peer_suites.plugin",
+            "-W",
+            "ignore",
+            "-c",
+            "pytest.ini",
+        ]
+        chosen = ["-k", self.expression] if self.expression else []
+        command = [sys.executable, "-m", "pytest", *options, *chosen, f"tests/{file}"]
+        with open(self.folder / f"{file}.{fuse}.log", "w") as log:
+            try:
+                ended = subprocess.run(
+                    command, cwd=self.folder, env=environment, stdout=log, stderr=log, timeout=self.seconds
+                ).returncode
+            except subprocess.TimeoutExpired:
+                ended = -1
+        rows = [json.loads(line) for line in outcomes.read_text().splitlines()]
+        if ended not in (0, 1, 5):
+            said = (self.folder / f"{file}.{fuse}.log").read_text().strip().splitlines()[-3:]
+            print(
+                f"{file} ended with {ended} ({'fused' if fuse == '1' else 'plain'}): {' | '.join(said)}",
+                flush=True,
+            )
+        return {test: (outcome, reason) for test, outcome, reason in rows}
+
+
+def _shown(comparison: Comparison) -> Comparison:
+    print(_row(comparison.file, [comparison]), flush=True)
+    for test, reason in comparison.broken.items():
+        print(f"    broken  {test.partition('::')[2]}: {reason}", flush=True)
+    for test, (plain, fused) in comparison.unlike.items():
+        print(f"    unlike  {test.partition('::')[2]}: {plain} | fused: {fused}", flush=True)
+    return comparison
+
+
+def _row(name: str, comparisons: Sequence[Comparison]) -> str:
+    counts = Counter(outcome for each in comparisons for outcome, _ in each.plain.values())
+    broken = sum(len(each.broken) for each in comparisons)
+    return f"{name:<40}" + "".join(f"{counts[end] or '.':>9}" for end in OUTCOMES) + f"{broken or '.':>9}"
+
+
+def _shown_all(comparisons: Sequence[Comparison]) -> None:
+    print(_row("all", comparisons))
+    failed = Counter(
+        reason for each in comparisons for outcome, reason in each.plain.values() if outcome == "failed"
+    )
+    for reason, count in failed.most_common(12):
+        print(f"fails either way {count}: {reason[:160]}")
+
+
+def as_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Every test as a row."""
+    return [
+        {"file": each.file, "test": test, "plain": each.plain[test], "fused": each.fused.get(test)}
+        for each in comparisons
+        for test in each.plain
+    ]
