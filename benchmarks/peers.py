@@ -13,7 +13,7 @@ what `--peft-tests` takes. TRL's are in its repository only. Models and data set
 this machine, tiny and random; what is not made is skipped by both runs alike.
 
 Run: python benchmarks/peers.py [architectures|peft|trl …] [--only NAME,NAME] [--modes train,eval] [--every 1] [--jobs 2] [--list]
-     [--peft-tests FOLDER] [--trl-tests FOLDER] [-k EXPRESSION] [--cache FOLDER] [--json PATH]
+     [--peft-tests FOLDER] [--trl-tests FOLDER] [--files NAME,NAME] [-k EXPRESSION] [--cache FOLDER] [--json PATH]
 Prints tables and every difference; ends with status 1 where there is one that fusing alone brings.
 """
 
@@ -31,7 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from peer_suites import architectures  # noqa: E402
+from peer_suites import architectures, suites, trainers  # noqa: E402
+from peer_suites.hub import make_hub  # noqa: E402
 
 PARTS = ("architectures", "peft", "trl")
 
@@ -49,6 +50,22 @@ def main() -> int:
         results = architectures.run(names, options.modes.split(","), options.every, options.jobs)
         record["architectures"] = architectures.as_json(results)
         failed |= any(result.verdict in architectures.FAULTS for result in results)
+    if "trl" in options.parts:
+        rows = trainers.run(list(trainers.NAMES), options.jobs)
+        record["trainers"] = [vars(row) for row in rows]
+        failed |= any(row.verdict in architectures.FAULTS for row in rows)
+    for part, tests, files in (
+        ("peft", options.peft_tests, suites.PEFT_FILES),
+        ("trl", options.trl_tests, suites.TRL_FILES),
+    ):
+        if part in options.parts and tests is not None:
+            files = tuple(options.files.split(",")) if options.files else files
+            hub = make_hub(options.cache)
+            comparisons = suites.compare(tests, files, hub, options.k, options.jobs, options.timeout)
+            record[f"{part}'s tests"] = suites.as_json(comparisons)
+            failed |= any(comparison.broken for comparison in comparisons)
+        elif part in options.parts:
+            print(f"\n{part}'s own tests are not run: --{part}-tests names no folder of them")
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return int(failed)
@@ -69,6 +86,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="only name the architectures")
     parser.add_argument("--peft-tests", type=Path, help="a folder with PEFT's tests")
     parser.add_argument("--trl-tests", type=Path, help="a folder with TRL's tests")
+    parser.add_argument("--files", default="", help="of their tests only these, with commas")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a file of tests may take")
     parser.add_argument("-k", default="", help="pytest's expression for tests of PEFT and TRL")
     parser.add_argument("--cache", type=Path, default=cache, help=f"where tiny models are made ({cache})")
     parser.add_argument("--json", type=Path, help="also write every result here")

@@ -612,6 +612,32 @@ def test_the_preflight_follows_a_fused_model() -> None:
             model(**batch).loss.backward()
 
 
+@pytest.mark.parametrize("order", [("loha", "lora"), ("lora", "loha")])
+@pytest.mark.parametrize("early", [False, True])
+def test_adapters_of_two_methods_on_one_layer(order: tuple[str, str], early: bool) -> None:
+    """PEFT's mixed models put one adapter around the other: LoRA around LoHa has LoHa's layer for its base."""
+    kinds: dict[str, Any] = {
+        "lora": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        "loha": peft.LoHaConfig(r=4, target_modules=["q_proj"], init_weights=False),
+    }
+    torch.manual_seed(0)
+    model: Any = peft.get_peft_model(tiny_model("llama"), kinds[order[0]], "first", mixed=True)
+    if early:
+        fuse(model)
+    model.add_adapter("second", kinds[order[1]])
+    model.set_adapter(["first", "second"])
+    model.eval()
+    batch = tiny_batch("llama")
+    unfuse(model)
+    wanted = model(**batch).logits
+    with torch.no_grad():
+        assert relative(model(**batch).logits, wanted) < 1e-6
+    report = fuse(model)
+    assert relative(model(**batch).logits, wanted) < 1e-5
+    inside = {"its base is itself an adapter's layer (peft.tuners.loha.layer.Linear)"} if order[0] == "loha" else set()
+    assert set(report.left.values()) == inside
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_arrow_computes_what_it_does_in_peft(tmp_path: Path, times: int) -> None:
     """Arrow changes adapters in its first forward, and remembers that it did: the run by which a model is looked at is not its first."""

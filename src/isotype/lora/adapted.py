@@ -22,6 +22,9 @@ from isotype.model.walk import LINEAR_KINDS, kind_of
 def why_not(layer: Any) -> str | None:
     """Why a PEFT layer is left on PEFT's own path under its active adapters, as a clause; None where it is fused."""
     base = layer.get_base_layer()
+    if layer.base_layer is not base:  # of two methods on one layer, PEFT puts the second around the first
+        inner = type(layer.base_layer)
+        return f"its base is itself an adapter's layer ({inner.__module__}.{inner.__name__})"
     kind = kind_of(base)
     weight = getattr(base, "weight", None)
     if kind not in LINEAR_KINDS or weight is None or weight.dim() != 2:
