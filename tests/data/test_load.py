@@ -28,6 +28,7 @@ from isotype.data.methods import METHODS
 USER = [{"role": "user", "content": "What is 2+2?"}]
 ASSISTANT = [{"role": "assistant", "content": "4"}]
 OTHER = [{"role": "assistant", "content": "5"}]
+CHATML = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 HEADLINE = "The data set '{}' cannot be trained on\n"
 
 
@@ -136,7 +137,9 @@ def test_every_format_of_every_method_comes_back_as_written(method: str, row: di
     write("train.jsonl", lines(row, row))
     loaded = load("train.jsonl", method)
     assert isinstance(loaded, datasets.DatasetDict)
-    assert loaded["train"].to_list() == [row, row]
+    # tests/data/test_sharegpt.py has what becomes of {from, value} messages.
+    expected = {"messages": CHATML} if "conversations" in row else row
+    assert loaded["train"].to_list() == [expected, expected]
 
 
 def test_the_formats_cover_the_table() -> None:
@@ -939,21 +942,21 @@ BROKEN: dict[str, tuple[str, str, str | bytes, tuple[tuple[str, str, str], ...]]
                 MESSAGES_FIX,
             ),
             (
-                "t.jsonl, line 9: column 'messages' holds messages with 'from' and 'value'",
-                MESSAGES,
-                MESSAGES_FIX,
+                "t.jsonl, line 9: column 'messages' holds no message of the assistant",
+                "at least one, which is what is learned",
+                "add the answer, or remove the example",
             ),
         ),
     ),
     "conversations that are none": (
         "t.jsonl",
         "sft",
-        lines({"conversations": "a"}, {"conversations": ["a"]}, {"conversations": USER}),
+        lines({"conversations": "a"}, {"conversations": ["a"]}, {"conversations": [{"value": "a"}]}),
         tuple(
             (
                 f"t.jsonl, line {line}: column 'conversations' {fault}",
                 "a list of {from, value} messages",
-                "write {role, content} messages in a column 'messages'",
+                "write [{…}, …] with 'from' and 'value', or with 'role' and 'content'",
             )
             for line, fault in (
                 (1, "is text"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.data.columns import survey
+from isotype.data.reading import Reading
 
 
 def chat(*roles: str) -> list[dict[str, str]]:
@@ -16,7 +17,7 @@ def shared(*roles: str) -> list[dict[str, str]]:
 
 
 def problems(row: dict[str, object], method: str = "sft") -> list[tuple[str, str]]:
-    found = survey([("t.jsonl", 1, row)], method)
+    found = survey([("t.jsonl", 1, Reading(method).apply(row))], method)
     return [(problem.given, problem.fix) for problem in found.problems()]
 
 

@@ -634,7 +634,11 @@ def test_adapters_of_two_methods_on_one_layer(order: tuple[str, str], early: boo
         assert relative(model(**batch).logits, wanted) < 1e-6
     report = fuse(model)
     assert relative(model(**batch).logits, wanted) < 1e-5
-    inside = {"its base is itself an adapter's layer (peft.tuners.loha.layer.Linear)"} if order[0] == "loha" else set()
+    inside = (
+        {"its base is itself an adapter's layer (peft.tuners.loha.layer.Linear)"}
+        if order[0] == "loha"
+        else set()
+    )
     assert set(report.left.values()) == inside
 
 

@@ -44,7 +44,8 @@ def _content_fault(message: Row) -> str | None:
     return "holds a message whose 'content' has a part without 'type'"
 
 
-def _messages_fault(value: object) -> str | None:
+def messages_fault(value: object) -> str | None:
+    """What is wrong with a list of {role, content} messages."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -52,12 +53,7 @@ def _messages_fault(value: object) -> str | None:
             return f"holds {describe(message)} where a message belongs"
         role = message.get("role")
         if role is None:
-            named_otherwise = "from" in message and "value" in message
-            return (
-                "holds messages with 'from' and 'value'"
-                if named_otherwise
-                else "holds a message without 'role'"
-            )
+            return "holds a message without 'role'"
         if not isinstance(role, str) or not role:
             return f"holds a message whose 'role' is {describe(role)}"
         if fault := _content_fault(message):
@@ -65,7 +61,8 @@ def _messages_fault(value: object) -> str | None:
     return None
 
 
-def _conversations_fault(value: object) -> str | None:
+def conversation_fault(value: object) -> str | None:
+    """What is wrong with a list of {from, value} messages."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -78,7 +75,7 @@ def _conversations_fault(value: object) -> str | None:
 
 
 def _text_or_messages_fault(value: object) -> str | None:
-    return _messages_fault(value) if isinstance(value, list) else _text_fault(value)
+    return messages_fault(value) if isinstance(value, list) else _text_fault(value)
 
 
 def _ids_fault(value: object) -> str | None:
@@ -149,10 +146,10 @@ COLUMNS: Mapping[str, Column] = {
     "completion": _TURNS,
     "chosen": _TURNS,
     "rejected": _TURNS,
-    "messages": Column("a list of {role, content} messages", _messages_fault, _MESSAGES_FIX),
+    "messages": Column("a list of {role, content} messages", messages_fault, _MESSAGES_FIX),
     "conversations": Column(
         "a list of {from, value} messages",
-        _conversations_fault,
+        conversation_fault,
         "write {role, content} messages in a column 'messages'",
     ),
     "label": Column(

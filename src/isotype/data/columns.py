@@ -41,7 +41,8 @@ def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
     )
 
 
-def _matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None:
+def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None:
+    """The first of `formats` that `columns` are of."""
     present = set(columns)
     return next(
         (item for item in formats if present.issuperset(item.required) and present.isdisjoint(item.excludes)),
@@ -77,10 +78,10 @@ def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str
 def columns_problem(columns: Sequence[str], method: str, text_field: str = "text") -> Problem | None:
     """What is wrong with a data set of these `columns` for `method`; None where TRL takes it."""
     formats = formats_of(method, text_field)
-    if _matching(columns, formats):
+    if matching(columns, formats):
         return None
     renames = _renames(columns, formats)
-    others = [name for name in METHODS if _matching(columns, formats_of(name, text_field))]
+    others = [name for name in METHODS if matching(columns, formats_of(name, text_field))]
     if renames:
         named = " and ".join(f"'{source}' to '{want}'" for source, want in renames.items())
         fix = f"rename {named}: dataset.rename_columns({renames})"
@@ -111,11 +112,13 @@ class Survey:
         findings: lines by (source, problem); an empty list where the problem is the whole source's.
         shapes: the type of every column, merged over all rows.
         count: rows seen, good or bad.
+        first: the first row that holds columns, good or bad; None without one.
     """
 
     findings: dict[tuple[str, Problem], list[int]] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
     count: int = 0
+    first: Row | None = None
 
     def note(self, source: str, line: int | None, problem: Problem) -> None:
         lines = self.findings.setdefault((source, problem), [])
@@ -180,7 +183,7 @@ class _Plan:
 
 
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
-    chosen = _matching(row, formats_of(method, text_field))
+    chosen = matching(row, formats_of(method, text_field))
     judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
     known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
     turns = tuple(name for name in TURN_COLUMNS if chosen and name in chosen.required)
@@ -235,6 +238,7 @@ def survey(
             found.note(source, line, Problem(f"the row is {describe(row)}", "a JSON object", fix))
             continue
         if plan is None:
+            found.first = row
             plan = _plan(row, f"{word} {line}", method, text_field)
             wrong = columns_problem(plan.columns, method, text_field)
             if wrong:

@@ -22,9 +22,11 @@ class ColumnMap:
     Attributes:
         targets: the trainer's name -> the data set's names. Several texts are joined by a blank line, empty ones
             left out.
+        origin: where the user wrote them.
     """
 
     targets: tuple[tuple[str, tuple[str, ...]], ...]
+    origin: str = "--columns"
 
     @property
     def sources(self) -> frozenset[str]:
@@ -36,9 +38,9 @@ class ColumnMap:
         missing = sorted(self.sources - _OPTIONAL - set(row))
         if missing:
             return Problem(
-                f"no column {', '.join(map(repr, missing))}, which --columns names",
+                f"no column {', '.join(map(repr, missing))}, which {self.origin} names",
                 f"one of those that are there: {', '.join(map(repr, row))}",
-                "correct --columns",
+                f"correct {self.origin}",
             )
         return {name: value for name, value in row.items() if name not in self.sources} | {
             target: row[names[0]] if len(names) == 1 else _joined(row.get(name) for name in names)
@@ -50,7 +52,26 @@ def _joined(values: Any) -> str:
     return "\n\n".join(str(value) for value in values if value not in (None, ""))
 
 
-def parse_columns(text: str | None) -> ColumnMap | None:
+def column_map(value: object, origin: str) -> ColumnMap | None:
+    """`columns` of one data set of a mixture: a preset or pairs as text, or {trainer's name: name or names}.
+
+    Raises:
+        DataError: neither.
+    """
+    if isinstance(value, str):
+        return parse_columns(value, origin)
+    pairs = {
+        str(target): tuple(names) if isinstance(names, list) else (names,)
+        for target, names in (value.items() if isinstance(value, dict) else ())
+    }
+    if not pairs or not all(isinstance(name, str) and name for names in pairs.values() for name in names):
+        expected = "a list of columns to keep, a preset, or {prompt: question, completion: answer}"
+        fix = "columns: {prompt: question, completion: answer}"
+        raise DataError("the columns are not understood", [Problem(f"{origin}: {value!r}", expected, fix)])
+    return ColumnMap(tuple(pairs.items()), origin)
+
+
+def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
     """`alpaca`, or `prompt=question,completion=answer`; None for None.
 
     Raises:
@@ -59,17 +80,17 @@ def parse_columns(text: str | None) -> ColumnMap | None:
     if text is None:
         return None
     if text in PRESETS:
-        return ColumnMap(tuple(PRESETS[text].items()))
+        return ColumnMap(tuple(PRESETS[text].items()), origin)
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(target.strip() and source.strip() for target, _, source in pairs):
         raise DataError(
             "the columns are not understood",
             [
                 Problem(
-                    f"--columns {text}",
+                    f"{origin} {text}",
                     f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs",
                     "--columns prompt=question,completion=answer",
                 )
             ],
         )
-    return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs))
+    return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs), origin)

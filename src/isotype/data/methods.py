@@ -29,7 +29,9 @@ class Format:
     excludes: tuple[str, ...] = ()
 
 
-_CHAT = ("tools", "chat_template_kwargs", "image", "images")
+CHAT_COLUMNS = ("tools", "chat_template_kwargs", "image", "images")
+"""Columns that say more about a chat."""
+
 _PAIRS = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
 _PROMPTS = (Format(("prompt",)),)
 
@@ -56,7 +58,7 @@ class Method:
     trainer: str
     loss: Loss
     formats: tuple[Format, ...]
-    optional: tuple[str, ...] = _CHAT
+    optional: tuple[str, ...] = CHAT_COLUMNS
     task_type: str = "CAUSAL_LM"
     auto_class: str | None = None
     model_kwargs: tuple[tuple[str, Any], ...] = ()
@@ -89,7 +91,7 @@ METHODS: dict[str, Method] = {
                 Format(("conversations",), excludes=("prompt",)),
                 Format(("text",), excludes=("prompt",)),
             ),
-            optional=(*_CHAT, "labels", "completion_mask", "assistant_masks"),
+            optional=(*CHAT_COLUMNS, "labels", "completion_mask", "assistant_masks"),
         ),
         Method(
             "dpo",
@@ -97,7 +99,7 @@ METHODS: dict[str, Method] = {
             "DPOTrainer",
             "preference",
             _PAIRS,
-            optional=(*_CHAT, "ref_chosen_logps", "ref_rejected_logps"),
+            optional=(*CHAT_COLUMNS, "ref_chosen_logps", "ref_rejected_logps"),
         ),
         Method(
             "reward",

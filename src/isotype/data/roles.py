@@ -15,8 +15,6 @@ ANSWERS = frozenset({"messages", "conversations", "completion", "chosen", "rejec
 
 CHATS = ANSWERS | {"prompt"}
 
-# ShareGPT's names, which TRL passes on from a column `conversations`.
-_SHARED = ("human", "gpt", "model", "bot", "chatgpt", "bing", "bard", "function_call")
 _MEANT = {
     "human": "user",
     "gpt": "assistant",
@@ -25,23 +23,20 @@ _MEANT = {
     "chatbot": "assistant",
     "model": "assistant",
 }
-_SPEAKERS = frozenset({"assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard", "function_call"})
 
 
 def chat_problems(column: str, value: object) -> Iterator[Problem]:
     """What is wrong with the roles of one chat, whose messages are sound otherwise; nothing for plain text."""
     if not isinstance(value, list):
         return
-    shared = column == "conversations"
-    roles = [str(message["from" if shared else "role"]) for message in value]
+    roles = [str(message["role"]) for message in value]
     for role in dict.fromkeys(roles):
-        meant = None if shared and role in _SHARED else _meant(role)
+        meant = _meant(role)
         if meant is not None:
             given = f"column '{column}' holds a message of the role '{role}'"
             yield Problem(given, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
-    known = _SPEAKERS if shared else {"assistant"}
     # Of a role of the template's own nobody knows whether it answers.
-    if column in ANSWERS and known.isdisjoint(roles) and {*ROLES, *_SHARED}.issuperset(roles):
+    if column in ANSWERS and "assistant" not in roles and set(ROLES).issuperset(roles):
         yield Problem(
             f"column '{column}' holds no message of the assistant",
             "at least one, which is what is learned",

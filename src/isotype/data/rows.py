@@ -13,6 +13,7 @@ import csv
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 
 from isotype.core.errors import Problem
 from isotype.core.names import plural
-from isotype.data.mapping import ColumnMap
+from isotype.data.reading import Reading
 
 Record = tuple[int, Any]
 
@@ -241,15 +242,20 @@ def cell_value(cell: str) -> bool | int | float | str | None:
 
 
 def read_rows(
-    path: Path, textual: frozenset[str] = frozenset(), mapping: ColumnMap | None = None
+    path: Path,
+    textual: frozenset[str] = frozenset(),
+    reading: Reading | None = None,
+    names: Counter[str] | None = None,
 ) -> Iterator[Record]:
     """(line, row or Problem) of one file; CSV cells are typed except in the columns named in `textual`.
 
-    With a `mapping` rows come under the trainer's names; the columns that it reads are text.
+    With a `reading` rows come as a trainer takes them (`names`: see `Reading.apply`); the columns that its column map
+    reads are text.
     """
-    if mapping is not None:
-        rows = read_rows(path, textual | mapping.sources)
-        return ((line, mapping.apply(row) if isinstance(row, dict) else row) for line, row in rows)
+    if reading is not None:
+        sources = reading.columns.sources if reading.columns is not None else frozenset()
+        rows = read_rows(path, textual | sources)
+        return ((line, reading.apply(row, names) if isinstance(row, dict) else row) for line, row in rows)
     suffix = path.suffix.lower()
     records = READERS[suffix](path)
     if suffix not in CELL_SUFFIXES:
@@ -263,9 +269,9 @@ def read_rows(
 
 
 def generate(
-    paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], mapping: ColumnMap | None = None
+    paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], reading: Reading
 ) -> Iterator[dict[str, Any]]:
     """The rows of files that `survey` found sound, for `Dataset.from_generator`; `paths` is a list, to be sharded."""
     for path in paths:
-        for _, row in read_rows(Path(path), frozenset(textual), mapping):
+        for _, row in read_rows(Path(path), frozenset(textual), reading):
             yield {name: row[name] for name in columns}

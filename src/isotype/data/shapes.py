@@ -103,3 +103,20 @@ def to_feature(shape: Shape) -> Any:
     if kind == "list":
         return datasets.List(to_feature(inner))
     return {key: to_feature(item) for key, item in inner}
+
+
+def shape_of_feature(feature: Any) -> Shape | None:
+    """The shape of a `datasets` feature; None of one that no JSON value has (a picture, a tensor)."""
+    import datasets
+
+    if isinstance(feature, datasets.Json):
+        return JSON
+    if isinstance(feature, datasets.Value):
+        return str(feature.dtype)
+    if isinstance(feature, datasets.List):
+        inner = shape_of_feature(feature.feature)
+        return None if inner is None else ("list", inner)
+    if isinstance(feature, dict):
+        fields = {key: shape_of_feature(each) for key, each in feature.items()}
+        return None if None in fields.values() else ("struct", tuple(fields.items()))
+    return None

@@ -89,8 +89,6 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
     if answers:
         return max(_tokens(tokenizer, prompt, answer, tools) for answer in answers)
     chat = row.get("messages")
-    if chat is None and row.get("conversations") is not None:
-        chat = [{"role": each["from"], "content": each["value"]} for each in row["conversations"]]
     return _tokens(tokenizer, None, chat if chat is not None else row[text_field], tools)
 
 

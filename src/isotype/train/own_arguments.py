@@ -49,6 +49,13 @@ class IsotypeArguments:
             "for instruction, input and output."
         },
     )
+    apply_chat_template: bool = field(
+        default=False,
+        metadata={
+            "help": "Write prompts and answers that are plain text as messages of user and assistant, by the model's chat "
+            "template."
+        },
+    )
     eval_split: float | None = field(
         default=None,
         metadata={

@@ -353,12 +353,14 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
         UsageError, CheckpointError: the tokenizer does not fit it.
     """
     from isotype.data.load import training_data_here
-    from isotype.train.lengths import lengths_of
+    from isotype.train.assistant import labelled_rows
+    from isotype.train.lengths import COUNTED_ROWS, lengths_of
     from isotype.train.models import tokenizer_here
-    from isotype.train.validate import check_tokenizer
+    from isotype.train.validate import check_tokenizer, plain_turns
 
     training, script = settings.training, settings.script
-    data = training_data_here(settings)
+    said: list[str] = []
+    data = training_data_here(settings, said.append)
     if data is None:
         return plan
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
@@ -367,6 +369,8 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
             plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
         )
     check_tokenizer(settings, source, tokenizer, data)
+    labelled_rows(settings, tokenizer, data, COUNTED_ROWS)
+    plan = replace(plan, notes=(*plan.notes, *said, *plain_turns(settings, tokenizer, data)))
     rows = data[script.dataset_train_split]
     found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
     if found is None or getattr(training, "packing", False) or options.length is not None:

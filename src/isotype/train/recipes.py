@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,6 +30,7 @@ from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
+from isotype.train.assistant import labelled_rows, labels_kept
 from isotype.train.compilation import compile_blocks
 from isotype.train.early import early_stopping, not_the_best
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
@@ -61,6 +62,7 @@ from isotype.train.validate import (
     check_tokenizer,
     check_weights,
     dropped_examples,
+    plain_turns,
 )
 
 
@@ -117,7 +119,8 @@ def _run(
     with interrupts_kept():
         resume = resume_point(settings)
         earlier = earlier_report(resume)
-        data = hold_back(settings, training_data(settings))
+        said: list[str] = []
+        data = hold_back(settings, training_data(settings, said.append))
         extra, source = settings.extra, settings.model.model_name_or_path
         saved = None if resume is None else PrecisionPolicy.read(resume)
         when = extra.ranges if saved is None else "known"
@@ -132,7 +135,7 @@ def _run(
         describe.show_policy(console, policy, settings.training.optim, settings.extra)
         if resume is None:
             say_what_is_overwritten(settings, console)
-        built = _build(settings, policy, data, rewards, resume, start, console)
+        built = _build(settings, policy, data, rewards, resume, start, console, said)
     return _train(settings, policy, profile, replace(built, identity=identity), resume, earlier, console)
 
 
@@ -246,6 +249,7 @@ def _build(
     resume: Path | None,
     start: Adapter | None,
     console: Console,
+    said: Sequence[str] = (),
 ) -> _Built:
     """The trainer under the policy, and the sample question with the answer before training."""
     from transformers import set_seed
@@ -257,6 +261,8 @@ def _build(
     tokenizer = processing_class(source, revision=settings.model.model_revision)
     check_tokenizer(settings, source, tokenizer, data)
     lengths = _lengths(settings, tokenizer, data)
+    rows = labelled_rows(settings, tokenizer, data)
+    said = (*said, *plain_turns(settings, tokenizer, data))
     set_seed(training.seed)
     with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
         model, peft_config = adapted_model(settings, policy, start)
@@ -269,12 +275,13 @@ def _build(
         asking(_name_on_hub(settings, source)),
         _found_again(model, source, settings.model.model_revision),
         reference_there(model),
+        labels_kept(settings, rows),
     ):
         trainer = governed(method.trainer_class())(
             model=model,
             args=training,
-            train_dataset=data[train_split],
-            eval_dataset=data[test_split] if training.eval_strategy != "no" else None,
+            train_dataset=rows[train_split],
+            eval_dataset=rows[test_split] if training.eval_strategy != "no" else None,
             processing_class=tokenizer,
             peft_config=peft_config,
             **rewards,
@@ -290,7 +297,7 @@ def _build(
         describe.show_fusion(console, fuse(trainer.model), settings.extra)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
-    notes = tuple(note for note in (cut, dropped, not_the_best(settings)) if note)
+    notes = tuple(note for note in (*said, cut, dropped, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
     built = _Built(trainer, asked, notes, lengths)

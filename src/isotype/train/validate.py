@@ -401,6 +401,21 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
         )
 
 
+def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
+    """A hint where prompts and answers are plain text and the model has a chat template, which is not applied to them."""
+    row = next(iter(data[settings.script.dataset_train_split]), {})
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
+        return ()
+    if any(token in prompt for token in words.get_added_vocab()):
+        return ()  # the template has been applied by whoever wrote the rows
+    return (
+        "the prompts are plain text, and are trained without the model's chat template; "
+        "--apply_chat_template True writes them as the user's and the answers as the assistant's",
+    )
+
+
 _DROPPED = {
     "sft": "the prompt alone fills",
     "dpo": "the prompt alone fills",

@@ -1,0 +1,344 @@
+"""A data set on this machine, or opened from the hub: checked row by row, then built as a trainer takes it.
+
+JSON, JSON lines, CSV and text are read by `isotype.data.rows`, every row checked with its line number; of parquet, of
+directories of `save_to_disk` and of hub data sets the columns and the first 1000 rows are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isotype.core.errors import Problem
+from isotype.core.names import listed
+from isotype.data.cells import COLUMNS, TEXT_COLUMNS, Row
+from isotype.data.columns import columns_problem, quoted, survey
+from isotype.data.locate import PARQUET, LocalData, data_error
+from isotype.data.reading import Reading
+from isotype.data.roles import CHATS
+from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
+from isotype.data.shapes import Shape, to_feature
+from isotype.data.sharegpt import roles_line
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SAMPLED_ROWS = 1000
+
+_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+_CACHE_VERSION = "isotype-2"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a data set is read for.
+
+    Attributes:
+        reading: what is done to its rows.
+        text_field: the name of SFT's plain text column.
+        wanted: the splits that are taken.
+        say: takes a line that the user should read.
+    """
+
+    reading: Reading
+    text_field: str
+    wanted: tuple[str, ...]
+    say: Callable[[str], object]
+
+    @property
+    def method(self) -> str:
+        """The training method."""
+        return self.reading.method
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One split, checked: what is wrong with it, else how to build it.
+
+    Attributes:
+        problems: what is wrong with it.
+        dataset: it, where it is no text.
+        files, digest, shapes, reading: of text files, what they are built from.
+        first: its first row as the trainer takes it.
+        notes: lines that the user should read.
+    """
+
+    problems: Sequence[Problem]
+    dataset: Any = None
+    files: tuple[Path, ...] = ()
+    digest: str = ""
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    reading: Reading | None = None
+    first: Row | None = None
+    notes: tuple[str, ...] = ()
+
+    def build(self) -> Dataset:
+        """The split in the cache of `datasets`, memory-mapped; keyed by its contents, so never stale."""
+        from datasets import Dataset
+
+        if self.dataset is not None:
+            return self.dataset
+        key = f"{_CACHE_VERSION} {self.digest} {tuple(self.shapes.items())!r} {self.reading!r}"
+        fingerprint = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+        return Dataset.from_generator(generate, fingerprint=fingerprint, **self._arguments())
+
+    def stream(self) -> Any:
+        """The split as a stream."""
+        from datasets import IterableDataset
+
+        if self.dataset is not None:
+            return self.dataset.to_iterable_dataset()
+        return IterableDataset.from_generator(generate, **self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        from datasets import Features
+
+        textual = tuple(name for name, shape in self.shapes.items() if shape == "string")
+        arguments = {
+            "paths": [str(path.absolute()) for path in self.files],
+            "textual": textual,
+            "columns": tuple(self.shapes),
+            "reading": self.reading,
+        }
+        features = Features({name: to_feature(shape) for name, shape in self.shapes.items()})
+        return {"features": features, "gen_kwargs": arguments}
+
+
+def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | None = None) -> Prepared:
+    """Check one split of a local data set, of which only `columns` are taken where they are named."""
+    files = local.splits[split]
+    kinds = {_kind(path) for path in files}
+    if local.saved:
+        return _prepare_saved(files[0], split, job, columns)
+    if len(kinds) > 1:
+        given = f"split '{split}' of '{local.name}' is made of {quoted(path.name for path in files)}"
+        return Prepared(
+            [Problem(given, "files of one kind in a split", "keep one kind, or name a single file")]
+        )
+    return _prepare_parquet(files, job, columns) if kinds == {PARQUET} else _prepare_text(files, job, columns)
+
+
+def _kind(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return ".jsonl" if suffix in _JSON_SUFFIXES else suffix
+
+
+def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | None) -> Prepared:
+    digests = {path: digest_or_problem(path) for path in files}
+    problems = [_at(path.name, problem) for path, (_, problem) in digests.items() if problem]
+    if problems:
+        return Prepared(problems)
+    cells = files[0].suffix.lower() in CELL_SUFFIXES
+    names: Counter[str] = Counter()
+    found = survey(_records(files, job, columns, names), job.method, job.text_field, cells=cells)
+    problems = found.problems()
+    named = quoted(path.name for path in files)
+    if found.count == 0:
+        problems.append(_empty(named))
+    order = " ".join(f"{path.suffix}:{digest}" for path, (digest, _) in digests.items())
+    line = roles_line(listed(path.name for path in files), names)
+    return Prepared(
+        problems,
+        files=files,
+        digest=order,
+        shapes=found.shapes,
+        reading=job.reading,
+        first=found.first,
+        notes=(line,) if line else (),
+    )
+
+
+def _records(
+    files: Iterable[Path], job: Job, columns: Sequence[str] | None, names: Counter[str] | None = None
+) -> Iterator[tuple[str, int, object]]:
+    textual = TEXT_COLUMNS | {job.text_field}
+    for path in files:
+        for line, row in read_rows(path, textual, job.reading, names):
+            taken = row
+            if columns is not None and isinstance(row, dict):
+                taken = {name: row[name] for name in columns if name in row}
+            yield path.name, line, taken
+
+
+def _at(source: str, problem: Problem) -> Problem:
+    return dataclasses.replace(problem, given=f"{source}: {problem.given}")
+
+
+def _empty(named: str) -> Problem:
+    return Problem(f"{named}: there are no examples", "at least one example", "write examples to it")
+
+
+def _prepare_parquet(files: tuple[Path, ...], job: Job, columns: Sequence[str] | None) -> Prepared:
+    import datasets
+    import pyarrow.parquet
+
+    problems = [problem for path in files if (problem := _parquet_problem(path))]
+    if problems:
+        return Prepared(problems)
+    schemas = {path: pyarrow.parquet.read_schema(path) for path in files}
+    first, *rest = files
+    fix = "write the files with the same columns and types, or name a single file"
+    for path in rest:
+        if set(schemas[path].names) != set(schemas[first].names):
+            given = f"{path.name}: the columns are {quoted(schemas[path].names)}"
+            expected = f"those of {first.name}: {quoted(schemas[first].names)}"
+            problems.append(Problem(given, expected, fix))
+    if problems:
+        return Prepared(problems)
+    named = listed(path.name for path in files)
+    try:
+        dataset = datasets.load_dataset("parquet", data_files=literal(files), split="train")
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        message = " ".join(str(error.__cause__ or error).split())
+        return Prepared([Problem(f"{named}: {message}", "parquet files that can be read as one table", fix)])
+    parts = [(path.name, pyarrow.parquet.read_metadata(path).num_rows) for path in files]
+    return opened(dataset, parts, job, columns)
+
+
+def _parquet_problem(path: Path) -> Problem | None:
+    import pyarrow
+    import pyarrow.parquet
+
+    expected = "a parquet file"
+    fix = "write it again with a parquet library, or give the file its true suffix"
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        return _at(path.name, unreadable(error))
+    if not head:
+        return _empty(path.name)
+    if not head.startswith(b"PAR1"):
+        return Problem(f"{path.name}: not parquet: it begins with {head!r}", expected, fix)
+    try:
+        metadata = pyarrow.parquet.read_metadata(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        return Problem(f"{path.name}: not parquet: {first_line(error)}", expected, fix)
+    return None if metadata.num_rows else _empty(path.name)
+
+
+def _prepare_saved(folder: Path, split: str, job: Job, columns: Sequence[str] | None) -> Prepared:
+    import datasets
+    import pyarrow
+
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, pyarrow.ArrowInvalid) as error:
+        given = f"split '{split}': the directory '{folder}' cannot be read: {first_line(error)}"
+        return Prepared([Problem(given, "what save_to_disk wrote, whole", "save it again with save_to_disk")])
+    return opened(dataset, [(f"split '{split}'", None)], job, columns)
+
+
+Parts = Sequence[tuple[str, int | None]]
+"""(name, rows) of the files of a data set, in their order; None for one whose rows nobody has counted."""
+
+
+def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None = None) -> Prepared:
+    """A `Dataset` or `IterableDataset` as the trainer takes it: the columns and the first rows of each part checked."""
+    if columns is not None:
+        dataset = dataset.select_columns([name for name in columns if name in dataset.column_names])
+    # An iterable data set learns its columns from its first row.
+    stored = list(dataset.column_names or next(iter(dataset), {}))
+    everything = listed(name for name, _ in parts)
+    # Pictures and other columns stay undecoded.
+    judged = [
+        name for name in stored if name in COLUMNS or name in job.reading.reads or name == job.text_field
+    ]
+    if not judged:
+        wrong = columns_problem(stored, job.method, job.text_field) if stored else _empty(everything)
+        return Prepared([_at(everything, wrong) if stored and wrong else wrong or _empty(everything)])
+    names: Counter[str] = Counter()
+    first = next(iter(dataset.select_columns(judged)), None)
+    if first is None:
+        return Prepared([_empty(everything)])
+    taken = job.reading.apply(first)
+    changed = isinstance(taken, Problem) or taken != first
+    rest = [name for name in stored if name not in judged]
+    if not isinstance(taken, Problem):
+        wrong = columns_problem([*taken, *rest], job.method, job.text_field)
+        if wrong:
+            return Prepared([_at(everything, wrong)])
+    found = survey(
+        _sample(dataset.select_columns(judged), parts, job.reading, names),
+        job.method,
+        job.text_field,
+        word="row",
+    )
+    problems = found.problems("row")
+    if changed and not problems:
+        dataset = _converted(dataset, first, job.reading, parts)
+    line = roles_line(everything, names, SAMPLED_ROWS)
+    return Prepared(problems, dataset=dataset, first=found.first, notes=(line,) if line else ())
+
+
+def _sample(
+    dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
+) -> Iterator[tuple[str, int, object]]:
+    start = 0
+    for source, count in parts:
+        rows = dataset
+        if count is not None:
+            rows = dataset.select(range(start, start + min(count, SAMPLED_ROWS)))
+            start += count
+        for number, row in enumerate(islice(rows, SAMPLED_ROWS), 1):
+            yield source, number, reading.apply(row, names)
+
+
+def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts) -> Any:
+    """Every row of `dataset` by `reading`; chats as objects, since their messages need not have the same keys."""
+    import datasets
+
+    taken = reading.apply(first)
+    assert isinstance(taken, dict)
+    features = None
+    if dataset.features is not None and any(name in CHATS for name in taken):
+        features = {
+            name: kind for name, kind in dataset.features.items() if name in taken or name not in first
+        }
+        for name, value in taken.items():
+            if isinstance(value, list) and name in CHATS:
+                features[name] = datasets.List(datasets.Json())
+            elif name not in features:
+                features[name] = datasets.Value("string")
+        features = datasets.Features(features)
+    return dataset.map(
+        partial(_applied, reading=reading, parts=tuple(parts)),
+        with_indices=True,
+        remove_columns=[name for name in first if name not in taken],
+        features=features,
+    )
+
+
+def _applied(row: Row, index: int, reading: Reading, parts: Parts) -> Row:
+    taken = reading.apply(row)
+    if not isinstance(taken, Problem):
+        return taken
+    source, start = _part_of(index, parts)
+    raise data_error(source, [_at(f"{source}, row {index - start + 1}", taken)])
+
+
+def _part_of(index: int, parts: Parts) -> tuple[str, int]:
+    """(name, first row) of the part that holds the row `index` of all."""
+    start = 0
+    for source, count in parts:
+        if count is None or index < start + count:
+            return source, start
+        start += count
+    raise AssertionError(index)
+
+
+def literal(files: Iterable[Path]) -> list[str]:
+    """Paths for `load_dataset`, which reads them as patterns."""
+    return [glob.escape(str(path.absolute())) for path in files]
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

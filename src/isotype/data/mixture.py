@@ -1,0 +1,304 @@
+"""`datasets:` of a configuration file: several data sets as one, each by columns of its own, brought to one form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isotype.core.errors import Problem
+from isotype.core.hub import offline_if_unreachable
+from isotype.data.build import Job, Prepared, first_line, literal, opened, prepare
+from isotype.data.cells import COLUMNS, TURN_COLUMNS
+from isotype.data.columns import formats_of, matching, quoted
+from isotype.data.locate import LocalData, data_error, find_local, splits_problems
+from isotype.data.mapping import column_map
+from isotype.data.reading import Reading
+from isotype.data.shapes import Shape, merge, shape_of_feature, to_feature
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict, IterableDatasetDict
+
+_SEED = 0
+"""Of the split into training and test rows, which has to be the same one when a run goes on."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One data set of a mixture.
+
+    Attributes:
+        name: as the user named it.
+        reading: of its own columns.
+        splits: what its `split` names, each checked.
+        prepare: checks it again, by another reading.
+    """
+
+    name: str
+    reading: Reading
+    splits: Sequence[tuple[str, Prepared]]
+    prepare: Callable[[Reading], Sequence[tuple[str, Prepared]]]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The first row, under the trainer's names."""
+        return next((item.first for _, item in self.splits if item.first is not None), {})
+
+
+def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
+    """The splits of a mixture, under TRL's names for them: train and, with `test_split_size`, test.
+
+    Args:
+        args: `trl.DatasetMixtureConfig`.
+        job: what it is read for.
+
+    Raises:
+        DataError: with every problem of every data set.
+    """
+    import datasets
+
+    _check_split(args, job)
+    parts, problems = [], []
+    for entry in args.datasets:
+        part, wrong = _part(entry, job, args.streaming)
+        problems += wrong
+        if part is not None:
+            parts.append(part)
+    if problems:
+        raise data_error("datasets", problems)
+    parts = _of_one_form(parts, job)
+    for line in dict.fromkeys(note for part in parts for _, item in part.splits for note in item.notes):
+        job.say(line)
+    try:
+        built = _shares(args, _aligned(parts, job, args.streaming))
+        whole = datasets.concatenate_datasets(built)
+    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+        named = quoted(entry.path for entry in args.datasets)
+        fix = "see each entry's path, split, columns and fraction; an unreachable hub needs local files"
+        given = f"the mixture of {named} cannot be built: {first_line(error)}"
+        raise data_error("datasets", [Problem(given, "entries that load and fit together", fix)]) from error
+    if args.test_split_size is not None:
+        splits = whole.train_test_split(test_size=args.test_split_size, seed=_SEED)
+    else:
+        splits = (datasets.IterableDatasetDict if args.streaming else datasets.DatasetDict)({"train": whole})
+    problems = splits_problems("datasets", splits, job.wanted)
+    if problems:
+        raise data_error("datasets", problems)
+    return type(splits)({name: splits[name] for name in job.wanted})
+
+
+def _check_split(args: Any, job: Job) -> None:
+    if args.streaming and args.test_split_size is not None:
+        given = f"--test_split_size {args.test_split_size} with a streamed mixture"
+        fix = "leave --streaming or --test_split_size away"
+        raise data_error("datasets", [Problem(given, "a mixture whose size is known, to be split", fix)])
+    if len(job.wanted) > 1 and args.test_split_size is None:
+        given = "evaluation is on and the mixture has no test split"
+        fix = "--test_split_size 0.1, or --eval_strategy no"
+        raise data_error("datasets", [Problem(given, "a share of the mixture to evaluate on", fix)])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One data set
+
+
+def _part(entry: Any, job: Job, streaming: bool) -> tuple[_Part | None, Sequence[Problem]]:
+    only = entry.columns if isinstance(entry.columns, (list, tuple)) else None
+    reading = job.reading
+    if entry.columns is not None and only is None:
+        reading = dataclasses.replace(
+            reading, columns=column_map(entry.columns, f"`columns` of {entry.path}")
+        )
+    elif only is not None:
+        reading = dataclasses.replace(reading, columns=None)
+    local = None if entry.data_files or entry.data_dir else find_local(entry.path)
+    if local is None:
+        splits, problems = _from_hub(entry, dataclasses.replace(job, reading=reading), only, streaming)
+    else:
+        splits, problems = _from_here(entry, local, dataclasses.replace(job, reading=reading), only)
+    problems = [*problems, *(problem for _, item in splits for problem in item.problems)]
+    if problems:
+        return None, problems
+
+    def again(other: Reading) -> Sequence[tuple[str, Prepared]]:
+        changed = dataclasses.replace(job, reading=other)
+        if local is not None:
+            return _from_here(entry, local, changed, only)[0]
+        return _from_hub(entry, changed, only, streaming)[0]
+
+    return _Part(entry.path, reading, splits, again), ()
+
+
+def _from_here(
+    entry: Any, local: LocalData, job: Job, only: Sequence[str] | None
+) -> tuple[list[tuple[str, Prepared]], list[Problem]]:
+    named = [part.strip() for part in entry.split.split("+")]
+    problems = splits_problems(local.name, local.splits, [name.split("[")[0] for name in named])
+    if problems:
+        return [], problems
+    return [(name, prepare(local, name.split("[")[0], job, only)) for name in named], []
+
+
+def _from_hub(
+    entry: Any, job: Job, only: Sequence[str] | None, streaming: bool
+) -> tuple[list[tuple[str, Prepared]], list[Problem]]:
+    import datasets
+
+    why = ""
+    try:
+        with offline_if_unreachable() as why:
+            loaded = datasets.load_dataset(
+                entry.path,
+                name=entry.name,
+                data_dir=entry.data_dir,
+                data_files=entry.data_files,
+                split=entry.split,
+                streaming=streaming,
+            )
+    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+        given = f"'{entry.path}' cannot be loaded: {why or first_line(error)}"
+        fix = "see its path, name and split, or name a local file; an unreachable hub needs local files"
+        return [], [Problem(given, "a hub data set of plain data files", fix)]
+    return [("", opened(loaded, [(entry.path, None)], job, only))], []
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# All of them
+
+
+def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
+    """The parts, read again where they are of unlike form: as conversations, or with messages for plain turns."""
+    formats = formats_of(job.method, job.text_field)
+    forms = [matching(part.row, formats) for part in parts]
+    required = [() if form is None else form.required for form in forms]
+    plain = [
+        any(isinstance(part.row.get(name), str) for name in names if name in TURN_COLUMNS)
+        for part, names in zip(parts, required, strict=True)
+    ]
+    if len(set(required)) == 1 and len(set(plain)) == 1:
+        return list(parts)
+    if len(set(required)) == 1 and "prompt" in required[0]:
+        job.say(_spoken_line(part.name for part, text in zip(parts, plain, strict=True) if text))
+        return [_again(part, chat=True) if text else part for part, text in zip(parts, plain, strict=True)]
+    if job.method == "sft" and set(required) <= {("messages",), ("prompt", "completion")}:
+        turned = [part.name for part, names in zip(parts, required, strict=True) if "prompt" in names]
+        job.say(
+            f"{quoted(turned)}: prompts and completions become conversations, as the rest of the mixture is; "
+            "prompts are learned too, unless --assistant_only_loss True"
+        )
+        return [_again(part, joined=True) for part in parts]
+    held = "; ".join(
+        f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if text else ''}"
+        for part, names, text in zip(parts, required, plain, strict=True)
+    )
+    expected = "data sets of one form; for sft, conversations with prompts and completions, too"
+    fix = "train on them one after the other, or give an entry `columns` of its own: {prompt: question, completion: answer}"
+    raise data_error("datasets", [Problem(held, expected, fix)])
+
+
+def _spoken_line(names: Any) -> str:
+    return f"{quoted(names)}: plain prompts and answers become messages, as the rest of the mixture has them"
+
+
+def _again(part: _Part, **changes: Any) -> _Part:
+    reading = dataclasses.replace(part.reading, **changes)
+    splits = part.prepare(reading)
+    problems = [problem for _, item in splits for problem in item.problems]
+    if problems:
+        raise data_error("datasets", problems)
+    return dataclasses.replace(part, reading=reading, splits=splits)
+
+
+def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
+    """One data set a part, whose columns of one name are of one type."""
+    import datasets
+
+    used = None
+    if job.method == "sft":  # which alone gives nobody the other columns, whose types may clash
+        used = {*COLUMNS, job.text_field, "image", "images"}
+    shapes: dict[str, Shape] = {}
+    for part in parts:
+        for _, item in part.splits:
+            for name, shape in _shapes(item).items():
+                shapes[name] = shape if name not in shapes else merge(shapes[name], shape)
+    built = []
+    for part in parts:
+        pieces = []
+        for name, item in part.splits:
+            dataset = _piece(name, item, shapes, used, streaming)
+            pieces.append(dataset)
+        built.append(pieces[0] if len(pieces) == 1 else datasets.concatenate_datasets(pieces))
+    return built
+
+
+def _shapes(item: Prepared) -> dict[str, Shape]:
+    if item.dataset is None:
+        return dict(item.shapes)
+    features = item.dataset.features or {}
+    known = {name: shape_of_feature(feature) for name, feature in features.items()}
+    return {name: shape for name, shape in known.items() if shape is not None}
+
+
+def _piece(
+    name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] | None, streaming: bool
+) -> Any:
+    import datasets
+
+    if item.dataset is None:
+        kept = {column: shapes[column] for column in item.shapes if used is None or column in used}
+        dataset = dataclasses.replace(item, shapes=kept).build()
+    else:
+        dataset = item.dataset
+        if used is not None and dataset.column_names is not None:
+            dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
+        dataset = _cast(dataset, shapes)
+    if "[" in name:
+        files = literal(Path(stored["filename"]) for stored in dataset.cache_files)
+        split = name.split("[")[0]
+        return datasets.load_dataset("arrow", data_files={split: files}, split=name, streaming=streaming)
+    return dataset.to_iterable_dataset() if streaming and hasattr(dataset, "to_iterable_dataset") else dataset
+
+
+def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
+    import datasets
+
+    features = dataset.features
+    if features is None:
+        return dataset
+    target = {
+        name: to_feature(shapes[name])
+        if (own := shape_of_feature(feature)) is not None and own != shapes[name]
+        else feature
+        for name, feature in features.items()
+    }
+    if target == dict(features):
+        return dataset
+    return dataset.map(_same, features=datasets.Features(target))
+
+
+def _same(row: Any) -> Any:
+    return row
+
+
+def _shares(args: Any, built: list[Any]) -> list[Any]:
+    """The first rows of each data set, so many that they have the shares that `fraction` asks for.
+
+    The mixture is as large as it can be without a row that comes twice.
+
+    Raises:
+        ValueError: some have a fraction and some have none; a stream.
+    """
+    fractions = [entry.fraction for entry in args.datasets]
+    if all(fraction is None for fraction in fractions):
+        return built
+    if any(fraction is None for fraction in fractions):
+        raise ValueError("`fraction` must be set for either all datasets in the mixture or none of them.")
+    if args.streaming:
+        raise ValueError("Using a dataset `fraction` is not supported with streaming datasets.")
+    if not all(fraction >= 0 for fraction in fractions) or not sum(fractions):
+        raise ValueError("`fraction` must be 0 or more, and more than 0 for one data set.")
+    weights = [fraction / sum(fractions) for fraction in fractions]
+    total = min(len(rows) / weight for rows, weight in zip(built, weights, strict=True) if weight > 0)
+    return [rows.select(range(round(weight * total))) for rows, weight in zip(built, weights, strict=True)]

@@ -1,0 +1,163 @@
+"""Conversations of ShareGPT and its kin ({from, value} messages) as messages of the roles that chat templates write.
+
+The names are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames the keys and passes
+the names on, so that a template writes `<|im_start|>gpt`, which no model has seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from isotype.core.errors import Problem
+from isotype.core.names import listed
+from isotype.data.cells import Row, conversation_fault, messages_fault
+from isotype.data.roles import CHATS, chat_problems
+
+CALL = "assistant, with a tool call"
+SPEAKERS: Mapping[str, str] = {
+    **dict.fromkeys(("human", "user", "prompter", "input"), "user"),
+    **dict.fromkeys(
+        ("gpt", "assistant", "model", "bot", "ai", "chatbot", "chatgpt", "bing", "bard", "output"),
+        "assistant",
+    ),
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(
+        ("tool", "tool_response", "observation", "function", "function_response", "ipython"), "tool"
+    ),
+    **dict.fromkeys(("function_call", "tool_call"), CALL),
+}
+"""What a {from, value} message's `from` means, in lower case."""
+
+_CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
+
+
+def standard_chats(
+    row: Row, names: Counter[str] | None = None, *, conversations: bool = True
+) -> Row | Problem:
+    """The row with `conversations` under `messages`, and {role, content} messages in every column of chats.
+
+    A column `system` of a conversation without a system message becomes its first message, as LLaMA-Factory reads it.
+
+    Args:
+        row: under the trainer's names.
+        names: counts the messages of each `from`, by its name as it stands there; None where nobody asks.
+        conversations: the trainer takes a column of that name.
+    """
+    counted: Counter[str] = Counter()
+    result: Row = {}
+    for name, value in row.items():
+        taken = conversations if name == "conversations" else name in CHATS and _is_shared(value)
+        if not taken:
+            result[name] = value
+            continue
+        if name == "conversations" and {"messages", "prompt"} & row.keys():
+            continue  # the other columns are what is trained on
+        messages = _messages(name, value, counted)
+        if isinstance(messages, Problem):
+            return messages
+        result["messages" if name == "conversations" else name] = messages
+    system = row.get("system")
+    if "messages" in result and "messages" not in row and isinstance(system, str):
+        if system and result["messages"][0]["role"] != "system":
+            result["messages"] = [{"role": "system", "content": system}, *result["messages"]]
+        del result["system"]
+    if names is not None:
+        names.update(counted)
+    return result
+
+
+def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
+    """How the names of a data set's speakers were read; None where none was.
+
+    Args:
+        source: what it is called.
+        names: as `standard_chats` counts them.
+        sample: the number of rows that were counted, None for all.
+    """
+    if not names:
+        return None
+    read = ", ".join(
+        f"{count:,} of '{name}' as {SPEAKERS[name.lower()]}" for name, count in names.most_common()
+    )
+    among = "" if sample is None else f" (in the first {sample:,} rows)"
+    return f"{source}: ShareGPT messages are read by the chat template's roles: {read}{among}"
+
+
+def _is_shared(value: object) -> bool:
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return False
+    return "from" in value[0] and "role" not in value[0]
+
+
+def _messages(column: str, value: Any, names: Counter[str]) -> list[Row] | Problem:
+    """The messages of one chat as {role, content}, or the first thing that is wrong with it."""
+    standard = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
+    fault = messages_fault(value) if standard else conversation_fault(value)
+    if fault:
+        fix = "write [{…}, …] with 'from' and 'value', or with 'role' and 'content'"
+        return Problem(f"column '{column}' {fault}", "a list of {from, value} messages", fix)
+    if not standard:
+        unknown = [name for name in dict.fromkeys(m["from"] for m in value) if name.lower() not in SPEAKERS]
+        if unknown:
+            return Problem(
+                f"column '{column}' holds a message from {listed(map(repr, unknown))}",
+                f"one of {', '.join(SPEAKERS)}",
+                "rename it; if the chat template has such a role, write {role, content} messages in a column 'messages'",
+            )
+    messages: list[Row] = []
+    for message in value:
+        converted = message if standard else _message(column, message)
+        if isinstance(converted, Problem):
+            return converted
+        messages.append(converted)
+    wrong = next(chat_problems(column, messages), None)
+    if wrong is not None:
+        return wrong
+    if not standard:
+        names.update(message["from"] for message in value)
+    return messages
+
+
+def _message(column: str, message: Row) -> Row | Problem:
+    role = SPEAKERS[message["from"].lower()]
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if role != CALL:
+        return {"role": role, "content": message["value"], **rest}
+    calls = _calls(message["value"])
+    if calls is None:
+        return Problem(
+            f"column '{column}' holds a '{message['from']}' whose 'value' is no call",
+            f"JSON: {_CALL_FORM}",
+            "correct it, or let 'gpt' say it as text",
+        )
+    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+
+
+def _calls(text: str) -> list[Row] | None:
+    """The calls that a text of JSON spells, as chat templates take them; None where it spells none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        return None
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": _arguments(call)}}
+        for call in calls
+    ]
+
+
+def _arguments(call: Row) -> Any:
+    """The arguments of a call: templates write them as JSON, so text of JSON is read."""
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except json.JSONDecodeError:
+        return arguments

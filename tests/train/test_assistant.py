@@ -1,0 +1,167 @@
+"""The assistant's tokens by any chat template, against the marked templates that TRL has of the same models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from isotype.core.errors import DataError, UsageError
+from isotype.train.assistant import labelled_row, labelled_rows
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SPECIAL = (
+    "<|im_start|>", "<|im_end|>", "<|end|>", "<|user|>", "<|assistant|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>",
+)  # fmt: skip
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def tokenizer_of(template: str) -> Any:
+    """Bytes as tokens: every character boundary is one of tokens, so that the reference is exact."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, chat_template=template, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+
+
+def turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+SINGLE = [turn("user", "2+2?"), turn("assistant", "It is 4.")]
+LONGER = [*SINGLE, turn("user", "Sûre?"), turn("assistant", "Yes ☺.\n\nQuite.")]
+SYSTEM = [turn("system", "Be brief."), *LONGER]
+
+
+def learned(tokenizer: Any, row: dict[str, Any], whole: bool = False) -> str:
+    labels = labelled_row(row, 0, tokenizer=tokenizer, whole=whole)["labels"]
+    return str(tokenizer.decode([label for label in labels if label != -100]))
+
+
+@pytest.mark.parametrize("chat", [SINGLE, LONGER, SYSTEM], ids=["single", "longer", "system"])
+@pytest.mark.parametrize("name", ["llama3", "gemma", "qwen2_5"])
+def test_as_the_marked_template_of_the_same_model(name: str, chat: list[dict[str, Any]]) -> None:
+    if name == "gemma" and chat[0]["role"] == "system":
+        chat = chat[1:]  # its template refuses a system message
+    plain = tokenizer_of((TEMPLATES / f"{name}.jinja").read_text())
+    marked = tokenizer_of((TEMPLATES / f"{name}_training.jinja").read_text())
+    reference = marked.apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    row = labelled_row({"messages": chat}, 0, tokenizer=plain, whole=False)
+    assert row["input_ids"] == reference["input_ids"]
+    expected = [
+        token if bit else -100
+        for token, bit in zip(reference["input_ids"], reference["assistant_masks"], strict=True)
+    ]
+    if name == "qwen2_5":
+        # TRL's version marks the line break of the header too, which the prompt for an answer ends with.
+        starts = [at for at, token in enumerate(expected) if token != -100 and expected[at - 1] == -100]
+        for at in starts:
+            expected[at] = -100
+    assert row["labels"] == expected
+
+
+def test_turns_of_a_prompt() -> None:
+    row = {"prompt": LONGER[:3], "completion": LONGER[3:]}
+    assert learned(tokenizer_of(CHATML), row) == "Yes ☺.\n\nQuite.<|im_end|>\n"
+    assert learned(tokenizer_of(CHATML), row, whole=True) == (
+        "It is 4.<|im_end|>\nYes ☺.\n\nQuite.<|im_end|>\n"
+    )
+
+
+def test_tools_and_turns_beside_one_another() -> None:
+    chat = [*SINGLE, turn("tool", "4"), turn("assistant", "4."), turn("assistant", "Yes.")]
+    row = {"messages": chat, "tools": '[{"name": "f"}]', "chat_template_kwargs": {"extra": 1}}
+    assert learned(tokenizer_of(CHATML), row) == "It is 4.<|im_end|>\n4.<|im_end|>\nYes.<|im_end|>\n"
+
+
+def test_a_conversation_that_the_assistant_opens() -> None:
+    assert learned(tokenizer_of(CHATML), {"messages": [SINGLE[1], *SINGLE]}) == "It is 4.<|im_end|>\n" * 2
+
+
+def test_a_prompt_for_an_answer_that_says_more_than_the_answers_have() -> None:
+    thinking = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
+    assert learned(tokenizer_of(thinking), {"messages": LONGER}) == (
+        "It is 4.<|im_end|>\nYes ☺.\n\nQuite.<|im_end|>\n"
+    )
+
+
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\\n</think>\\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_writes_earlier_turns_otherwise() -> None:
+    tokenizer = tokenizer_of(FORGETFUL)
+    assert learned(tokenizer, {"messages": SINGLE}) == "<think>\n</think>\nIt is 4.<|im_end|>\n"
+    with pytest.raises(DataError) as caught:
+        labelled_row({"messages": LONGER}, 6, tokenizer=tokenizer, whole=False)
+    (problem,) = caught.value.problems
+    assert problem.given == (
+        "row 7: message 2 is written otherwise by the chat template when other messages follow"
+    )
+    assert "--chat_template_path" in problem.fix
+
+
+def test_a_refusal_of_the_template_names_the_row() -> None:
+    strict = "{{ raise_exception('no systems') if messages[0].role == 'system' }}" + CHATML
+    with pytest.raises(DataError, match="row 1: no systems"):
+        labelled_row({"messages": SYSTEM}, 0, tokenizer=tokenizer_of(strict), whole=False)
+
+
+def settings_of(**training: Any) -> Any:
+    plain = {
+        "assistant_only_loss": True, "completion_only_loss": None, "dataset_num_proc": None, "chat_template_path": None,
+    }  # fmt: skip
+    script = SimpleNamespace(dataset_train_split="train")
+    return SimpleNamespace(training=SimpleNamespace(**{**plain, **training}), script=script)
+
+
+def test_rows_are_labelled_where_trl_finds_nothing() -> None:
+    from datasets import DatasetDict
+
+    data = DatasetDict(
+        {"train": Dataset.from_list([{"messages": SINGLE, "id": 1}, {"messages": SYSTEM, "id": 2}])}
+    )
+    rows = labelled_rows(settings_of(), tokenizer_of(CHATML), data)
+    assert rows["train"].column_names == ["input_ids", "labels"]
+    assert len(rows["train"]) == 2
+    marked = tokenizer_of((TEMPLATES / "llama3_training.jinja").read_text())
+    assert labelled_rows(settings_of(), marked, data) is data
+    known = tokenizer_of((TEMPLATES / "qwen3.jinja").read_text())
+    assert labelled_rows(settings_of(), known, data) is data
+    assert labelled_rows(settings_of(assistant_only_loss=False), tokenizer_of(CHATML), data) is data
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "marked.jinja"
+    path.write_text((TEMPLATES / "llama3_training.jinja").read_text())
+    data = {"train": Dataset.from_list([{"messages": LONGER}])}
+    assert labelled_rows(settings_of(chat_template_path=str(path)), tokenizer_of(FORGETFUL), data) is data
+
+
+@pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": "b"}])
+def test_rows_without_turns(row: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        labelled_rows(settings_of(), tokenizer_of(CHATML), {"train": Dataset.from_list([row])})
+    (problem,) = caught.value.problems
+    assert problem.given.startswith("--assistant_only_loss with the columns ")
+    assert problem.fix.startswith("leave --assistant_only_loss out")
