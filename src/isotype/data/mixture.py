@@ -278,8 +278,9 @@ def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
     return dataset.map(_same, features=datasets.Features(target))
 
 
-def _same(row: Any) -> Any:
-    return row
+def _same(row: Any) -> dict[str, Any]:
+    # A row that goes back as it came keeps its stored values, which are not cast.
+    return dict(row)
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
