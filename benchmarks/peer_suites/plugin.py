@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         where = report.longrepr
         reason = str(getattr(getattr(where, "reprcrash", None), "message", where or "")).partition("\n")[0]
-        with open(os.environ["PEERS_OUTCOMES"], "a") as file:
+        with Path(os.environ["PEERS_OUTCOMES"]).open("a") as file:
             file.write(json.dumps([report.nodeid, report.outcome, reason[:300]]) + "\n")
 
 

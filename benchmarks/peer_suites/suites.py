@@ -143,7 +143,7 @@ class _Run:
         ]
         chosen = ["-k", self.expression] if self.expression else []
         command = [sys.executable, "-m", "pytest", *options, *chosen, f"tests/{file}"]
-        with open(self.folder / f"{file}.{fuse}.log", "w") as log:
+        with (self.folder / f"{file}.{fuse}.log").open("w") as log:
             try:
                 ended = subprocess.run(
                     command, cwd=self.folder, env=environment, stdout=log, stderr=log, timeout=self.seconds

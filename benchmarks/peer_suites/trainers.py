@@ -70,7 +70,9 @@ def run(methods: Sequence[str], jobs: int) -> list[Row]:
 def _compared(case: tuple[str, str]) -> Row:
     method, variant = case
     with tempfile.TemporaryDirectory() as folder:
-        plain, fused = (_trained(method, VARIANTS[variant], Path(folder), fuse=fuse) for fuse in (False, True))
+        plain, fused = (
+            _trained(method, VARIANTS[variant], Path(folder), fuse=fuse) for fuse in (False, True)
+        )
     if plain.error or fused.error:
         verdict = "skipped" if plain.error else "raises"
         return Row(method, variant, verdict=verdict, detail=plain.error or fused.error)
@@ -100,7 +102,11 @@ def _run(method: str, settings: dict[str, Any], folder: Path, *, fuse: bool) -> 
 
     transformers.set_seed(0)
     base = save_chat_model(folder / "base")
-    head = transformers.AutoModelForSequenceClassification if method == "reward" else transformers.AutoModelForCausalLM
+    head = (
+        transformers.AutoModelForSequenceClassification
+        if method == "reward"
+        else transformers.AutoModelForCausalLM
+    )
     kind = "SEQ_CLS" if method == "reward" else "CAUSAL_LM"
     model = head.from_pretrained(base, **({"num_labels": 1} if method == "reward" else {}))
     lora = {name: value for name, value in settings.items() if name in _LORA}
