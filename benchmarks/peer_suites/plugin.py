@@ -47,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """LoRA only, and no model is looked for on the hub."""
-    for name, module in list(sys.modules.items()):
+    modules: list[tuple[str, Any]] = list(sys.modules.items())
+    for name, module in modules:
         if name.rpartition(".")[2] == "testing_utils" and hasattr(module, "_HUB_MODEL_ACCESSES"):
             module._HUB_MODEL_ACCESSES = _AllKnown()
     other = [item for item in items if not _is_about_lora(item)]
@@ -100,14 +101,16 @@ def _fuse_everything() -> None:
     for method in ("add_adapter", "load_adapter"):
         setattr(PeftAdapterMixin, method, _then_fuse(getattr(PeftAdapterMixin, method)))
     inject = _then_fuse(peft.inject_adapter_in_model, model_at=1)
-    for name, module in list(sys.modules.items()):
+    modules: list[tuple[str, Any]] = list(sys.modules.items())
+    for name, module in modules:
         if name.partition(".")[0] == "peft" and hasattr(module, "inject_adapter_in_model"):
             module.inject_adapter_in_model = inject
 
 
 def _family(cls: type) -> Iterator[type]:
     yield cls
-    for each in cls.__subclasses__():
+    subclasses: list[type] = cls.__subclasses__()
+    for each in subclasses:
         yield from _family(each)
 
 
