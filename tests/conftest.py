@@ -16,12 +16,17 @@ os.environ.pop("COLUMNS", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import pytest
-import torch
+from isotype.core.cache import prepare_library_caches
 
-from isotype.core import hub
-from tests.cpus import CPUS, pretend
-from tests.models import save_tiny
+# As a command does before it imports the libraries: commands that run in this process come too late.
+prepare_library_caches()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from isotype.core import hub  # noqa: E402
+from tests.cpus import CPUS, pretend  # noqa: E402
+from tests.models import save_tiny  # noqa: E402
 
 
 @pytest.fixture(scope="session")
