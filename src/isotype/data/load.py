@@ -172,7 +172,7 @@ def _chosen(loaded: Any, name: str, job: Job) -> DatasetDict | IterableDatasetDi
     """The wanted splits of a dictionary of data sets, checked."""
     problems = splits_problems(name, loaded, job.wanted)
     chosen = {}
-    notes = []
+    notes: list[str] = []
     for split in () if problems else job.wanted:
         prepared = opened(loaded[split], [(f"split '{split}'", None)], job)
         chosen[split] = prepared.dataset

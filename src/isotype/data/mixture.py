@@ -60,7 +60,8 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
     import datasets
 
     _check_split(args, job)
-    parts, problems = [], []
+    parts: list[_Part] = []
+    problems: list[Problem] = []
     for entry in args.datasets:
         part, wrong = _part(entry, job, args.streaming)
         problems += wrong

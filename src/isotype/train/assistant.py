@@ -43,7 +43,7 @@ def labelled_rows(settings: Settings, tokenizer: Any, data: Any, limit: int | No
     training = settings.training
     if not getattr(training, "assistant_only_loss", False):
         return data
-    columns = next(iter(data[settings.script.dataset_train_split]), {})
+    columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     if "input_ids" in columns and {"labels", "assistant_masks"} & columns.keys():
         return data
     speaking = _with_template(tokenizer, getattr(training, "chat_template_path", None))
@@ -74,7 +74,7 @@ def labelled_rows(settings: Settings, tokenizer: Any, data: Any, limit: int | No
 def labels_kept(settings: Settings, data: Any) -> Iterator[None]:
     """Let a trainer be built on rows that `labelled_rows` has labelled: TRL refuses the flag beside them."""
     training = settings.training
-    columns = next(iter(data[settings.script.dataset_train_split]), {})
+    columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     if not getattr(training, "assistant_only_loss", False) or "input_ids" not in columns:
         yield
         return

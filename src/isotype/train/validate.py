@@ -403,7 +403,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
     """A hint where prompts and answers are plain text and the model has a chat template, which is not applied to them."""
-    row = next(iter(data[settings.script.dataset_train_split]), {})
+    row: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
