@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import torch
@@ -203,7 +204,7 @@ def _step(model: Any, case: Case) -> Values:
         if isinstance(logits, torch.Tensor):
             values |= _split(logits.detach(), batch)
     if case.mode != "inference_mode":
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         values |= {name: grad.clone() for name, grad in grads.items()}
     return values
@@ -252,12 +253,8 @@ def own_attention(name: str) -> Iterator[None]:
     """One of isotype's attention kernels, whichever is faster on this machine: by turns, but the same for one architecture."""
     kernels = [kernel for kernel in OWN if kernel in offered(torch.float32)]
     kernel = kernels[zlib.crc32(name.encode()) % len(kernels)]
-    former = registered.choose
-    registered.choose = lambda shape: (Choice(kernel, kernel, {}, 2.0), None)
-    try:
+    with patch.object(registered, "choose", lambda shape: (Choice(kernel, kernel, {}, 2.0), None)):
         yield
-    finally:
-        registered.choose = former
 
 
 @dataclass
