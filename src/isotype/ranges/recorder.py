@@ -29,6 +29,7 @@ from isotype.ranges.magnitude import (
     pass_on,
     remember,
 )
+from isotype.ranges.views import is_view
 from isotype.ranges.weights import WeightRange, attached, rows_of, whole
 from isotype.trace.recorder import leaves, operator_name, tensors_in
 from isotype.trace.source import asking_line, shown
@@ -209,11 +210,11 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_attention(short):
             made = made[:1]  # the others are statistics
         given = [each for _, each in tensors_in(func, args, kwargs) if _is_float(each)]
-        if short in _SAME_VALUES or (_is_view(func) and given and given[0].numel() <= made[0].numel()):
+        if short in _SAME_VALUES or (is_view(func) and given and given[0].numel() <= made[0].numel()):
             if len(given) == len(made) == 1 and _width(made[0]) >= _width(given[0]):
                 pass_on(given[0], made[0])
             return
-        if _is_view(func) or short in _MOVES:
+        if is_view(func) or short in _MOVES:
             return
         operands = [magnitude(each) for each in given]
         fills = any(each.filled for each in operands) or _is_fill(short, args, kwargs)
@@ -348,15 +349,6 @@ def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
 def _short(func: Any) -> str:
     """`aten.mm` of `aten.mm.default`."""
     return operator_name(func).rpartition(".")[0]
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether the results share the memory of an argument that is not written to."""
-    returns = func._schema.returns
-    return bool(returns) and all(
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
-    )
 
 
 def _is_fill(short: str, args: Any, kwargs: Any) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from isotype.ranges.nonfinite.cause import cause_of, entries_at, exact_result, f
 from isotype.ranges.nonfinite.operands import Operand, operands_of, written_in
 from isotype.ranges.nonfinite.record import Cause, NonFinite, Value
 from isotype.ranges.nonfinite.values import is_finite, value_of
+from isotype.ranges.views import is_view
 from isotype.trace.recorder import Place, Recorder, leaves, operator_name
 from isotype.trace.source import shown
 from isotype.trace.weights import state_tensors
@@ -105,7 +105,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         operands = operands_of(func, args, kwargs)
         result = func(*args, **kwargs)
         place = self._place()
-        if not _is_view(func):
+        if not is_view(func):
             self.found = self._look(_Call(func, args, kwargs, operands, place), result)
             if self.found is not None and self._stop:
                 raise FoundError
@@ -235,12 +235,6 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     def _is_constant(self, operand: Operand) -> bool:
         return operand.given is None or _alive(self._constant, _address(operand.given))
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether the result is the operand's own memory: nothing is computed."""
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
 def _add(into: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
