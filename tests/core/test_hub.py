@@ -142,7 +142,7 @@ COMMANDS = {
     ),
     "mixture": (
         ["sft", "--config", "mixture.yaml", "--model_name_or_path", "MODEL", "--output_dir", "out"],
-        "the mixture of 'org/data'",
+        "'org/data' cannot be loaded",
     ),
     "adapter's base": ([*SFT, "--model_name_or_path", "ADAPTER"], "org/base"),
     "check": (["check", "org/name"], "hub id org/name"),

@@ -31,7 +31,6 @@ def turn(role: str, words: int) -> list[dict[str, str]]:
         ("sft", {"text": "w1 w2 w3"}, 4),
         ("sft", {"prompt": "w1 w2 ", "completion": "w3"}, 4),
         ("sft", {"messages": turn("user", 2) + turn("assistant", 3)}, 11),
-        ("sft", {"conversations": [{"from": "user", "value": "w1 w2"}]}, 5),
         ("dpo", {"prompt": "w1 ", "chosen": "w2", "rejected": "w3 w4 w5"}, 5),
         ("kto", {"prompt": turn("user", 2), "completion": turn("assistant", 3), "label": True}, 11),
         ("grpo", {"prompt": turn("user", 2)}, 7),

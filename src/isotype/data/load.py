@@ -124,7 +124,10 @@ def training_data_here(
         DataError: as `load_training_data`.
     """
     script, mixture = settings.script, settings.dataset
-    if (mixture is not None and mixture.datasets) or not script.dataset_name:
+    if mixture is not None and mixture.datasets:
+        remote = [e for e in mixture.datasets if e.data_files or e.data_dir or find_local(e.path) is None]
+        return None if remote else training_data(settings, say)
+    if not script.dataset_name:
         return None
     if find_local(script.dataset_name, test_split=script.dataset_test_split) is None:
         return None

@@ -32,6 +32,7 @@ from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.assistant import labelled_rows, labels_kept
 from isotype.train.compilation import compile_blocks
+from isotype.train.cures import cure_by_name
 from isotype.train.early import early_stopping, not_the_best
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
@@ -271,7 +272,7 @@ def _build(
     asked = _first_answer(settings, data, model, tokenizer, resume, console)
     masters = masters_of(model)
     with (
-        _arguments_of(method.trainer),
+        _arguments_of(settings),
         asking(_name_on_hub(settings, source)),
         _found_again(model, source, settings.model.model_revision),
         reference_there(model),
@@ -317,18 +318,17 @@ def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
 
 
 @contextmanager
-def _arguments_of(trainer: str) -> Iterator[None]:
+def _arguments_of(settings: Settings) -> Iterator[None]:
     """What TRL and PEFT refuse while they build a trainer is about the user's arguments."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
+        trainer, message = settings.method.trainer, first_sentence(error)
+        values = {**vars(settings.model), **vars(settings.training)}
+        fix = cure_by_name(message, settings.explicit, values, f"isotype {settings.method.name}")
         raise UsageError(
             f"{trainer} does not take these arguments",
-            [
-                Problem(
-                    first_sentence(error), f"arguments that {trainer} takes together", "change what it names"
-                )
-            ],
+            [Problem(message, f"arguments that {trainer} takes together", fix)],
         ) from error
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.config_file import apply_config, without_config
+from isotype.train.cures import cure_by_name, cure_by_trial
 from isotype.train.launched import Sharding
 from isotype.train.limits import number_problems
 from isotype.train.own_arguments import IsotypeArguments
@@ -94,10 +95,12 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         parsed = parser.parse_args_into_dataclasses(args=[*arguments, *neutral])
     except (ValueError, TypeError, OSError) as error:
         wrong = list(number_problems(partial(_given_value, parser, given, config_keys=config_keys)))
-        fix = "change what it names"
-        conflict = Problem(
-            " ".join(str(error).split()), f"arguments that trl {method.name} takes together", fix
-        )
+        message = " ".join(str(error).split())
+        values = vars(parser.parse_known_args([*arguments, *neutral])[0])
+        fix = cure_by_trial(
+            explicit & values.keys(), partial(_works_without, parser, values)
+        ) or cure_by_name(message, explicit, values, f"isotype {method.name}")
+        conflict = Problem(message, f"arguments that trl {method.name} takes together", fix)
         raise UsageError("arguments that cannot work", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
         raise UsageError(
@@ -119,6 +122,17 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     return Settings(
         method, script, training, model, dataset, extra, asked, frozenset(explicit), tuple(argv), refused
     )
+
+
+def _works_without(parser: Any, values: dict[str, Any], name: str) -> bool:
+    """Whether TRL's dataclasses take the values with one of them at its default."""
+    try:
+        for kind in parser.dataclass_types:
+            names = {each.name for each in fields(kind) if each.init}
+            kind(**{key: value for key, value in values.items() if key in names and key != name})
+    except (ValueError, TypeError, OSError, ImportError):
+        return False
+    return True
 
 
 def _no_model(stray: Sequence[str]) -> Problem:

@@ -186,6 +186,7 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     name = getattr(training.optim, "value", training.optim)
     given = f"--optim {name}"
+    fix = "leave --optim and --optim_args out, or give --optim_args what the message asks for"
     try:
         made, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
         optimizer = made([parameter], **arguments)
@@ -194,10 +195,23 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         )
         if training.lr_scheduler_kwargs:
             given += f" --lr_scheduler_kwargs {json.dumps(training.lr_scheduler_kwargs)}"
+        fix = _schedule_cure(training.lr_scheduler_type)
         get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
         message = " ".join(str(error).split())
-        yield Problem(f"{given}: {message}", "arguments that it can be made of", "change what it names")
+        yield Problem(f"{given}: {message}", "arguments that it can be made of", fix)
+
+
+def _schedule_cure(kind: Any) -> str:
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    own = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs"}
+    takes = [
+        name for name in inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters if name not in own
+    ]
+    if not takes:
+        return "leave --lr_scheduler_kwargs out: this schedule takes none"
+    return f"--lr_scheduler_kwargs of {', '.join(takes)}, or --lr_scheduler_type linear"
 
 
 def _hub(settings: Settings) -> Iterator[Problem]:

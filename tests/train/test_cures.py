@@ -1,0 +1,49 @@
+"""What is said to do about arguments that TRL refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from isotype.core.errors import UsageError
+from isotype.data.methods import METHODS
+from isotype.train.cures import cure_by_name
+from isotype.train.settings import parse_settings
+from isotype.train.validate import check_settings
+
+MODEL = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "True"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["--load_best_model_at_end", "True"], "leave --load_best_model_at_end out"),
+        (["--dataloader_prefetch_factor", "2"], "leave --dataloader_prefetch_factor out"),
+        (["--lr_scheduler_type", "reduce_lr_on_plateau"], "leave --lr_scheduler_type out"),
+    ],
+)
+def test_what_is_to_be_left_out_has_been_tried(arguments: list[str], fix: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_settings(METHODS["sft"], [*MODEL, *arguments])
+    (problem,) = caught.value.problems
+    assert problem.fix == fix
+    parse_settings(METHODS["sft"], MODEL)
+
+
+def test_a_schedule_says_what_it_takes() -> None:
+    settings = parse_settings(METHODS["sft"], [*MODEL, "--lr_scheduler_type", "cosine_with_min_lr"])
+    with pytest.raises(UsageError) as caught:
+        check_settings(settings)
+    (problem,) = caught.value.problems
+    assert "--lr_scheduler_kwargs of num_cycles, min_lr, " in problem.fix
+    assert problem.fix.endswith("or --lr_scheduler_type linear")
+
+
+def test_by_the_names_in_a_message() -> None:
+    message = "When `padding_free=True` without packing, `max_length` is not enforced."
+    values = {"padding_free": True, "packing": False, "max_length": 1024, "beta": 0.1}
+    assert cure_by_name(message, {"padding_free"}, values, "isotype sft") == (
+        "leave --padding_free out, or change --max_length (now 1024)"
+    )
+    assert cure_by_name("No.", {"beta"}, values, "isotype sft") == (
+        "leave out one of --beta; isotype sft --help-all lists all"
+    )
