@@ -24,6 +24,10 @@ prepare_library_caches()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+# Where there is no GPU Triton's interpreter runs its kernels; the variable is read when a kernel is defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from isotype.core import hub  # noqa: E402
 from tests.cpus import CPUS, pretend  # noqa: E402
 from tests.models import save_tiny  # noqa: E402

@@ -33,6 +33,10 @@ def why_not(layer: Any) -> str | None:
         return "its base weight is trained"
     if lost := _lost(base):
         return f"its base has lost its {lost}"
+    if _parts_of(layer).offloaded():
+        return (
+            "its weights are offloaded (a device map), and fetched by hooks that only PEFT's own path calls"
+        )
     settings = boundary_of(base)
     if settings is not None and settings.kind not in ("bias", "int8"):
         return f"its base computes in its own dtype (boundary {settings.kind!r})"
@@ -41,8 +45,12 @@ def why_not(layer: Any) -> str | None:
 
 def _lost(base: Any) -> str | None:
     kind = kind_of(base)
-    if kind == "linear4bit" and quantization_state(base) is None:
-        return "quantization state"
+    if kind == "linear4bit":
+        state = quantization_state(base)
+        if state is None:
+            return "quantization state"
+        if getattr(state, "packing_format_for_cpu", False):
+            return "layout for training: bitsandbytes repacked it for evaluation; load the model again"
     if kind == "linear8bit" and row_scales(base) is None:
         return "row scales"
     return None
@@ -99,10 +107,12 @@ class Reading:
     Attributes:
         layer: the layer as data.
         tensors: its tensors in the order that `lora_linear` takes.
+        device: of its base weight: inputs of another device go where a hook may bring them.
     """
 
     layer: Layer
     tensors: tuple[torch.Tensor, ...]
+    device: torch.device
     _parts: _Parts
     _children: list[nn.Module | None]
     _parameters: list[torch.Tensor | None]
@@ -135,7 +145,8 @@ def read(layer: Any, former: Reading | None) -> Reading | None:
         return None
     data, tensors = _as_data(layer)
     settings = _settings(layer, data.base, parts, children, tensors)
-    return Reading(data, tensors, parts, children, parameters, settings)
+    device: torch.device = layer.get_base_layer().weight.device
+    return Reading(data, tensors, device, parts, children, parameters, settings)
 
 
 _CHILDREN, _PARAMETERS, _TRAINING = map(itemgetter, ("_modules", "_parameters", "training"))
@@ -162,10 +173,19 @@ class _Parts(NamedTuple):
     def parameters(self) -> list[torch.Tensor | None]:
         return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
 
+    def offloaded(self) -> bool:
+        """Whether hooks of accelerate's fetch weights for each call."""
+        return any("_hf_hook" in part and not _only_places(part["_hf_hook"]) for part in self.called)
+
     def hooked(self) -> bool:
         """Whether a part has hooks, but for those of a recorder; those of the layer itself are called whatever its path."""
         found = chain.from_iterable(filter(None, map(hooks, self.called)) for hooks in _HOOKS)
-        return any(map(must_be_called, found)) or any("_hf_hook" in part for part in self.called)
+        return any(map(must_be_called, found)) or self.offloaded()
+
+
+def _only_places(hook: Any) -> bool:
+    """Whether a hook of accelerate's does nothing to an input that lies on the weights' device already, as of a device map."""
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device
 
 
 def _parts_of(layer: Any) -> _Parts:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -16,6 +16,7 @@ from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
 from isotype.lora.fused import Siblings, working_dtype
 from isotype.lora.gated import gated_parts
+from isotype.lora.kernels import DEVICES, Kernel, Operation, chosen
 from isotype.lora.loops import elementwise
 from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, FusedRotary, put_in, take_out
 from isotype.lora.norms import is_norm, norm_parts
@@ -24,7 +25,8 @@ from isotype.lora.same_input import same_input
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.enforce import policy_of
-from isotype.model.walk import is_tuner_layer
+from isotype.model.quantized import keep_training_layout
+from isotype.model.walk import is_tuner_layer, kind_of
 
 _ATTENTION = "lora_attention"
 
@@ -37,14 +39,15 @@ class FusionReport:
         fused: names of the LoRA layers that compute in one function.
         together: those of them that read the same input and run as one.
         gated: name of each gated MLP that does not keep its product -> the activation.
-        norms: names of the RMSNorms that compute in one function (on a CPU only).
+        norms: names of the RMSNorms that compute in one function (on a CPU, or a GPU that has a kernel for it).
         attention: which attention the model has now.
         left: name of each LoRA layer that is left on PEFT's own path -> why.
         unseen: why it is not known which layers read the same input; empty where it is.
         copies: how many base weights have a dense copy in the compute dtype.
         copied_bytes: the bytes of those copies.
-        rotary: names of the attention layers that rotate queries and keys in one function (on a CPU with a compiler only), but for
-            calls that rotate parts of heads or in several dtypes.
+        rotary: names of the attention layers that rotate queries and keys in one function (on a CPU with a compiler, or a GPU that has a
+            kernel for it), but for calls that rotate parts of heads or in several dtypes.
+        kernels: on a GPU, each operation between the products -> the kernel that computes it, and why not another.
     """
 
     fused: tuple[str, ...]
@@ -57,6 +60,7 @@ class FusionReport:
     copies: int = 0
     copied_bytes: int = 0
     rotary: tuple[str, ...] = ()
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -76,12 +80,21 @@ class FusionReport:
             parts.append(f"{format_bytes(self.copied_bytes)} of dense copies")
         return f"fused: {', '.join(parts)}"
 
+    @property
+    def fallbacks(self) -> list[str]:
+        """A line for each operation that has no kernel of its own on this GPU, and for a look at the inputs that failed."""
+        slow = {name: kernel for name, kernel in self.kernels.items() if kernel.functions is None}
+        lines = [
+            f"unfused: {name} runs by single operators: {'; '.join(k.reasons)}" for name, k in slow.items()
+        ]
+        if self.unseen:
+            lines.append(f"one by one: {self.unseen}; give `inputs`, with which the model can be run")
+        return lines
+
     def __str__(self) -> str:
         lines = [f"fused: {plural(len(self.fused), 'LoRA layer')}"]
         kinds = Counter(" ".join(name.rpartition(".")[2] for name in names) for names in self.together)
         lines += [f"together: {names} ({count} times)" for names, count in kinds.items()]
-        if self.unseen:
-            lines.append(f"one by one: {self.unseen}; give `inputs`, with which the model can be run")
         for gate, count in Counter(self.gated.values()).items():
             lines.append(
                 f"gated: {plural(count, 'MLP')} ({gate}), whose product is formed again in the backward"
@@ -94,6 +107,9 @@ class FusionReport:
         if self.copies:
             size = format_bytes(self.copied_bytes)
             lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
+        lines += self.fallbacks
+        names = {kernel.name for kernel in self.kernels.values() if kernel.functions is not None}
+        lines += [f"kernels: {_listed(self.kernels, name)} by {_KERNELS[name]}" for name in sorted(names)]
         lines.append(str(self.attention))
         if self.attention.sides:
             sides = " or ".join(sorted(self.attention.sides))
@@ -116,7 +132,8 @@ def fuse(
     or has hooks inside. Gated MLPs form their product again in the backward instead of keeping it, and RMSNorms and rotary
     positions compute in one function on a CPU. There attention takes the kernel that is measured to be faster, once on a
     machine and for every class of shapes (`isotype.lora.attention`).
-    The model is run once, without gradients, to see which layers read the same input.
+    The model is run once, without gradients, to see which layers read the same input. 4-bit weights keep the layout that trains
+    (`isotype.model.quantized.keep_training_layout`): bitsandbytes would repack them in that run on some CPUs.
 
     Args:
         model: a PEFT model; changed in place. A model that is fused already is fused afresh.
@@ -136,6 +153,9 @@ def fuse(
     layers = {n: m for n, m in model.named_modules() if is_tuner_layer(m) and hasattr(m, "lora_A")}
     reasons = {name: why_not(layer) for name, layer in layers.items()}
     fused = {name: layer for name, layer in layers.items() if reasons[name] is None}
+    for layer in fused.values():
+        if kind_of(layer.get_base_layer()) == "linear4bit":
+            keep_training_layout(layer.get_base_layer())
     groups, unseen = same_input(model, fused, inputs)
     devices = {parameter.device.type for parameter in model.parameters()}
     on_cpu = devices == {"cpu"} or (devices == {"meta"} and device == "cpu")
@@ -145,19 +165,54 @@ def fuse(
         for layer in siblings.layers:
             put_in(layer, FusedLora, weights, siblings)
     _keep_copies(model, weights, fused)
-    rotary = _fuse_rotary(model) if on_cpu else ()
+    gated = _fuse_gated(model)
+    kernels = {} if on_cpu else _kernels(model, gated.values())
+    rotates = elementwise.compiled() if on_cpu else _has(kernels, "rotary positions")
+    norms = on_cpu or _has(kernels, "RMSNorm")
+    rotary = _fuse_rotary(model) if rotates else ()
     return FusionReport(
         tuple(fused),
         tuple(names for names in groups if len(names) > 1),
-        _fuse_gated(model),
-        _fuse_norms(model) if on_cpu else (),
+        gated,
+        _fuse_norms(model) if norms else (),
         _attention(model, device),
         {name: reason for name, reason in reasons.items() if reason is not None},
         unseen,
         weights.copies,
         weights.bytes,
         rotary,
+        kernels,
     )
+
+
+_KERNELS = {"aten": "torch's fused operator", "triton": "isotype's Triton kernels"}
+
+
+def _listed(kernels: Mapping[str, Kernel], name: str) -> str:
+    return ", ".join(operation for operation, kernel in kernels.items() if kernel.name == name)
+
+
+def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
+    """What computes between the products of a model on a GPU, tried now: nothing is left to fail in a step."""
+    policy = policy_of(model)
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if parameter is None or parameter.device.type not in DEVICES:
+        return {}
+    dtype = parameter.dtype if policy is None else policy.compute
+    operations: dict[str, tuple[Operation, str]] = {
+        "RMSNorm": ("rms_norm", ""),
+        "RMSNorm with a weight in another dtype": ("rms_norm_promoted", ""),
+        "rotary positions": ("rotary", ""),
+        **{f"gated product ({gate})": ("gated", gate) for gate in sorted(set(gates))},
+    }
+    return {
+        name: chosen(operation, parameter.device, dtype, detail)
+        for name, (operation, detail) in operations.items()
+    }
+
+
+def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
+    return operation in kernels and kernels[operation].functions is not None
 
 
 def _fuse_gated(model: nn.Module) -> dict[str, str]:
@@ -188,8 +243,6 @@ def _fuse_norms(model: nn.Module) -> tuple[str, ...]:
 
 
 def _fuse_rotary(model: nn.Module) -> tuple[str, ...]:
-    if not elementwise.compiled():
-        return ()
     found = {
         name: module
         for name, module in model.named_modules()

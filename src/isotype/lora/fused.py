@@ -107,7 +107,7 @@ class Siblings:
         self, layer: Any, given: GatedInput, own_path: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """The output of one of the layers for a gated product that is not kept; `own_path` is PEFT's forward of it."""
-        reading = self._read(layer)
+        reading = self._read(layer, given.first)
         if reading is None:
             return own_path(layer, given.gate.product(given.first, given.second))
         dtypes = _dtypes(reading.layer.base, given.first)
@@ -115,7 +115,7 @@ class Siblings:
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
         """Outputs for X of the first layer and of those of the others that compute in the same dtypes."""
-        first, *others = map(self._read, layers)
+        first, *others = (self._read(layer, x) for layer in layers)
         if first is None:
             return None
         dtypes = _dtypes(first.layer.base, x)
@@ -126,15 +126,15 @@ class Siblings:
         outputs = _run(self.weights, tuple(usable.values()), (x,), dtypes)
         return dict(zip(usable, outputs, strict=True))
 
-    def _read(self, layer: Any) -> Reading | None:
-        """What a layer computes; None where it runs as PEFT runs it, just now."""
+    def _read(self, layer: Any, x: torch.Tensor) -> Reading | None:
+        """What a layer computes of X; None where it runs as PEFT runs it, just now."""
         former = self._readings.get(layer)
         reading = read(layer, former)
         if reading is None:
             self._readings.pop(layer, None)
         elif reading is not former:
             self._readings[layer] = reading
-        return reading
+        return None if reading is None or reading.device != x.device else reading
 
 
 @dataclass

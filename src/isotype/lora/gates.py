@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
 
+from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 
 _aten = torch.ops.aten
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Gate:
         """`act(gate) * up`, in the operands' dtype."""
         if self.name == "silu" and elementwise.usable(gate, up):
             return elementwise.silu_product(gate, up)
+        kernel = self._kernel(gate, up)
+        if kernel is not None:
+            return cast(torch.Tensor, kernel.product(self.name, gate, up))
         active = self.activate(gate)
         # Autograd keeps the results of some activations.
         return active * up if torch.is_grad_enabled() else active.mul_(up)
@@ -49,9 +54,19 @@ class Gate:
         """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
         if self.name == "silu" and elementwise.usable(grad, gate, up):
             return elementwise.silu_product_backward(grad, gate, up)
+        kernel = self._kernel(grad, gate, up)
+        if kernel is not None:
+            return cast(_Three, kernel.product_backward(self.name, grad, gate, up))
         active = self.activate(gate)
         product, d_up = active * up, active.mul_(grad)
         return product, self.through(grad.mul_(up), gate), d_up
+
+    def _kernel(self, *tensors: torch.Tensor) -> Any | None:
+        """The module that computes the product or its gradients in one pass on a GPU, which has no derivatives itself."""
+        first = tensors[0]
+        alike = all((x.dtype, x.shape) == (first.dtype, first.shape) for x in tensors)
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        return None if differentiated or not alike else kernel_of("gated", *tensors, detail=self.name)
 
 
 def _gate(name: str) -> Gate:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
 
@@ -68,10 +69,11 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
         ctx.parts = parts
-        if _is_compiled(x, weight):
-            made, inverse = elementwise.rms_norm(x, _factor(weight, parts), parts.eps)
+        kernel = _kernel(x, weight, parts)
+        if kernel is not None:
+            normed, inverse = kernel.rms_norm(x, weight, parts.eps, parts.offset)
             ctx.save_for_backward(x, weight, inverse)
-            return made
+            return cast(torch.Tensor, normed)
         y = x.to(torch.float32, copy=True)
         length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         inverse = (length.square() / x.shape[-1] + parts.eps).rsqrt()
@@ -83,8 +85,10 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        if not ctx.needs_input_grad[1] and grad.dtype == x.dtype and _is_compiled(x, weight):
-            return elementwise.rms_norm_backward(grad, x, _factor(weight, ctx.parts), inverse), None, None
+        promoted = torch.promote_types(x.dtype, weight.dtype)
+        kernel = None if ctx.needs_input_grad[1] or grad.dtype != promoted else _kernel(x, weight, ctx.parts)
+        if kernel is not None:
+            return kernel.rms_norm_backward(grad, x, weight, inverse, ctx.parts.offset), None, None
         normed = x.to(torch.float32, copy=True).mul_(inverse)
         inner = grad.to(torch.float32, copy=True)
         d_weight = None
@@ -98,9 +102,15 @@ class _RmsNorm(torch.autograd.Function):
         return d_x.to(x.dtype), d_weight, None
 
 
-def _is_compiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    fits = weight.shape == x.shape[-1:] and torch.promote_types(x.dtype, weight.dtype) == x.dtype
-    return fits and elementwise.usable(x)
+def _kernel(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> Any | None:
+    """The module that computes the norm in one pass; None where torch's operators do."""
+    if weight.shape != x.shape[-1:]:
+        return None
+    if x.device.type == "cpu":
+        fits = torch.promote_types(x.dtype, weight.dtype) == x.dtype and elementwise.usable(x)
+        return elementwise if fits else None
+    plain = weight.dtype == x.dtype and not parts.offset
+    return kernel_of("rms_norm" if plain else "rms_norm_promoted", x, weight)
 
 
 def _factor(weight: torch.Tensor, parts: NormParts) -> torch.Tensor:

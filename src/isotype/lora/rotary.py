@@ -12,11 +12,12 @@ import dis
 from collections.abc import Callable
 from functools import cache, wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 
 NAME = "apply_rotary_pos_emb"
@@ -114,34 +115,48 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(rotate)
     def rotated(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 4 and (not kwargs or kwargs == {"unsqueeze_dim": 1}) and _fits(*args):
-            q, k, cos, sin = args
-            return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+        if len(args) == 4 and (not kwargs or kwargs == {"unsqueeze_dim": 1}):
+            functions = _functions(*args)
+            if functions is not None:
+                q, k, cos, sin = args
+                pair = (_Rotate.apply(x, cos, sin, functions) for x in (q, k))  # type: ignore[no-untyped-call]
+                return tuple(pair)
         return rotate(*args, **kwargs)
 
     return rotated
 
 
-def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    if not (elementwise.known(q) and elementwise.known(k) and elementwise.known(cos, sin)):
-        return False
-    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype):
-        return False
+def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
+    """The module that rotates such operands in one pass; None where they are others or there is none."""
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, cos, sin)):
+        return None
+    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype == sin.dtype):
+        return None
     if cos.shape[-1] % 2 or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
-        return False
-    return all(x.shape[2:] == cos.shape[1:] and len(cos) in (1, len(x)) for x in (q, k))
+        return None
+    if cos.shape != sin.shape:
+        return None
+    if not all(x.shape[2:] == cos.shape[1:] and len(cos) in (1, len(x)) for x in (q, k)):
+        return None
+    if q.device.type == "cpu":
+        return elementwise if all(elementwise.known(x) for x in (q, k, cos, sin)) else None
+    return kernel_of("rotary", q, k, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
     # One tensor at a time: a key that needs no gradient gets none because the query needs one.
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, functions: Any
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        return elementwise.rotate(x, cos, sin)
+        ctx.functions = functions
+        return cast(torch.Tensor, functions.rotate(x, cos, sin))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return None if grad is None else elementwise.rotate(grad, cos, sin, back=True), None, None
+        d_x = None if grad is None else ctx.functions.rotate(grad, cos, sin, back=True)
+        return d_x, None, None, None

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.compat.torch import has_kernel
 from isotype.core.tensors import version_of
 from isotype.lora.workspace import Workspace
 from isotype.model.bnb_blocks import dequantize_4bit
@@ -94,7 +95,8 @@ class DenseWeights:
 
     @contextmanager
     def _written(self, layer: Any, dtype: torch.dtype, *, keep: bool) -> Iterator[torch.Tensor]:
-        if kind_of(layer) == "linear4bit" and layer.weight.device.type not in _WRITES_INTO_SCRATCH:
+        device = layer.weight.device.type
+        if kind_of(layer) == "linear4bit" and not has_kernel("bitsandbytes::dequantize_4bit.out", device):
             yield dense(layer, dtype)
         else:
             with self.workspace.borrow(shape_of(layer), dtype, layer.weight.device, keep=keep) as out:
@@ -155,9 +157,6 @@ class DenseWeights:
     def __reduce__(self) -> tuple[type[DenseWeights], tuple[int]]:
         return DenseWeights, (self.budget,)  # a copy of the model makes its own
 
-
-# bitsandbytes 0.50 has the form of its 4-bit operator that writes into a given tensor for these.
-_WRITES_INTO_SCRATCH = ("cuda", "xpu")
 
 # What tells whether a weight is still the one that was copied.
 _Identity = tuple[int, int, torch.dtype]

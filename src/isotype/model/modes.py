@@ -32,7 +32,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     restorers = [restore for module in model.modules() for restore in _restorers(module)]
     writes = _Writes(model)
     try:
-        with torch.no_grad(), torch.random.fork_rng(), random_states_kept(), writes:
+        with torch.no_grad(), random_states_kept(), writes:
             model.eval()
             yield
     finally:

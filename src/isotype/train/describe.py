@@ -140,7 +140,11 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
     if not report.fused and not report.left:
         return  # every weight is trained
     lines = str(report).splitlines()
-    told = lines if extra.verbose else [report.summary, *(line for line in lines if line.startswith("left"))]
+    told = (
+        lines
+        if extra.verbose
+        else [report.summary, *report.fallbacks, *(line for line in lines if line.startswith("left"))]
+    )
     for line in told:
         console.print(wrapped(line, console), highlight=False, markup=False, soft_wrap=True)
 

@@ -70,16 +70,25 @@ def silu_product_backward(
     return product, d_gate, d_up
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / sqrt(mean(x²) + eps) ⊙ weight in x's dtype, one over the root for each row); x `[…, n]`, weight float32 `[n]`."""
-    return _rms_norm(x.contiguous(), weight.contiguous(), eps)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in x's dtype, one over the root for each row); x `[…, n]`, weight `[n]`."""
+    return _rms_norm(x.contiguous(), _factor(weight, offset), eps)
 
 
 def rms_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
     """The gradient of x; `inverse` is what `rms_norm` gave."""
-    return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse.contiguous())
+    return _rms_norm_backward(
+        grad.contiguous(), x.contiguous(), _factor(weight, offset), inverse.contiguous()
+    )
+
+
+def _factor(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    factor = weight.float() + offset if offset else weight.float()
+    return factor.contiguous()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:

@@ -62,16 +62,26 @@ def loops_of(source: Path, *headers: Path) -> Loops:
 _LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def operator(schema: str) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
-    """Let a function be the operator `isotype::…` of a schema on a CPU; it has no derivatives.
+def operator(
+    schema: str, keys: Sequence[str] = ("CPU",), fake: Callable[..., Any] | None = None
+) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+    """Let a function be the operator `isotype::…` of a schema; it has no derivatives.
 
     Where nobody watches operators, the function itself is called: the way through torch takes longer than some loops.
+
+    Args:
+        schema: name, arguments and results.
+        keys: dispatch keys of the devices that it computes on.
+        fake: what it returns of fake tensors, which have shapes and dtypes alone.
     """
 
     def defined(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, function, "CPU")
+        for key in keys:
+            _LIBRARY.impl(name, function, key)
+        if fake is not None:
+            torch.library.register_fake(f"isotype::{name}", fake, lib=_LIBRARY)
         watched: Any = getattr(torch.ops.isotype, name).default
 
         @wraps(function)

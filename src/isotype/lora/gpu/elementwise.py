@@ -1,0 +1,194 @@
+"""torch's operators of the Triton kernels: what `isotype.lora.loops.elementwise` is for CPUs, of tensors on one GPU.
+
+As operators they are seen by everything that watches operators, and known to fake tensors. Contiguous tensors, but for `rotate`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from isotype.lora.loops.loading import operator
+
+ACTIVATIONS = {
+    name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"))
+}
+"""Names of `isotype.lora.gates.GATES` -> numbers of the kernels."""
+
+_KEYS = ("CUDA", "XPU")  # ROCm's is CUDA
+_BLOCK = 1024  # numbers of one program
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the dtype that both promote to, one over the root for each row in float32).
+
+    Args:
+        x: `[…, n]` in any float dtype.
+        weight: `[n]` in any float dtype.
+        eps: see above.
+        offset: see above.
+    """
+    return _rms_norm(x.contiguous(), weight.contiguous(), eps, offset)
+
+
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
+) -> torch.Tensor:
+    """The gradient of x in its dtype; `inverse` is what `rms_norm` gave."""
+    return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse, offset)
+
+
+def product(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`act(gate) * up` of two tensors of one shape and dtype."""
+    return _gated(gate.contiguous(), up.contiguous(), ACTIVATIONS[activation])
+
+
+def product_backward(
+    activation: str, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
+    written = grad.contiguous()
+    d_gate, d_up = _gated_backward(written, gate.contiguous(), up.contiguous(), ACTIVATIONS[activation])
+    return written, d_gate, d_up
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Rotary positions of `[batch, heads, tokens, dim]`, or with `back` the gradient, see `isotype.lora.loops.elementwise.rotate`."""
+    return _rotate(x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous(), back)
+
+
+def _on(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which of several need not be the tensor's."""
+    # `TRITON_INTERPRET=1` runs kernels on a CPU, which has no index.
+    return nullcontext() if x.device.index is None else torch.accelerator.device_index(x.device.index)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _rms_norm_shapes(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+    return y, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@operator(
+    "gpu_rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
+    _KEYS,
+    _rms_norm_shapes,
+)
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from isotype.lora.gpu import kernels
+
+    y, inverse = _rms_norm_shapes(x, weight, eps, offset)
+    if y.numel():
+        with _on(x):
+            kernels.rms_norm[(inverse.numel(),)](
+                x, weight, y, inverse, x.shape[-1], eps, offset, block=_power_of_two(x.shape[-1])
+            )
+    return y, inverse
+
+
+def _rms_norm_backward_shapes(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float
+) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@operator(
+    "gpu_rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse, float offset) -> Tensor",
+    _KEYS,
+    _rms_norm_backward_shapes,
+)
+def _rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float
+) -> torch.Tensor:
+    from isotype.lora.gpu import kernels
+
+    d_x = torch.empty_like(x)
+    if x.numel():
+        with _on(x):
+            kernels.rms_norm_backward[(inverse.numel(),)](
+                grad, x, weight, inverse, d_x, x.shape[-1], offset, block=_power_of_two(x.shape[-1])
+            )
+    return d_x
+
+
+def _gated_shapes(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    return torch.empty_like(gate)
+
+
+@operator("gpu_gated(Tensor gate, Tensor up, int activation) -> Tensor", _KEYS, _gated_shapes)
+def _gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    from isotype.lora.gpu import kernels
+
+    y, count = torch.empty_like(gate), gate.numel()
+    if count:
+        with _on(gate):
+            kernels.gated[(-(-count // _BLOCK),)](gate, up, y, count, activation=activation, block=_BLOCK)
+    return y
+
+
+def _gated_backward_shapes(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+@operator(
+    "gpu_gated_backward(Tensor(a!) grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
+    _KEYS,
+    _gated_backward_shapes,
+)
+def _gated_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from isotype.lora.gpu import kernels
+
+    d_gate, d_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    if count:
+        with _on(gate):
+            kernels.gated_backward[(-(-count // _BLOCK),)](
+                grad, gate, up, d_gate, d_up, count, activation=activation, block=_BLOCK
+            )
+    return d_gate, d_up
+
+
+def _rotated_shape(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+    out = torch.empty_like(x)
+    return out if out.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@operator("gpu_rotate(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor", _KEYS, _rotated_shape)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+    from isotype.lora.gpu import kernels
+
+    out = _rotated_shape(x, cos, sin, back)
+    batch, heads, tokens, dim = x.shape
+    if not x.numel():
+        return out
+    with _on(x):
+        kernels.rotary[(batch * tokens,)](
+            x,
+            cos,
+            sin,
+            out,
+            tokens,
+            heads,
+            dim // 2,
+            *x.stride()[:3],
+            *out.stride()[:3],
+            0 if len(cos) == 1 else tokens * dim,
+            heads_block=_power_of_two(heads),
+            pairs_block=_power_of_two(dim // 2),
+            back=back,
+        )
+    return out

@@ -1,0 +1,184 @@
+"""Which kernel computes an elementwise operation on which device: the one table, and what became of it on this machine.
+
+On a CPU the compiled loops are asked call by call (`isotype.lora.loops.elementwise`). On a GPU each candidate is tried once for a device
+and dtype, forward and backward, against float64: one that does not build, does not launch or gives other numbers is not taken, and the
+reason is kept for `isotype.fuse` and the run report to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from math import inf
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+from isotype.compat.torch import has_kernel
+from isotype.core.dtypes import dtype_name
+from isotype.lora.gpu import aten, elementwise
+from isotype.lora.loops.loading import PLAIN
+
+Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary"]
+"""`rms_norm_promoted`: with a weight in another dtype than x, or stored as its difference from one."""
+
+TABLE: Mapping[Operation, tuple[str, ...]] = {
+    "rms_norm": ("aten", "triton"),
+    "rms_norm_promoted": ("triton",),
+    "gated": ("triton",),
+    "rotary": ("triton",),
+}
+"""Candidates on a GPU, the first that works is taken; after them torch's operators one by one."""
+
+DEVICES = ("cuda", "xpu")
+"""Device types that have candidates; ROCm's is cuda."""
+
+_MODULES: Mapping[str, ModuleType] = {"aten": aten, "triton": elementwise}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of the norm of a difference: one rounding to b bits is off by at most 2^-b; the arithmetic is float32's.
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What computes an operation on a device in a dtype.
+
+    Attributes:
+        name: `aten`, `triton` or `torch`, the last for torch's operators one by one.
+        functions: the module that has it; None of torch's operators.
+        reasons: why candidates before it were not taken, as clauses.
+    """
+
+    name: str
+    functions: Any
+    reasons: tuple[str, ...] = ()
+
+
+def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
+    """The module that computes an operation of these tensors on a GPU; None where torch's operators do.
+
+    Args:
+        operation: which one.
+        tensors: its operands, all on one device; the dtype of the first one decides.
+        detail: the activation of a gated product.
+    """
+    first = tensors[0]
+    if first.device.type not in DEVICES or first.dtype not in _DTYPES or torch.compiler.is_compiling():
+        return None
+    if any(x.device != first.device for x in tensors):
+        return None
+    if all(type(x) in PLAIN for x in tensors):
+        return chosen(operation, first.device, first.dtype, detail).functions
+    # Fakes have no numbers to try a kernel with, and other subclasses a meaning of their own.
+    fakes = all(isinstance(x, FakeTensor) for x in tensors)
+    return foreseen(operation, first.device.type).functions if fakes else None
+
+
+@cache
+def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detail: str = "") -> Kernel:
+    """The kernel of an operation on a device in a dtype; each candidate is tried once in a process."""
+    reasons: list[str] = []
+    for name in TABLE[operation]:
+        reason = _why_not(name, device.type) or _failure(operation, _MODULES[name], device, dtype, detail)
+        if reason is None:
+            return Kernel(name, _MODULES[name], tuple(reasons))
+        reasons.append(f"{name}: {reason}")
+    return Kernel("torch", None, tuple(reasons))
+
+
+def foreseen(operation: Operation, kind: str) -> Kernel:
+    """The kernel that an operation will have on a device type, where nothing can be tried."""
+    reasons = {name: _why_not(name, kind) for name in TABLE[operation]}
+    name = next((name for name, reason in reasons.items() if reason is None), None)
+    return Kernel("torch", None) if name is None else Kernel(name, _MODULES[name])
+
+
+def _why_not(name: str, kind: str) -> str | None:
+    if name == "aten":
+        fused = has_kernel("aten::_fused_rms_norm", kind)
+        return None if fused else f"this torch has no fused RMSNorm on {kind}"
+    return None if find_spec("triton") else "Triton is not installed"
+
+
+def _failure(
+    operation: Operation, functions: Any, device: torch.device, dtype: torch.dtype, detail: str
+) -> str | None:
+    """Why a candidate cannot be taken, seen by running it on a few numbers; None where it can."""
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            error = max(_TRIALS[operation](functions, device, dtype, detail))
+    except Exception as failure:  # noqa: BLE001 - a compiler, a driver or a launch raises whatever it likes
+        return f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+    if error <= _TOLERANCES[dtype]:
+        return None
+    return f"its results in {dtype_name(dtype)} are {error:.0e} away from float64's"
+
+
+def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(count)]
+
+
+def _errors(results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
+    """The error of each result over the norm of the exact one; not a number counts as infinite."""
+    pairs = zip(results, exact, strict=True)
+    errors = (float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
+    return [error if error == error else inf for error in errors]
+
+
+def _try_norm(
+    functions: Any, device: torch.device, dtype: torch.dtype, _: str, *, offset: float = 0.0
+) -> list[float]:
+    x, grad = _numbers(2, device, dtype, 5, 200)
+    (weight,) = _numbers(1, device, torch.float32 if offset else dtype, 200)
+    y, inverse = functions.rms_norm(x, weight, 1e-5, offset)
+    d_x = functions.rms_norm_backward(grad, x, weight, inverse, offset)
+    x64, grad64, weight64 = (each.cpu().double() for each in (x, grad, weight))
+    length = (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    inner, normed = grad64 * (offset + weight64), x64 * length
+    exact = length * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+    return _errors((y, d_x), (normed * (offset + weight64), exact))
+
+
+def _try_gated(functions: Any, device: torch.device, dtype: torch.dtype, activation: str) -> list[float]:
+    gate, up, grad = _numbers(3, device, dtype, 7, 333)
+    grad64 = grad.cpu().double()  # which the kernel writes over
+    results = functions.product(activation, gate, up), *functions.product_backward(activation, grad, gate, up)
+    with torch.enable_grad():
+        gate64, up64 = (each.cpu().double().requires_grad_() for each in (gate, up))
+        exact = _ACTIVATIONS[activation](gate64) * up64
+        gradients = torch.autograd.grad(exact, (gate64, up64), grad64)
+    return _errors(results, (exact.detach(), exact.detach(), *gradients))
+
+
+def _try_rotary(functions: Any, device: torch.device, dtype: torch.dtype, _: str) -> list[float]:
+    (x,) = _numbers(1, device, dtype, 2, 5, 3, 20)
+    x = x.transpose(1, 2)  # as attention has it
+    cos, sin = _numbers(2, device, dtype, 2, 5, 20)
+    results = [functions.rotate(x, cos, sin, back=back) for back in (False, True)]
+    first, second = x.cpu().double().chunk(2, -1)
+    (cos1, cos2), (sin1, sin2) = (each.cpu().double()[:, None].chunk(2, -1) for each in (cos, sin))
+    forward = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), -1)
+    backward = torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), -1)
+    return _errors(results, (forward, backward))
+
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+_TRIALS: Mapping[Operation, Callable[[Any, torch.device, torch.dtype, str], list[float]]] = {
+    "rms_norm": _try_norm,
+    "rms_norm_promoted": partial(_try_norm, offset=1.0),
+    "gated": _try_gated,
+    "rotary": _try_rotary,
+}

@@ -1,0 +1,40 @@
+"""The fused forward and backward on a GPU that is not there, see `tests/fake_gpu.py`: nothing meets the CPU, nothing waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_gpu import CASES
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, Any]:
+    """All cases in one process of their own: the fake device replaces this machine's."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=os.environ, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", ["", " checkpointed"])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_meets_the_cpu_or_waits(launches: dict[str, Any], case: str, checkpointing: str) -> None:
+    assert launches[case + checkpointing]["faults"] == []
+
+
+def test_what_lies_between_the_products_is_one_kernel_each(launches: dict[str, Any]) -> None:
+    """Two layers: two norms each and the last one; queries and keys rotated forward and back; one gated product each way."""
+    kernels = launches["LoRA"]["kernels"]
+    expected = {"rms_norm": 5, "rms_norm_backward": 5, "rotate": 8, "gated": 2, "gated_backward": 2}
+    assert {name: kernels[f"isotype.gpu_{name}"] for name in expected} == expected
+    assert not {name for name in kernels if "silu" in name or "rsqrt" in name or "neg" in name}

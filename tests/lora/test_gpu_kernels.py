@@ -1,0 +1,165 @@
+"""The Triton kernels of `isotype.lora.gpu`, run by Triton's interpreter on a CPU, against float64.
+
+The interpreter shows wrong indices, masks, roundings and gradients; it knows neither races nor block sizes, and no bfloat16, whose
+casts it truncates (triton 3.9).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from isotype.lora import kernels
+from isotype.lora.gates import GATES
+from isotype.lora.gpu import elementwise
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install 'isotype[gpu]'")
+
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 1e-3}
+"""Relative error of a tensor's norm: float32's own arithmetic, and one rounding to 11 bits."""
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton reads the variable when a kernel is defined: `tests/conftest.py` sets it before anything can have imported them."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set before isotype.lora.gpu.kernels is imported"
+    for name in ("rms_norm", "rms_norm_backward", "gated", "gated_backward", "rotate"):
+        monkeypatch.setattr(elementwise, f"_{name}", getattr(elementwise, f"_{name}").__wrapped__)
+
+
+def close(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    assert result.dtype == dtype
+    assert result.shape == exact.shape
+    error = (result.double() - exact).norm() / exact.norm().clamp_min(1e-30)
+    assert not exact.numel() or float(error) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(3, 33), (1, 1), (0, 7), (2, 3, 576)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], offset: float, wide: bool) -> None:
+    torch.manual_seed(0)
+    weight = (torch.rand(shape[-1]) + 0.5).to(torch.float32 if wide else dtype)
+    x, result = (3 * torch.randn(shape)).to(dtype), torch.promote_types(dtype, weight.dtype)
+    grad = torch.randn(shape).to(result)
+    y, inverse = elementwise.rms_norm(x, weight, 1e-5, offset)
+    d_x = elementwise.rms_norm_backward(grad, x, weight, inverse, offset)
+    x64 = x.double().requires_grad_()
+    y64 = x64 * (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (offset + weight.double())
+    close(y, y64.detach(), result)
+    (d_x64,) = torch.autograd.grad(y64, x64, grad.double())
+    if shape[-1] > 1:
+        close(d_x, d_x64, dtype)
+    else:  # a norm of one number is its sign: the gradient is a difference of equal numbers, but for eps
+        assert float((d_x.double() - d_x64).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("shape", [(5, 333), (1, 1), (0, 3), (1024,)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_gated(dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
+    torch.manual_seed(1)
+    gate, up, grad = (torch.randn(shape).to(dtype) for _ in range(3))
+    product = elementwise.product(name, gate, up)
+    exact = GATES[name].backward(*(x.double() for x in (grad, gate, up)))
+    again, d_gate, d_up = elementwise.product_backward(name, grad, gate, up)
+    for result, wanted in ((product, exact[0]), (again, exact[0]), (d_gate, exact[1]), (d_up, exact[2])):
+        close(result, wanted, dtype)
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 16), (2, 5, 1, 6), (2, 1, 4, 2), (2, 4, 0, 8)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_rotary(dtype: torch.dtype, shape: tuple[int, int, int, int], transposed: bool, tables: int) -> None:
+    torch.manual_seed(2)
+    batch, heads, tokens, dim = shape
+    x = (
+        torch.randn(batch, tokens, heads, dim).to(dtype).transpose(1, 2)
+        if transposed
+        else torch.randn(shape).to(dtype)
+    )
+    cos, sin, grad = (
+        torch.randn(size).to(dtype) for size in ((tables, tokens, dim), (tables, tokens, dim), shape)
+    )
+    first, second = x.double().requires_grad_().chunk(2, -1)
+    x64 = x.double().requires_grad_()
+    first, second = x64.chunk(2, -1)
+    y64 = x64 * cos.double()[:, None] + torch.cat((-second, first), -1) * sin.double()[:, None]
+    y = elementwise.rotate(x, cos, sin)
+    close(y, y64.detach(), dtype)
+    assert y.stride() == x.stride() or not y.numel()
+    close(
+        elementwise.rotate(grad, cos, sin, back=True), torch.autograd.grad(y64, x64, grad.double())[0], dtype
+    )
+
+
+@pytest.mark.parametrize("operation", ["rms_norm", "rms_norm_promoted", "gated", "rotary"])
+def test_a_kernel_is_tried_before_it_is_taken(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    detail = "silu" if operation == "gated" else ""
+    monkeypatch.setattr(kernels, "TABLE", {operation: ("triton",)})
+    asked = operation, torch.device("cpu"), torch.float32, detail
+    assert kernels.chosen.__wrapped__(*asked).name == "triton"
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        results = own(*args, **kwargs)
+        last = results[-1] if isinstance(results, tuple) else results
+        last.mul_(1.01)
+        return results
+
+    name = {"gated": "product_backward", "rotary": "rotate"}.get(operation, "rms_norm_backward")
+    own = getattr(elementwise, name)
+    monkeypatch.setattr(elementwise, name, wrong)
+    kernel = kernels.chosen.__wrapped__(*asked)
+    assert (kernel.name, kernel.functions) == ("torch", None)
+    assert kernel.reasons[0].startswith("triton: its results in float32 are 1e-02 away from float64's")
+
+
+def test_a_kernel_that_does_not_build_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("PassManager::run failed\nat line 3")
+
+    monkeypatch.setattr(elementwise, "_gated", fails)
+    kernel = kernels.chosen.__wrapped__("gated", torch.device("cpu"), torch.float32, "silu")
+    assert (kernel.name, kernel.reasons) == ("torch", ("triton: RuntimeError: PassManager::run failed",))
+
+
+_COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from isotype.lora.gpu import kernels as k
+
+def build(kernel, pointers, numbers, constants):
+    signature = {**{name: "*bf16" for name in pointers.split()}, **numbers, **{name: "constexpr" for name in constants}}
+    for target in (GPUTarget("cuda", 75, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+        built = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants), target=target)
+        assert {"cubin", "hsaco"} & set(built.asm)
+
+norm = {"inverse_at": "*fp32", "n": "i32", "offset": "fp32"}
+build(k.rms_norm, "x_at weight_at y_at", {**norm, "eps": "fp32"}, {"block": 4096})
+build(k.rms_norm_backward, "grad_at x_at weight_at d_x_at", norm, {"block": 4096})
+for activation in range(6):
+    build(k.gated, "gate_at up_at y_at", {"count": "i32"}, {"activation": activation, "block": 1024})
+    gated = {"activation": activation, "block": 1024}
+    build(k.gated_backward, "grad_at gate_at up_at d_gate_at d_up_at", {"count": "i32"}, gated)
+sizes = "tokens heads half x_batch x_head x_token y_batch y_head y_token table_batch"
+for back in (False, True):
+    shape = {"heads_block": 32, "pairs_block": 64, "back": back}
+    build(k.rotary, "x_at cos_at sin_at y_at", {name: "i32" for name in sizes.split()}, shape)
+print("built")
+"""
+
+
+def test_kernels_compile_for_nvidia_and_amd() -> None:
+    """Triton compiles for GPUs that are not there: a T4, an H100 and an MI300X. The interpreter takes more than its compiler does."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", _COMPILED]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ended.stdout.endswith("built\n"), ended.stderr[-2000:]
