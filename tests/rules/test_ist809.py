@@ -159,7 +159,7 @@ def test_what_it_says() -> None:
         "forward",
     )
     assert finding.notes == (
-        "11 more operators in 6 modules, up to 2,360,000 in model.layers.1.mlp.down_proj",
+        "7 more operators in 5 modules, up to 2,360,000 in model.layers.1.mlp.down_proj",
         "the residual stream reaches 82,700 at model.embed_tokens and 3,740,000 at model.layers.1",
         f"measured {when} in float32 on the batch given (24 tokens)",
     )
