@@ -65,6 +65,18 @@ def test_the_default_output_directory_keeps_the_size_in_the_name(model, data, tm
     assert "| residual stream |" in card
 
 
+def test_of_several_gpus_without_a_launcher_the_first_is_taken(model, data, tmp_path, monkeypatch):
+    # Where torch has no GPU the arguments still count as many as it names, and TRL's trainers refuse more than one.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    outcome, text = train(model, data, tmp_path / "out")
+    assert (
+        "note: training on the first of 2 GPUs; torchrun --standalone --nproc_per_node 2 -m isotype sft … trains on all of them"
+        in text
+    )
+    assert outcome.record.status == "finished"
+    assert len(outcome.record.steps) == 2
+
+
 def test_adapter_and_model_do_not_mix_in_a_reused_directory(model, data, tmp_path):
     out = tmp_path / "out"
     _, text = train(model, data, out, "--use_peft", "False")

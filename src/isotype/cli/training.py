@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
+from isotype.core.allocator import let_segments_expand
 from isotype.core.interrupt import exit_status, interrupts_kept
 from isotype.report.narrow import wrapped
 
@@ -32,6 +33,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
         return 0
     rest = ["--help" if each == "--help-all" else each for each in rest]
+    let_segments_expand(rest)
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
     with interrupts_kept():  # libraries that are imported may catch everything, too
         from isotype.cli.outcome import show_outcome

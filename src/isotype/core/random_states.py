@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
-    """What draws within it moves nothing that is drawn afterwards: by Python, NumPy or torch, on the CPU and on a device in use.
+def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
+    """What draws within it moves nothing that is drawn afterwards: by Python, NumPy or torch, on the CPU and on devices in use.
 
-    Imports draw as well. A library that is not loaded yet has no state that anybody has set.
+    Imports draw as well. A library that is not loaded yet has no state that anybody has set. Other than `torch.random.fork_rng()`
+    this starts no device: of a GPU that this process leaves to others nothing is asked, and no context of theirs is made.
+
+    Args:
+        device: one that is about to be used, and may be started for it; None where only those that are in use matter.
     """
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -29,13 +33,20 @@ def random_states_kept() -> Iterator[None]:
             import torch
 
             stack.callback(torch.set_rng_state, torch.get_rng_state())
-            kind = torch.accelerator.current_accelerator(check_available=True)
-            # To ask a device that nobody uses for its state would start it.
-            if kind is not None and getattr(_backend(kind), "is_initialized", lambda: True)():
-                for number in range(torch.accelerator.device_count()):
-                    state = _backend(kind).get_rng_state(number)
-                    stack.callback(_backend(kind).set_rng_state, state, number)
+            for each in _in_use(device):
+                stack.callback(_backend(each).set_rng_state, _backend(each).get_rng_state(each), each)
         yield
+
+
+def _in_use(device: torch.device | None) -> list[torch.device]:
+    """Accelerators whose state may have been set: `device`, and all of a kind that is running already."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    # To ask a device that nobody uses for its state would start it; of a kind that runs, states lie in the CPU's memory.
+    if kind is None or not getattr(_backend(kind), "is_initialized", lambda: True)():
+        return [] if device is None or device.type in ("cpu", "meta") else [device]
+    return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,9 +149,7 @@ def _run(
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Whatever the caller has switched on is off, what is drawn is put back."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(random_states_kept())
-        if device.type == "cuda":
-            stack.enter_context(torch.random.fork_rng(devices=[device]))
+        stack.enter_context(random_states_kept(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isotype.core.allocator import allocator_setting
 from isotype.core.dtypes import dtype_name
 from isotype.core.terminal import as_typed
 from isotype.core.units import format_bytes
@@ -273,7 +274,7 @@ def record(
         parameters_total=total,
         parameters_trainable=trainable,
         weight_bytes=weight_bytes(trainer.model),
-        settings=_hyperparameters(settings),
+        settings=(*_hyperparameters(settings), *_allocator(run.profile)),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
@@ -307,6 +308,12 @@ def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
     if settings.extra.early_stopping_patience is not None:
         rows.append(("early_stopping_patience", str(settings.extra.early_stopping_patience)))
     return tuple((name, value) for name, value in rows if value)
+
+
+def _allocator(profile: DeviceProfile) -> tuple[tuple[str, str], ...]:
+    """How torch reserves the memory of an NVIDIA GPU, where that is set."""
+    setting = allocator_setting() if profile.kind == "cuda" else None
+    return () if setting is None else (("allocator", setting),)
 
 
 def command_line(argv: Sequence[str]) -> str:

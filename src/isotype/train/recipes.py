@@ -24,7 +24,7 @@ from isotype.core.lock import only_writer
 from isotype.core.staging import recover
 from isotype.lora.fuse import fuse
 from isotype.precision.by_ranges import with_ranges_of
-from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
@@ -33,6 +33,7 @@ from isotype.train import describe
 from isotype.train.assistant import labelled_rows, labels_kept
 from isotype.train.compilation import compile_blocks
 from isotype.train.cures import cure_by_name
+from isotype.train.device import take_one_gpu, training_device
 from isotype.train.early import early_stopping, not_the_best
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
@@ -98,7 +99,8 @@ def run(settings: Settings, console: Console) -> Outcome:
     with interrupts_kept():
         settings, start = start_of(settings)
         settings = replace(settings, sharding=take_sharding(settings.training, settings.model))
-        profile = _training_device(settings)
+        profile = training_device(settings)
+        take_one_gpu(settings, console)
         rewards = _rewards(settings)
     with _output_directory(settings):
         with interrupts_kept():
@@ -158,35 +160,6 @@ def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
     training.bf16 = policy.compute == torch.bfloat16
     training.fp16 = policy.compute == torch.float16
     training.mixed_precision = mixed_precision_name(policy)
-
-
-def _training_device(settings: Settings) -> DeviceProfile:
-    device = settings.extra.device
-    profile = device_profile(device)
-    if not profile.present:
-        raise UsageError(
-            f"{profile.title} is not in this machine",
-            [Problem(f"--device {device}", "a device that is here", _other_device(settings))],
-        )
-    index = torch.device(profile.name).index
-    if index:
-        raise UsageError(
-            "the trainer takes the first GPU it sees",
-            [
-                Problem(
-                    f"--device {settings.extra.device}",
-                    "a device without an index",
-                    f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …",
-                )
-            ],
-        )
-    return profile
-
-
-def _other_device(settings: Settings) -> str:
-    here = device_profile("auto").title
-    planned = f"isotype check {settings.method.name} … --device {settings.extra.device}"
-    return f"leave --device out to train on {here}; {planned} says how it would run there"
 
 
 @contextmanager

@@ -1,0 +1,55 @@
+"""The device that a training command runs on."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+
+from isotype.compat.transformers import train_on_first_gpu
+from isotype.core.errors import Problem, UsageError
+from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.report.narrow import wrapped
+from isotype.train.settings import Settings
+
+
+def training_device(settings: Settings) -> DeviceProfile:
+    """The profile of the device that the arguments ask for.
+
+    Raises:
+        UsageError: it is not in this machine, or not the first of its kind.
+    """
+    device = settings.extra.device
+    profile = device_profile(device)
+    if not profile.present:
+        raise UsageError(
+            f"{profile.title} is not in this machine",
+            [Problem(f"--device {device}", "a device that is here", _other_device(settings))],
+        )
+    index = torch.device(profile.name).index
+    if index:
+        raise UsageError(
+            "the trainer takes the first GPU it sees",
+            [
+                Problem(
+                    f"--device {settings.extra.device}",
+                    "a device without an index",
+                    f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …",
+                )
+            ],
+        )
+    return profile
+
+
+def take_one_gpu(settings: Settings, console: Console) -> None:
+    """Without a launcher the run takes the first GPU of several, and says how to take all."""
+    left = train_on_first_gpu(settings.training)
+    if left:
+        command = f"torchrun --standalone --nproc_per_node {left + 1} -m isotype {settings.method.name} …"
+        note = f"note: training on the first of {left + 1} GPUs; {command} trains on all of them"
+        console.print(wrapped(note, console), highlight=False, markup=False, soft_wrap=True)
+
+
+def _other_device(settings: Settings) -> str:
+    here = device_profile("auto").title
+    planned = f"isotype check {settings.method.name} … --device {settings.extra.device}"
+    return f"leave --device out to train on {here}; {planned} says how it would run there"
