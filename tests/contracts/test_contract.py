@@ -21,6 +21,7 @@ from isotype.contracts.contract import (
     doubts,
     is_exempt,
 )
+from isotype.contracts.families import by_shapes
 from isotype.precision.devices.cpu import CpuFeatures, OneDnn
 from isotype.precision.devices.profile import cpu_profile, device_profile
 
@@ -59,6 +60,36 @@ def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
         ("cuda", "aten.index_put_.default", (B, I, I, F), "Index put requires the source and destination dtypes match, got BFloat16 for the destination and Float for the source."),
         ("cuda", "aten._scaled_dot_product_flash_attention.default", (F, F, F), "FlashAttention only support fp16 and bf16 data type"),
         ("cuda", "aten._amp_foreach_non_finite_check_and_unscale_.default", (B, B, F, F), "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"),
+        ("cuda", "aten.mv.default", (F, B), "addmv input tensors must have the same dtype, but got BFloat16, Float, and BFloat16"),
+        ("cuda", "aten.addmv.default", (H, F, H), "addmv input tensors must have the same dtype, but got Half, Float, and Half"),
+        ("cuda", "aten.dot.default", (F, B), "dot : expected both vectors to have same dtype, but found Float and BFloat16"),
+        ("mps", "aten.mm.default", (F, B), "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"),
+        ("xpu", "aten.mm.default", (F, B), "expected self and mat2 to have the same dtype, but got: float != c10::BFloat16"),
+        ("cuda", "aten.mm.dtype", (B, F), "input dtypes must be the same"),
+        ("cuda", "aten.bmm.dtype", (B, F), "batch1 and batch2 must have the same dtype"),
+        ("cuda", "aten.addmm.dtype", (F, B, H), "mat1 and mat2 must have the same dtype, but got BFloat16 and Half"),
+        ("cuda", "aten.baddbmm.dtype", (F, B, H), "batch1 and batch2 must have the same dtype"),
+        ("cuda", "aten._grouped_mm.default", (H, F, torch.int32), "expected mat1 and mat2 to have the same dtype, but got: c10::Half != float"),
+        ("cuda", "aten._grouped_mm.default", (H, D, torch.int32), "Expected mat_b to be Float32, BFloat16 or Float16 matrix, got Double"),
+        ("cuda", "aten._grouped_mm.default", (B, torch.uint8), "Expected mat_b to be Float32, BFloat16 or Float16 matrix, got Byte"),
+        ("cuda", "aten.native_group_norm.default", (F, B, B), "mixed dtype (CPU): expect parameter to have scalar type of Float"),
+        ("cuda", "aten.native_group_norm.default", (B, H, H), "mixed dtype (CPU): expect parameter to have scalar type of Float"),
+        ("cuda", "aten.native_group_norm.default", (D, F, F), "mixed dtype (CPU): all inputs must share same datatype."),
+        ("cuda", "aten.native_group_norm.default", (B, F, F), "expected scalar type BFloat16 but found Float"),
+        ("cuda", "aten.native_group_norm_backward.default", (F, B, F, F, F), "Expected scalar types of X and dY are same."),
+        ("cuda", "aten._fused_rms_norm.default", (B, F), "expected scalar type BFloat16 but found Float"),
+        ("cuda", "aten._fused_rms_norm_backward.default", (B, B, F, F), "expected scalar type BFloat16 but found Float"),
+        ("cuda", "aten.linalg_inv_ex.default", (B,), "linalg.inv: Low precision dtypes not supported. Got BFloat16"),
+        ("cuda", "aten._linalg_slogdet.default", (B,), "linalg.slogdet: Low precision dtypes not supported. Got BFloat16"),
+        ("cuda", "aten.linalg_qr.default", (B,), "\"geqrf_cuda\" not implemented for 'BFloat16'"),
+        ("cuda", "aten._linalg_det.default", (H,), "\"lu_factor_cusolver\" not implemented for 'Half'"),
+        ("cuda", "aten._linalg_svd.default", (B,), "\"svd_cuda_gesvdj\" not implemented for 'BFloat16'"),
+        ("cuda", "aten._ctc_loss.default", (B, I), "\"ctc_loss_cuda\" not implemented for 'BFloat16'"),
+        ("cuda", "aten._cdist_forward.default", (B, B), "\"cdist_cuda\" not implemented for 'BFloat16'"),
+        ("cuda", "aten._scaled_dot_product_flash_attention.default", (B, B, F), "query and value must have the same dtype"),
+        ("cuda", "aten._scaled_dot_product_efficient_attention.default", (D, D, D), "Only fp32, half & bf16 supported at the moment"),
+        ("cuda", "aten._scaled_dot_product_efficient_attention.default", (B, B, B, F), "invalid dtype for bias - should match query's dtype"),
+        ("cuda", "aten._scaled_dot_product_cudnn_attention.default", (F, F, F), "No available kernel. Aborting execution."),
         ("cuda", "aten._fused_adamw_.default", (B, F, F, F, F), "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout"),
     ],
 )  # fmt: skip
@@ -66,6 +97,83 @@ def test_messages(kind: str, op: str, dtypes: tuple[torch.dtype, ...], message: 
     verdict = contracts_for(kind).judge(op, dtypes)
     assert verdict is not None
     assert (verdict.accepted, verdict.message) == (False, message)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtypes"),
+    [
+        ("aten._grouped_mm.default", (H, H, torch.int32)),  # a float16 mixture of experts
+        ("aten._grouped_mm.default", (F, F, torch.int32)),
+        ("aten.mm.dtype", (B, B)),
+        ("aten.addmm.dtype", (F, B, B)),
+        ("aten.baddbmm.dtype", (F, B, B)),
+        ("aten._fused_rms_norm.default", (B, B)),
+        ("aten._fused_rms_norm_backward.default", (B, B, F, B)),
+        ("aten.native_group_norm.default", (B, B, B)),
+        ("aten._scaled_dot_product_efficient_attention.default", (F, F, F)),
+        ("aten._scaled_dot_product_cudnn_attention.default", (B, B, B, F)),
+    ],
+)
+def test_what_gpus_take(op: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    verdict = contracts_for("cuda").judge(op, dtypes)
+    assert verdict is not None
+    assert verdict.accepted
+
+
+MASKED = "aten._scaled_dot_product_flash_attention_for_cpu.default"  # what attention is on fakes
+
+
+@pytest.mark.parametrize(
+    ("device", "op", "dtypes", "accepted"),
+    [
+        ("a100", MASKED, (B, B, B, F), False),
+        ("rtx4090", MASKED, (B, B, B, F), False),
+        ("h100", MASKED, (B, B, B, F), True),  # cuDNN's kernel comes first and takes it
+        ("b200", MASKED, (B, B, B, F), True),
+        ("t4", MASKED, (H, H, H, F), False),
+        ("t4", MASKED, (B, B, B, F), True),  # no fused kernel takes bfloat16 there: the plain one runs
+        ("mi300x", MASKED, (B, B, B, F), True),
+        ("a100", MASKED, (B, B, B, torch.bool), True),
+        ("t4", "aten._scaled_dot_product_efficient_attention.default", (B, B, B), False),
+        ("t4", "aten._scaled_dot_product_efficient_attention.default", (H, H, H), True),
+        ("a100", "aten._scaled_dot_product_efficient_attention.default", (B, B, B), True),
+    ],
+)
+def test_what_depends_on_the_capability(
+    device: str, op: str, dtypes: tuple[torch.dtype, ...], accepted: bool
+) -> None:
+    verdict = contracts_of(device_profile(device)).judge(op, dtypes)
+    assert (verdict is None or verdict.accepted) is accepted
+
+
+def test_texts_that_all_devices_share_are_those_of_the_cpu() -> None:
+    """ATen checks these before any kernel: what a GPU is said to say is what this machine says."""
+    x, bf16 = torch.ones(2, 3), torch.ones(3, dtype=B)
+    calls: list[tuple[str, tuple[torch.Tensor, ...]]] = [
+        ("mv", (x, bf16)),
+        ("addmv", (torch.ones(2, dtype=B), x, bf16)),
+        ("dot", (x[0], bf16)),
+        ("vdot", (x[0], bf16)),
+        ("linalg_inv_ex", (torch.eye(2, dtype=B),)),
+    ]
+    for name, args in calls:
+        op = getattr(torch.ops.aten, name).default
+        with pytest.raises(RuntimeError) as real:
+            op(*args)
+        said = contracts_for("cuda").judge(f"aten.{name}.default", tuple(arg.dtype for arg in args))
+        assert said is not None
+        assert said.message == str(real.value)
+
+
+@pytest.mark.parametrize(("side", "kernel"), [(32, "svd_cuda_gesvdjBatched"), (33, "svd_cuda_gesvdj")])
+def test_small_matrices_are_factored_by_another_kernel(side: int, kernel: str) -> None:
+    op = "aten._linalg_svd.default"
+    said = contracts_for("cuda").judge(op, (B,))
+    assert said is not None
+    assert by_shapes(op, (torch.ones(2, side, side, dtype=B),), said.message) == (
+        f"\"{kernel}\" not implemented for 'BFloat16'"
+    )
+    assert by_shapes("aten.mm.default", (), "as it was") == "as it was"
 
 
 def test_a_layer_norm_in_half_precision_takes_float32_weights_on_a_cpu_only() -> None:

@@ -80,6 +80,18 @@ def test_a_float32_result_of_bfloat16_operands_on_a_t4() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("op", "batch", "kernel"), [("mm", 2, "gemm"), ("bmm", 2, "bgemm"), ("bmm", 1, "gemm")]
+)
+def test_the_kernel_that_torch_names(op: str, batch: int, kernel: str) -> None:
+    product = call(f"aten.{op}.dtype", operand(BF16, shape=(batch, 4, 4)), operand(BF16), result=FP32)
+    (finding,) = found(RULE, on(trace(calls=[product], compute=FP32), "t4"))
+    assert (
+        f"torch says: {kernel} input type at::BFloat16 and output type float is only supported for CUDA devices with "
+        "compute capability 8.0 or higher" in finding.notes
+    )
+
+
 @pytest.mark.parametrize("device", ["a100", "h100"])
 def test_a_float32_result_where_bfloat16_is_native(device: str) -> None:
     assert found(RULE, on(wide_result(BF16), device)) == []

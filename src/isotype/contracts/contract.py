@@ -123,12 +123,14 @@ class Contracts:
         reference: a CPU's table, which stands in (as an assumption) for what was not measured.
         others: tables of other such devices. Where nobody measured a device like this one, what `measured` and they
             do not agree on is an assumption.
+        capability: compute capability of the NVIDIA GPU, None where nothing says which.
     """
 
     kind: str
     measured: Table | None
     reference: Table
     others: tuple[Table, ...] = ()
+    capability: tuple[int, int] | None = None
     _memo: dict[tuple[str, tuple[torch.dtype, ...]], Verdict | None] = field(default_factory=dict, repr=False)
 
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
@@ -169,7 +171,7 @@ class Contracts:
             if found is not None:
                 disputed = any(_look_up(other, op, pattern, integer) != found for other in self.others)
                 return replace(found, assumed=disputed)
-        families = families_of(op, self.kind)
+        families = families_of(op, self.kind, self.capability)
         breach = next(
             (breach for family in families if (breach := family.breach(pattern, integer)) is not None), None
         )
@@ -200,7 +202,8 @@ def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdi
 
 def contracts_of(profile: DeviceProfile) -> Contracts:
     """The contracts of a device."""
-    return _contracts(profile.kind, profile.contracts or profile.kind, bool(profile.unlike))
+    capability = profile.capability if profile.kind == "cuda" else None
+    return _contracts(profile.kind, profile.contracts or profile.kind, bool(profile.unlike), capability)
 
 
 def contracts_for(kind: str) -> Contracts:
@@ -210,10 +213,10 @@ def contracts_for(kind: str) -> Contracts:
         ValueError: no such kind.
     """
     if kind in CPU_TABLES:
-        return _contracts("cpu", kind, False)
+        return _contracts("cpu", kind, False, None)
     if kind not in KINDS:
         raise ValueError(f"device kind {kind!r}: expected one of {', '.join(KINDS)}")
-    return contracts_of(device_profile(kind)) if kind == "cpu" else _contracts(kind, kind, False)
+    return contracts_of(device_profile(kind)) if kind == "cpu" else _contracts(kind, kind, False, None)
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
@@ -232,11 +235,11 @@ def doubts(profile: DeviceProfile) -> list[str]:
 
 
 @cache
-def _contracts(kind: str, table: str, unlike: bool) -> Contracts:
+def _contracts(kind: str, table: str, unlike: bool, capability: tuple[int, int] | None = None) -> Contracts:
     """Tables are read at the first call."""
     measured = _table(table) if (TABLES / f"{table}.json").exists() else None
     others = tuple(_table(name) for name in CPU_TABLES if name != table) if unlike else ()
-    return Contracts(kind, measured, _table(CPU_TABLES[0]), others)
+    return Contracts(kind, measured, _table(CPU_TABLES[0]), others, capability)
 
 
 @cache

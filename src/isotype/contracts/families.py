@@ -6,13 +6,18 @@ of us could measure on. Whatever rests on a family is marked `assumed`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from isotype.contracts.pattern import fill, letters_in
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
+UNKNOWN_CAPABILITY = (8, 0)
+"""What an NVIDIA GPU is taken for where nothing says which: older ones lack bfloat16, newer ones prefer other kernels."""
 ALL = GPUS | {"cpu"}
 
 
@@ -29,6 +34,9 @@ class Family:
         only: letters of the dtypes that are accepted at all; "" for any.
         refusal: what torch says to another dtype, `{0}` being the dtype.
         devices: device kinds it holds on.
+        majors: major compute capabilities of the NVIDIA GPUs it holds on; None for all.
+        matches: regular expression that the letters of the operands compared match from the first on; "" for any.
+        in_order: whether `{0}`, `{1}` of the message are the operands in their order, and not those that differ.
     """
 
     ops: frozenset[str]
@@ -38,42 +46,78 @@ class Family:
     only: str = ""
     refusal: str = ""
     devices: frozenset[str] = ALL
+    majors: frozenset[int] | None = None
+    matches: str = ""
+    in_order: bool = False
+
+    def holds(self, device: str, capability: tuple[int, int] | None) -> bool:
+        """Whether it holds on a kind of device, of an NVIDIA GPU by its compute capability."""
+        major, _ = capability or UNKNOWN_CAPABILITY
+        return device in self.devices and (device != "cuda" or self.majors is None or major in self.majors)
 
     def breach(self, pattern: str, integer: torch.dtype = torch.int64) -> str | None:
         """What torch says to operands of this pattern; None where it accepts them."""
         letters = letters_in(pattern)
         chosen = [letters[at] for at in self.alike or range(len(letters)) if at < len(letters)]
         compared = chosen if self.exact else [letter for letter in chosen if letter != "i"]
+        if not re.match(self.matches, "".join(compared)):
+            return None
         refused = next((letter for letter in compared if self.only and letter not in self.only), None)
         if refused is not None:
             return fill(self.refusal, [refused], integer)
         other = next((letter for letter in compared if letter != compared[0]), None)
-        return (
-            fill(self.message, [compared[0], other], integer) if self.message and other is not None else None
-        )
+        if not self.message or other is None:
+            return None
+        return fill(self.message, letters if self.in_order else [compared[0], other], integer)
 
 
 def _ops(names: str) -> frozenset[str]:
     return frozenset(f"aten.{name}" for name in names.split())
 
 
+_CPU, _NVIDIA, _XPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"xpu"})
 _CUDA = frozenset({"cuda", "rocm"})
 _ADDMM = _ops("addmm addmm_ _addmm_activation")
+
+_ADDMV = "addmv input tensors must have the same dtype, but got {{{}:name}}, {{{}:name}}, and {{{}:name}}"
+_MASK = "invalid dtype for bias - should match query's dtype"
+_NO_KERNEL = "\"{}\" not implemented for '{{0:name}}'"
+
+_CUDA_FACTORIZATIONS = {
+    "_linalg_svd": "svd_cuda_gesvdj",  # of sides up to 32 another: `by_shapes`
+    "_linalg_eigh": "linalg_eigh_cuda",
+    "linalg_qr geqrf": "geqrf_cuda",
+    "linalg_householder_product": "orgqr_cuda",
+    "linalg_cholesky_ex": "cholesky_cuda",
+    "linalg_lu linalg_lu_factor_ex linalg_lu_solve _linalg_solve_ex _linalg_det": "lu_factor_cusolver",
+    "linalg_ldl_factor_ex": "ldl_factor_looped_cusolver",
+    "linalg_solve_triangular triangular_solve": "triangular_solve_cuda",
+}
+"""Operators -> the first kernel that they come to on a GPU, as its dispatcher calls it."""
 
 FAMILIES: tuple[Family, ...] = (
     # mm is checked in each device's kernel, addmm before any of them: its messages are the same everywhere.
     Family(
-        _ops("mm linear mv addmv addmv_"),
+        _ops("mm linear"),
         message="expected mat1 and mat2 to have the same dtype, but got: {0} != {1}",
         exact=True,
-        devices=GPUS,
+        devices=GPUS - _XPU,
     ),
     Family(
-        _ops("mm linear mv addmv addmv_"),
+        _ops("mm linear"),
+        message="expected self and mat2 to have the same dtype, but got: {0} != {1}",
+        exact=True,
+        devices=_XPU,
+    ),
+    Family(
+        _ops("mm linear"),
         message="expected m1 and m2 to have the same dtype, but got: {0} != {1}",
         exact=True,
-        devices=frozenset({"cpu"}),
+        devices=_CPU,
     ),
+    # `mv` hands `addmv` a result of the vector's dtype.
+    Family(_ops("mv"), message=_ADDMV.format(1, 0, 1), exact=True, in_order=True),
+    Family(_ops("addmv addmv_"), message=_ADDMV.format(0, 1, 2), exact=True, in_order=True),
     Family(
         _ADDMM, "self and mat2 must have the same dtype, but got {0:name} and {1:name}", (0, 2), exact=True
     ),
@@ -81,9 +125,36 @@ FAMILIES: tuple[Family, ...] = (
         _ADDMM, "mat1 and mat2 must have the same dtype, but got {0:name} and {1:name}", (1, 2), exact=True
     ),
     Family(
-        _ops("bmm baddbmm baddbmm_ addbmm addbmm_ dot vdot"),
+        _ops("bmm baddbmm baddbmm_ addbmm addbmm_"),
         message="expected scalar type {0:name} but found {1:name}",
         exact=True,
+    ),
+    Family(
+        _ops("dot vdot"),
+        message="dot : expected both vectors to have same dtype, but found {0:name} and {1:name}",
+        exact=True,
+    ),
+    # Overloads that are given the result's dtype: only GPUs have them. What is added may be of either dtype.
+    Family(frozenset({"aten.mm.dtype"}), message="input dtypes must be the same", exact=True, devices=GPUS),
+    Family(
+        frozenset({"aten.bmm.dtype"}),
+        message="batch1 and batch2 must have the same dtype",
+        exact=True,
+        devices=GPUS,
+    ),
+    Family(
+        frozenset({"aten.baddbmm.dtype"}),
+        message="batch1 and batch2 must have the same dtype",
+        alike=(1, 2),
+        exact=True,
+        devices=GPUS,
+    ),
+    Family(
+        frozenset({"aten.addmm.dtype"}),
+        message="mat1 and mat2 must have the same dtype, but got {0:name} and {1:name}",
+        alike=(1, 2),
+        exact=True,
+        devices=GPUS,
     ),
     # `torch.sparse.mm` on fakes, which are dense, gives it the sparse matrix last.
     Family(
@@ -92,9 +163,30 @@ FAMILIES: tuple[Family, ...] = (
         alike=(2, 1),
         exact=True,
     ),
+    # The kernels take three dtypes since torch 2.10; only the fake one says "Expected inputs of BF16 type".
+    *(
+        Family(
+            _ops("_grouped_mm"),
+            alike=(at,),
+            exact=True,
+            only="fbh",
+            refusal=f"Expected {name} to be Float32, BFloat16 or Float16 matrix, got {{0:name}}",
+        )
+        for at, name in enumerate(("mat_a", "mat_b"))
+    ),
     Family(
         _ops("_grouped_mm"),
-        message="Expected inputs of BF16 type but got mat_a.dtype={0:torch} and mat_b.dtype={1:torch}.",
+        message="expected mat1 and mat2 to have the same dtype, but got: {0} != {1}",
+        alike=(0, 1),
+        exact=True,
+        devices=GPUS,
+    ),
+    Family(
+        _ops("_grouped_mm"),
+        message="expected m1 and m2 to have the same dtype, but got: {0} != {1}",
+        alike=(0, 1),
+        exact=True,
+        devices=_CPU,
     ),
     Family(
         _ops("convolution _convolution cudnn_convolution"),
@@ -135,10 +227,30 @@ FAMILIES: tuple[Family, ...] = (
         _ops("masked_scatter masked_scatter_"),
         message="masked_scatter_: expected self and source to have same dtypes but got {0:name} and {1:name}",
     ),
-    # A CPU takes float32 weights beside half-precision activations here; the kernels of GPUs have one dtype. Mean and
-    # rstd of the backward (positions 2 and 3) have the accumulation's.
+    # Group norms are checked before any device's kernel, and their messages say CPU on every one. A CPU takes float32 weights
+    # beside 16-bit activations; the kernels of GPUs have one dtype. Mean and rstd of the backward (positions 2 and 3)
+    # have the accumulation's.
     Family(
-        _ops("native_layer_norm native_group_norm"),
+        _ops("native_group_norm"),
+        message="mixed dtype (CPU): expect parameter to have scalar type of Float",
+        alike=(0, 1),
+        devices=GPUS,
+        matches="f|bh|hb",
+    ),
+    Family(
+        _ops("native_group_norm"),
+        message="mixed dtype (CPU): all inputs must share same datatype.",
+        alike=(0, 1),
+        devices=GPUS,
+        matches="df",
+    ),
+    Family(
+        _ops("native_group_norm_backward"),
+        message="Expected scalar types of X and dY are same.",
+        alike=(0, 1),
+    ),
+    Family(
+        _ops("native_layer_norm native_group_norm _fused_rms_norm"),
         message="expected scalar type {0:name} but found {1:name}",
         devices=GPUS,
     ),
@@ -149,22 +261,70 @@ FAMILIES: tuple[Family, ...] = (
         devices=GPUS,
     ),
     Family(
+        _ops("_fused_rms_norm_backward"),
+        message="expected scalar type {0:name} but found {1:name}",
+        alike=(0, 1, 3),
+        devices=_CUDA,
+    ),
+    Family(
         _ops("_weight_norm_interface"),
         message="expected scalar type {0:name} but found {1:name}",
     ),
-    # The mask of the fused kernels; the CPU's converts a float32 one.
+    # A mask of another dtype. `scaled_dot_product_attention` (on fakes: the CPU's kernel, which converts it) runs with one by
+    # the memory-efficient kernel, which refuses it. On capabilities 9 and 10 cuDNN's comes first and takes it, before
+    # 8.0 bfloat16 has no fused kernel at all, and on ROCm such a mask is left to the plain one.
     Family(
-        _ops("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"),
-        message="invalid dtype for bias - should match query's dtype",
+        _ops("_scaled_dot_product_flash_attention_for_cpu"),
+        message=_MASK,
+        devices=_NVIDIA,
+        majors=frozenset({8, 11, 12}),
+    ),
+    Family(
+        _ops("_scaled_dot_product_flash_attention_for_cpu"),
+        message=_MASK,
+        devices=_NVIDIA,
+        majors=frozenset({5, 6, 7}),
+        matches="[fh]",
+    ),
+    Family(
+        _ops("_scaled_dot_product_efficient_attention _efficient_attention_forward"),
+        alike=(0, 1, 2),
+        only="fbh",
+        refusal="Only fp32, half & bf16 supported at the moment",
         devices=_CUDA,
     ),
     Family(
-        _ops("_scaled_dot_product_flash_attention _flash_attention_forward"),
-        message="Query, key and value must have the same dtype, got {0:torch} and {1:torch}",
+        _ops("_scaled_dot_product_efficient_attention _efficient_attention_forward"),
+        alike=(0,),
+        only="fh",
+        refusal="cutlassF: no kernel found to launch!",
+        devices=_NVIDIA,
+        majors=frozenset({5, 6, 7}),
+    ),
+    Family(_ops("_scaled_dot_product_efficient_attention"), message=_MASK, devices=_CUDA),
+    # cuDNN's is chosen for 16 bits alone, and this is said where no other may be; its mask may have another dtype.
+    Family(
+        _ops("_scaled_dot_product_cudnn_attention"),
         alike=(0, 1, 2),
+        only="bh",
+        refusal="No available kernel. Aborting execution.",
+        devices=_NVIDIA,
+    ),
+    Family(
+        _ops("_scaled_dot_product_flash_attention _flash_attention_forward"),
+        alike=(0,),
         only="bh",
         refusal="FlashAttention only support fp16 and bf16 data type",
         devices=_CUDA,
+    ),
+    *(
+        Family(
+            _ops("_scaled_dot_product_flash_attention _flash_attention_forward"),
+            message=f"query and {name} must have the same dtype",
+            alike=(0, at),
+            devices=_CUDA,
+        )
+        for at, name in ((1, "key"), (2, "value"))
     ),
     # One dtype for all lists but the step counts; found_inf and grad_scale are float32.
     Family(
@@ -173,31 +333,25 @@ FAMILIES: tuple[Family, ...] = (
         alike=(0, 1, 2, 3),
         devices=_CUDA,
     ),
-    # Factorizations come from LAPACK, cuSOLVER and MAGMA, which have no 16 bits; nor have the kernels of the two below.
-    Family(
-        _ops("_linalg_svd"),
-        only="fd",
-        refusal="\"svd_cuda_gesvdj\" not implemented for '{0:name}'",
-        devices=_CUDA,
+    # Factorizations come from LAPACK, cuSOLVER and MAGMA, which have no 16 bits; nor have the kernels of the two below. Two
+    # are refused before any of them, the others by the name of the kernel.
+    *(
+        Family(_ops(names), only="fd", refusal=f"{said}: Low precision dtypes not supported. Got {{0:name}}")
+        for names, said in (("linalg_inv_ex", "linalg.inv"), ("_linalg_slogdet", "linalg.slogdet"))
+    ),
+    *(
+        Family(_ops(names), only="fd", refusal=_NO_KERNEL.format(kernel), devices=_CUDA)
+        for names, kernel in _CUDA_FACTORIZATIONS.items()
+    ),
+    *(
+        Family(_ops(name), only="fd", refusal=_NO_KERNEL.format(name.removeprefix("_")))
+        for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse linalg_lstsq"]).split()
     ),
     Family(
-        _ops(
-            "_linalg_svd _linalg_eigh linalg_eig linalg_qr geqrf linalg_householder_product linalg_cholesky_ex "
-            "cholesky_inverse linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_ldl_factor_ex "
-            "linalg_solve_triangular triangular_solve linalg_lstsq _linalg_solve_ex _linalg_det"
-        ),
-        only="fd",
-        refusal="linalg: Low precision dtypes not supported. Got {0:name}",
+        _ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format("ctc_loss_cuda"), devices=_CUDA
     ),
-    Family(
-        _ops("_ctc_loss"),
-        alike=(0,),
-        only="fd",
-        refusal="\"ctc_loss\" not implemented for '{0:name}'",
-    ),
-    Family(
-        _ops("_cdist_forward"), only="fd", refusal="\"cdist\" not implemented for '{0:name}'", devices=_CUDA
-    ),
+    Family(_ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format("ctc_loss_cpu"), devices=_CPU),
+    Family(_ops("_cdist_forward"), only="fd", refusal=_NO_KERNEL.format("cdist_cuda"), devices=_CUDA),
     Family(
         _ops("_embedding_bag"),
         message="Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "
@@ -215,7 +369,23 @@ FAMILIES: tuple[Family, ...] = (
 """What is checked first comes first."""
 
 
-def families_of(op: str, device: str) -> tuple[Family, ...]:
-    """The families of an overload (`aten.mm.default`) on a kind of device, in the order torch checks them."""
+def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:
+    """The families of an overload (`aten.mm.default`) on a kind of device, in the order torch checks them.
+
+    `capability` is an NVIDIA GPU's; without it the answer is that of `UNKNOWN_CAPABILITY`.
+    """
     name = op.rpartition(".")[0]
-    return tuple(family for family in FAMILIES if name in family.ops and device in family.devices)
+    named = {op} if op.endswith(".dtype") else {name}
+    return tuple(
+        family for family in FAMILIES if not named.isdisjoint(family.ops) and family.holds(device, capability)
+    )
+
+
+def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
+    """What torch says where that depends on shapes; `message` elsewhere.
+
+    cuSOLVER factors matrices of up to 32 rows and columns with another routine (`svd_cusolver`, BatchLinearAlgebraLib.cpp).
+    """
+    if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
+        return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')
+    return message

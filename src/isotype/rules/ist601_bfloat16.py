@@ -36,7 +36,7 @@ from isotype.core.grouping import grouped
 from isotype.core.names import short
 from isotype.rules.finding import Finding, Kind, finding_at
 from isotype.rules.kit import slow_dtype
-from isotype.trace.record import Trace
+from isotype.trace.record import Call, Trace
 
 TITLE = "bfloat16 on a device without it"
 KIND: Kind = "device"
@@ -73,8 +73,14 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
             calls,
             cause=f"a product of bfloat16 operands is asked for in float32 at {short(first.source)}",
             notes=(
-                "torch says: gemm input type BFloat16 and output type float is only supported for CUDA devices with "
-                "compute capability 8.0 or higher",
+                f"torch says: {_kernel(first)} input type at::BFloat16 and output type float is only supported for CUDA "
+                "devices with compute capability 8.0 or higher",
             ),
             fixes=slow_dtype.fixes(trace, torch.bfloat16, torch.float16),
         )
+
+
+def _kernel(product: Call) -> str:
+    """The kernel that torch names: that of one matrix, or of a batch of several (`CUDABlas.cpp`)."""
+    batch = next(shape[0] for _, shape in product.results)
+    return "bgemm" if "bmm" in product.op and batch > 1 else "gemm"

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isotype.contracts.contract import Contracts, is_exempt
+from isotype.contracts.families import by_shapes
 from isotype.trace.fake.conversion import as_measured, converted, made_in
 from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
@@ -237,7 +238,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return (as_measured(result, verdict.results) if mixed and not breach else result), breach
         target, fixed = self._target(func, tensors, edited)
         message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
-        breach = None if fixed else Breach(message or verdict.message, verdict.assumed, target)
+        message = message or by_shapes(name, args, verdict.message)
+        breach = None if fixed else Breach(message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
