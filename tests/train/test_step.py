@@ -23,7 +23,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
-def traced(config: Path, checkpointing: dict[str, Any] | None) -> Any:
+def traced(config: Path, checkpointing: dict[str, Any] | None, *more: str) -> Any:
     argv = [
         "sft",
         "--model_name_or_path",
@@ -39,7 +39,7 @@ def traced(config: Path, checkpointing: dict[str, Any] | None) -> Any:
     argv += ["--gradient_checkpointing", str(checkpointing is not None)]
     if checkpointing:
         argv += ["--gradient_checkpointing_kwargs", json.dumps(checkpointing)]
-    plan, command = plan_of(*parse_options(argv))
+    plan, command = plan_of(*parse_options([*argv, *more]))
     return step.check_plan(plan, command, DEFAULT_PHASES).trace
 
 
@@ -80,3 +80,13 @@ def test_transformers_takes_what_is_known_here() -> None:
     model = transformers.LlamaForCausalLM(CONFIGS["llama"]())
     step.checkpoint_gradients(model, {"every_n_layers": 2}, adapters=False)
     assert [layer.gradient_checkpointing for layer in model.model.layers[:2]] == [True, False]
+
+
+def test_attention_on_a_card_without_flash_is_that_of_the_training(config: Path) -> None:
+    """Fused, as it is trained: keys and values repeated; unfused all scores are written out, and a note says so."""
+    fused, plain = (
+        [note for note in traced(config, None, "--fuse", fuse).notes if "scores" in note]
+        for fuse in ("True", "False")
+    )
+    assert not fused
+    assert "on NVIDIA T4 no fused kernel takes grouped heads in float16" in plain[0]

@@ -27,6 +27,7 @@ from isotype.model.boundary import boundary_of
 from isotype.model.enforce import policy_of
 from isotype.model.quantized import keep_training_layout
 from isotype.model.walk import is_tuner_layer, kind_of
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 
 _ATTENTION = "lora_attention"
 
@@ -72,7 +73,9 @@ class FusionReport:
             parts.append(plural(len(self.gated), "gated MLP"))
         if self.norms:
             parts.append(plural(len(self.norms), "norm"))
-        if self.attention.taken:
+        if self.attention.repeated:
+            parts.append("keys and values repeated for a fused attention")
+        elif self.attention.taken:
             parts.append("attention by the faster kernel")
         if self.attention.sides:
             parts.append("no padding")
@@ -87,6 +90,8 @@ class FusionReport:
         lines = [
             f"unfused: {name} runs by single operators: {'; '.join(k.reasons)}" for name, k in slow.items()
         ]
+        if self.attention.slow:
+            lines.append(f"attention: {self.attention.slow}")
         if self.unseen:
             lines.append(f"one by one: {self.unseen}; give `inputs`, with which the model can be run")
         return lines
@@ -123,7 +128,11 @@ class FusionReport:
 
 
 def fuse(
-    model: nn.Module, inputs: Any = None, *, budget: int | None = None, device: str | None = None
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    budget: int | None = None,
+    device: str | DeviceProfile | None = None,
 ) -> FusionReport:
     """Let the LoRA layers of a PEFT model compute in one function each, and those that read the same input together.
 
@@ -143,8 +152,8 @@ def fuse(
             cast. By default a quarter of the free memory on a CPU, where dequantizing a weight costs more than half of
             the product it feeds, and none on other devices. With a policy (`isotype.enforce`, `isotype.add_lora`) the
             copies are made here, else by the first step.
-        device: kind of the device (`"cpu"`, `"cuda"`) that a model without weights, on the meta device, stands for; None: the
-            one that its parameters are on.
+        device: kind (`"cpu"`, `"cuda"`) or profile of the device that a model without weights, on the meta device, stands for; None:
+            the one that its parameters are on.
 
     Returns:
         What was fused and what was not, and why.
@@ -158,7 +167,8 @@ def fuse(
             keep_training_layout(layer.get_base_layer())
     groups, unseen = same_input(model, fused, inputs)
     devices = {parameter.device.type for parameter in model.parameters()}
-    on_cpu = devices == {"cpu"} or (devices == {"meta"} and device == "cpu")
+    kind = device.kind if isinstance(device, DeviceProfile) else device
+    on_cpu = devices == {"cpu"} or (devices == {"meta"} and kind == "cpu")
     weights = DenseWeights(_default_budget(on_cpu) if budget is None else budget)
     for names in groups:
         siblings = Siblings(weights, [fused[name] for name in names])
@@ -175,7 +185,7 @@ def fuse(
         tuple(names for names in groups if len(names) > 1),
         gated,
         _fuse_norms(model) if norms else (),
-        _attention(model, device),
+        _attention(model, kind, device if isinstance(device, DeviceProfile) else _profile(devices)),
         {name: reason for name, reason in reasons.items() if reason is not None},
         unseen,
         weights.copies,
@@ -226,8 +236,13 @@ def _fuse_gated(model: nn.Module) -> dict[str, str]:
     return gated
 
 
-def _attention(model: nn.Module, device: str | None) -> AttentionReport:
-    report = use_fast_attention(model, device)
+def _profile(devices: set[str]) -> DeviceProfile | None:
+    """Of the one NVIDIA or AMD GPU that a model is on; a model over several goes by the first."""
+    return device_profile("cuda") if "cuda" in devices else None
+
+
+def _attention(model: nn.Module, kind: str | None, profile: DeviceProfile | None) -> AttentionReport:
+    report = use_fast_attention(model, kind, profile)
     model.__dict__[_ATTENTION] = report  # for `unfuse`
     return report
 

@@ -124,7 +124,7 @@ def _fuse(plan: Plan, model: Any) -> tuple[str, ...]:
     profile = device_profile(plan.device)
     # Dense copies are made where there is room on this very machine.
     budget = None if profile.present and profile.kind == "cpu" else 0
-    report = fuse(model, budget=budget, device=profile.kind)
+    report = fuse(model, budget=budget, device=profile)
     return (f"LoRA layers are fused one by one: {report.unseen}",) if report.unseen else ()
 
 

@@ -22,9 +22,15 @@ from isotype.lora.attention.nothing import attention_to_nothing
 from isotype.lora.attention.plan import Plan, block_rows, plan_of_lengths, plan_of_mask, spec_of
 from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.unpadded import unpadded_sides
+from isotype.model.enforce import policy_of
+from isotype.precision.devices.attention import AttentionCall, attention_kernel, needs_repeated_heads
+from isotype.precision.devices.profile import DeviceProfile
 
 NAME = "isotype"
 """The name in transformers' registries, and of `model.set_attn_implementation`."""
+
+REPEATED = "isotype_repeated"
+"""The name of torch's kernel with keys and values repeated before it, see `repeated_attention_forward`."""
 
 _NOT_OURS = (
     "softcap",
@@ -53,6 +59,8 @@ class AttentionReport:
     Attributes:
         taken: whether the model's attention goes through isotype's choice.
         reason: why not, as a clause; None where it is taken.
+        repeated: the device on which keys and values of grouped heads are repeated for torch's kernel; None where they are not.
+        slow: why attention writes out all scores on this device, as a clause; None where it does not.
         choices: each class of shapes that was called -> the kernel that it got and the times that decided.
         left: why single calls were left to torch's kernel -> how many.
         unkept: why choices could not be kept for the next process; None where they were.
@@ -61,6 +69,8 @@ class AttentionReport:
 
     taken: bool
     reason: str | None = None
+    repeated: str | None = None
+    slow: str | None = None
     choices: dict[Shape, Choice] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
     unkept: str | None = None
@@ -81,6 +91,8 @@ class AttentionReport:
     def __str__(self) -> str:
         if not self.taken:
             return f"attention: as transformers has it: {self.reason}"
+        if self.repeated:
+            return f"attention: keys and values are repeated for each head of the queries: {self.repeated} has no fused kernel for grouped heads"
         lines = ["attention: the faster kernel for each class of shapes, measured when it is first called"]
         lines += [f"  {shape}: {choice}" for shape, choice in self.choices.items()]
         if self.choices and (reason := compiled_strips().reason):
@@ -96,16 +108,20 @@ class AttentionReport:
 _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKeyDictionary()
 
 
-def use_fast_attention(model: nn.Module, device: str | None = None) -> AttentionReport:
+def use_fast_attention(
+    model: nn.Module, device: str | None = None, profile: DeviceProfile | None = None
+) -> AttentionReport:
     """Let a model on a CPU compute attention by the kernel that is fastest here, where transformers has chosen `sdpa`.
 
-    On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. So does what a user chose
-    (`eager`, `flex_attention`), and what models need that torch's kernel cannot do (soft-capping, attention sinks).
+    On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. An NVIDIA GPU without a fused kernel for
+    grouped heads has keys and values repeated before torch's kernel. What a user chose (`eager`, `flex_attention`) stays, and what models
+    need that torch's kernel cannot do (soft-capping, attention sinks).
     Every token's results are those of torch's kernel but for rounding, padding included.
 
     Args:
         model: a transformers model, or one that holds some (a PEFT model); changed in place.
         device: kind of the device that a model without weights stands for.
+        profile: of the device that the model is on or stands for; None where it is not known.
 
     Returns:
         What was taken and why; it goes on to tell what is measured and which calls are left to torch's kernel.
@@ -113,19 +129,48 @@ def use_fast_attention(model: nn.Module, device: str | None = None) -> Attention
     from transformers import PreTrainedModel
 
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    outermost = owners[:1]
     reason = _why_not(owners, device)
-    if reason is not None:
+    on_cpu = reason is None
+    if not on_cpu and profile is not None and owners and _is_grouped(owners[0]):
+        policy = policy_of(model)
+        dtype = owners[0].dtype if policy is None else policy.compute
+        return _with_repeated_heads(owners, profile, dtype, str(reason))
+    if not on_cpu:
         return AttentionReport(False, reason)
-    _register()
-    report = AttentionReport(True, sides=unpadded_sides(owners[0]))
-    for owner in outermost:
-        before = _implementations(owner.config)
-        owner.set_attn_implementation(_replaced(before))
-        report._undo.append((owner, before))
+    report = _put(owners[0], NAME, AttentionReport(True, sides=unpadded_sides(owners[0])))
     for module in model.modules():
         _reports[module] = report
     return report
+
+
+def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
+    _register()
+    before = _implementations(owner.config)
+    owner.set_attn_implementation(_replaced(before, name))
+    report._undo.append((owner, before))
+    return report
+
+
+def _is_grouped(model: nn.Module) -> bool:
+    return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
+
+
+def _with_repeated_heads(
+    owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
+) -> AttentionReport:
+    """Keys and values repeated, where that is what it takes for a fused kernel in `dtype`; else `reason` stays."""
+    call = AttentionCall(dtype, 2, 1, (64, 64, 64))  # grouped heads of a common size
+    if attention_kernel(profile, call) != "math":
+        return AttentionReport(False, reason)
+    if not needs_repeated_heads(profile, dtype):
+        slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
+        return AttentionReport(False, slow, slow=slow)
+    other = _why_not_registered(owners)
+    if other is not None:
+        return AttentionReport(
+            False, other, slow=f"{profile.title} has no fused kernel for grouped heads, and {other}"
+        )
+    return _put(owners[0], REPEATED, AttentionReport(True, repeated=profile.title))
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
@@ -141,6 +186,10 @@ def _why_not(owners: list[Any], device: str | None) -> str | None:
     devices = ({device} if held == {"meta"} and device is not None else held) - {"cpu", "meta"}
     if devices:
         return f"it is on {', '.join(sorted(devices))}, where torch's kernel is a fast one"
+    return _why_not_registered(owners)
+
+
+def _why_not_registered(owners: list[Any]) -> str | None:
     chosen = {owner.config._attn_implementation for owner in owners}
     if "sdpa" not in chosen:
         return f"its implementation is {', '.join(sorted(map(str, chosen)))}"
@@ -167,19 +216,20 @@ def _implementations(config: Any) -> Any:
     return {"": config._attn_implementation, **{key: _implementations(each) for key, each in inner.items()}}
 
 
-def _replaced(implementations: Any) -> Any:
+def _replaced(implementations: Any, name: str) -> Any:
     if isinstance(implementations, dict):
-        return {key: _replaced(each) for key, each in implementations.items()}
-    return NAME if implementations == "sdpa" else implementations
+        return {key: _replaced(each, name) for key, each in implementations.items()}
+    return name if implementations == "sdpa" else implementations
 
 
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, attention_forward)
-    # Who attends to whom is the model's to say, and nobody else's.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for name, forward in ((NAME, attention_forward), (REPEATED, repeated_attention_forward)):
+        AttentionInterface.register(name, forward)
+        # Who attends to whom is the model's to say, and nobody else's.
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def attention_forward(
@@ -233,6 +283,41 @@ def attention_forward(
         report.left[reason] += 1
     found: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class _Ungrouped:
+    """What `sdpa_attention_forward` reads of an attention layer, of one whose heads are not grouped."""
+
+    is_causal: bool
+
+
+def repeated_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Transformers' `sdpa` with keys and values repeated for each head of the queries, where transformers would leave that to torch.
+
+    It leaves it to torch where there is no mask, and on GPUs without FlashAttention (torch up to 2.13) torch's plain operators then compute
+    all scores in float32. Calls with a mask, of one query or with a cache of pages are transformers' own. Arguments and results as of
+    `attention_forward`.
+    """
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+    groups = int(getattr(module, "num_key_value_groups", 1))
+    layer: Any = module
+    if groups > 1 and attention_mask is None and query.shape[2] > 1 and kwargs.get("cache") is None:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        layer = _Ungrouped(bool(getattr(module, "is_causal", True)))
+    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        layer, query, key, value, attention_mask, is_causal=is_causal, **kwargs
     )
     return found
 

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.trace.fake.attention import Attention
 from isotype.trace.fake.device import cpu_stands_for, names_of, on_cpu
 from isotype.trace.fake.leaves import map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
@@ -39,6 +40,9 @@ class Functions(TorchFunctionMode):
         recorder: hears of it.
         kind: kind of the simulated device (`cpu`, `cuda`, …).
         profile: of the device, to answer code that asks what it can do.
+
+    Attributes:
+        attention: runs attention by the kernel that the device has; None without a profile.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -47,6 +51,7 @@ class Functions(TorchFunctionMode):
         self._kind, self._foreign, self._profile = kind, kind != "cpu", profile
         self._names = names_of(kind)
         self._stand_in = contextlib.ExitStack()
+        self.attention = None if profile is None else Attention(profile)
         if self._foreign:
             from isotype.contracts.autocast import autocast_lists
 
@@ -107,6 +112,12 @@ class Functions(TorchFunctionMode):
         return value
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.attention is None:
+            return self._converted_if_refused(func, args, kwargs)
+        with self.attention.as_on_device(func, args, kwargs, self._recorder.autocast):
+            return self._converted_if_refused(func, args, kwargs)
+
+    def _converted_if_refused(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError) as error:

@@ -96,7 +96,7 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
         weights=_with_history(weights_of(step.twin), weights, before),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         memory=step.recorder.ledger.record(),
-        notes=tuple(step.notes),
+        notes=(*step.notes, *step.attention_notes()),
         model=type(model).__name__,
         given=frozenset(step.recorder.inputs),
         by_ranges={
@@ -150,6 +150,7 @@ class _Step:
         self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
         self.process = ProcessMemory(twin, setup, recorder.ledger, self.repeats)
+        self.functions = Functions(recorder, setup.profile.kind, setup.profile)
 
     def run(self) -> Failure | None:
         """Run the phases in order; returns why it ended early, or None."""
@@ -161,9 +162,8 @@ class _Step:
                 handle.remove()
 
     def _run(self) -> Failure | None:
-        profile = self.setup.profile
         self.recorder.watch(self.twin)
-        with self.mode, self.recorder, Functions(self.recorder, profile.kind, profile):
+        with self.mode, self.recorder, self.functions:
             self._weigh()
             self.handles += self.process.watch()
             for phase, run in (
@@ -183,6 +183,11 @@ class _Step:
                 if phase in ("forward", "backward") and self._is_enough():
                     return None
         return None
+
+    def attention_notes(self) -> Iterator[str]:
+        """What is noted of attention that the device has no fused kernel for."""
+        attention = self.functions.attention
+        return iter(()) if attention is None else attention.notes()
 
     def _is_enough(self) -> bool:
         if self.enough is None or all(call.breach is None for call in self.recorder.calls):
