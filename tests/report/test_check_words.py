@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import isotype
 from isotype.core.units import format_bytes
@@ -14,8 +15,11 @@ from isotype.report.check.record import Record
 from isotype.report.check.text import cost_clauses, seconds_words, to_text
 from isotype.rules.finding import Cost
 from isotype.rules.ist605_memory import unquantized_experts
+from isotype.rules.kit.step_time import step_time
 from isotype.train.weightless import weightless_model
 from tests.report.check_samples import clean
+from tests.rules.samples import call, operand, trace
+from tests.rules.traces import on
 from tests.trace.test_sharded import Model, ids
 
 
@@ -30,7 +34,8 @@ def test_the_least_time_of_a_step_is_told_with_what_bounds_it() -> None:
     told = seconds_words(replace(record, trace=trace))
     assert told.startswith("at least ")
     assert "NVIDIA H100" in told
-    assert ("products" in told) or ("memory traffic" in told)
+    assert "which no card reaches" in told
+    assert "tokens/s at most" in told
     unrated = replace(trace.setup, profile=device_profile("cpu-generic"))
     assert seconds_words(replace(record, trace=replace(trace, setup=unrated))) == ""
 
@@ -69,3 +74,41 @@ def test_experts_that_no_quantizer_reaches_are_counted() -> None:
         == f"4 stacked expert weights ({format_bytes(size)}) stay in bfloat16: nf4 reaches linear layers only"
     )
     assert "stay in bfloat16" in to_text(report, 500)
+
+
+def test_the_least_time_of_products_by_hand() -> None:
+    """One product bound by arithmetic, one by memory, attention by half of its scores; the rest is in no bound."""
+    t4 = device_profile("t4")
+    rate, bandwidth = t4.peak_flops[torch.float16], t4.memory_bandwidth
+    assert bandwidth is not None
+    large, thin, fused, other = (
+        call(op, *(operand(torch.float16, shape=shape) for shape in shapes), result=torch.float16, flops=flops, repeats=3)
+        for op, shapes, flops in (
+            ("aten.mm.default", ((4096, 4096), (4096, 4096)), 2 * 4096**3),
+            ("aten.mm.default", ((4096, 1), (1, 4096)), 2 * 4096),
+            ("aten._scaled_dot_product_flash_attention_for_cpu.default", ((4096, 64),), 4 * 4096**2 * 64),
+            ("aten.mul.Tensor", ((4096, 4096),), 0),
+        )
+    )  # fmt: skip
+    step = on(trace(calls=[large, thin, fused, other], compute=torch.float16), "t4")
+    time = step_time(step)
+    assert time is not None
+    arithmetic, scores = 2 * 4096**3 / rate, 2 * 4096**2 * 64 / rate
+    memory = 2 * 3 * 4096 / bandwidth  # the result of `call` has its first operand's shape
+    assert time.seconds == pytest.approx(3 * (arithmetic + scores + memory))
+    assert time.traced_seconds - time.seconds == pytest.approx(3 * 2 * 2 * 4096**2 / bandwidth)
+    assert time.launches == 12
+    assert time.launch_seconds == pytest.approx(time.traced_seconds / 12)
+    assert time.products[torch.float16].flops == pytest.approx(
+        3 * (2 * 4096**3 + 2 * 4096 + 2 * 4096**2 * 64)
+    )
+    assert time.traffic_seconds == pytest.approx(time.bytes / bandwidth)
+    assert time.tokens is None
+    assert time.bound == "products"
+    assert step_time(on(trace(calls=[large], compute=torch.float16), "cpu-generic")) is None
+
+
+def test_a_step_has_no_time_where_a_dtype_has_no_rate() -> None:
+    product = call("aten.mm.default", operand(torch.bfloat16), operand(torch.bfloat16), flops=8)
+    assert step_time(on(trace(calls=[product]), "t4")) is None
+    assert step_time(on(trace(calls=[product]), "a100")) is not None

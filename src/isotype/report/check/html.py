@@ -38,9 +38,9 @@ from isotype.report.check.text import (
     fold_places,
     next_steps,
     ranges_words,
-    seconds_words,
     sharding_words,
     short_source,
+    time_rows,
     trust,
     verdict,
 )
@@ -336,7 +336,7 @@ def _setup(report: Record) -> list[tuple[str, str]]:
         *((name, " × ".join(map(str, shape)) or "a scalar") for name, shape in setup.batch.items()),
         ("details", "; ".join(setup.details)),
         ("weights", "; ".join(unquantized_experts(report.trace))),
-        ("time", seconds_words(report)),
+        *time_rows(report),
         ("value ranges", ranges_words(report)),
         ("device figures", profile.source),
     ]

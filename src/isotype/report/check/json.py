@@ -11,6 +11,7 @@ from isotype.core.package import VERSION
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.check.text import sharding_notes, verdict
 from isotype.rules.finding import Cost, Finding, Fix
+from isotype.rules.kit.step_time import StepTime
 from isotype.trace.record import Operand, Setup
 
 SCHEMA_VERSION = 1
@@ -47,6 +48,7 @@ def _encode(report: Record) -> dict[str, Any]:
             "phases": {phase: dict(kinds) for phase, kinds in memory.phases.items()},
         },
         "flops": {dtype_name(dtype): count for dtype, count in report.flops.items()},
+        "time": _time(report.time),
         "operators": sum(call.repeats for call in trace.calls),
         "assumed": list(report.assumed),
         "doubts": doubts(trace.setup.profile),
@@ -60,6 +62,31 @@ def _encode(report: Record) -> dict[str, Any]:
             "error": failure.error,
             "dtype_related": failure.dtype_related,
         },
+    }
+
+
+def _time(time: StepTime | None) -> dict[str, Any] | None:
+    if time is None:
+        return None
+    return {
+        "seconds": time.seconds,
+        "traced_seconds": time.traced_seconds,
+        "bound": time.bound,
+        "tokens_per_second": time.tokens_per_second,
+        "products": {
+            dtype_name(dtype): {
+                "flops": each.flops,
+                "flops_per_second": each.flops_per_second,
+                "seconds": each.seconds,
+            }
+            for dtype, each in time.products.items()
+        },
+        "traffic": {
+            "bytes": time.bytes,
+            "bytes_per_second": time.bytes_per_second,
+            "seconds": time.traffic_seconds,
+        },
+        "launches": {"count": time.launches, "seconds_each": time.launch_seconds},
     }
 
 

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from isotype.rules.finding import Action, Finding, Severity
+from isotype.rules.kit.step_time import StepTime, step_time
 from isotype.rules.kit.value_ranges import Held, computes_float16, largest
 from isotype.trace.record import Memory, Trace
 
@@ -70,6 +71,11 @@ class Record:
     def flops(self) -> dict[torch.dtype, int]:
         """FLOPs of the matmul-like operators of one step by the dtype they run in."""
         return self.trace.flops
+
+    @property
+    def time(self) -> StepTime | None:
+        """The least time of the step by the device's data sheet, with what goes into it; None where that is not known."""
+        return step_time(self.trace)
 
     @property
     def fits(self) -> bool | None:

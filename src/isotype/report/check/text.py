@@ -16,12 +16,12 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plain_name, plural
 from isotype.core.units import format_bytes
 from isotype.precision import by_ranges
+from isotype.report.charts import format_number
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.text import format_duration, format_flops, format_share
 from isotype.rules.finding import Cost, Finding, Fix, Scope, marked
 from isotype.rules.ist605_memory import unquantized_experts
-from isotype.rules.kit import costs
 from isotype.trace.record import Operand, Setup
 
 if TYPE_CHECKING:
@@ -234,24 +234,47 @@ def flops_words(report: Record) -> str:
 
 def seconds_words(report: Record) -> str:
     """The least time that the step takes on the device by its data sheet, and what bounds it; "" without such rates."""
-    trace, title = report.trace, device_words(report.trace.setup)
-    seconds = costs.seconds_on(trace.setup.profile)
-    rated = trace.setup.profile.peak_flops.keys()
-    if (
-        seconds is None
-        or report.trace.failure is not None
-        or not report.flops
-        or not report.flops.keys() <= rated
-    ):
+    time = report.time
+    if time is None:
         return ""
-    total = costs.step_seconds(trace, seconds)
-    products = sum(amount / trace.setup.profile.peak_flops[dtype] for dtype, amount in report.flops.items())
-    bound = "products" if products > total / 2 else "memory traffic, not products"
-    apart = "; communication is not in it" if trace.setup.devices > 1 else ""
+    title = device_words(report.trace.setup)
+    apart = "; communication is not in it" if report.trace.setup.devices > 1 else ""
+    rate = time.tokens_per_second
+    tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_each(report.trace.setup)})"
     return (
-        f"at least {format_duration(total)} a step on {title}, most of it for {bound}: every operator at the data sheet's "
-        f"rates, one after another{apart}"
+        f"at least {format_duration(time.seconds)} a step on {title}{tokens}: its products alone at the data sheet's rates, which no "
+        f"card reaches; {format_duration(time.traced_seconds)} with every operator as it was traced, one after another, most of it for "
+        f"{time.bound}{apart}"
     )
+
+
+def roofline_words(report: Record) -> str:
+    """What the least time of the step is made of; "" without the device's rates."""
+    time = report.time
+    if time is None:
+        return ""
+    products = ", ".join(
+        f"{dtype_name(dtype)} {format_flops(each.flops)} at {format_flops(each.flops_per_second)}/s"
+        for dtype, each in sorted(time.products.items(), key=lambda entry: -entry[1].seconds)
+    )
+    return (
+        f"products {format_duration(time.products_seconds)} ({products}); memory traffic {format_duration(time.traffic_seconds)} "
+        f"({_figure(time.bytes / 1e9)} GB at {_figure(time.bytes_per_second / 1e9)} GB/s); {time.launches:,} launches, which bound the "
+        f"step where the host takes more than {_figure(time.launch_seconds * 1e6)} µs for one"
+    )
+
+
+def time_rows(report: Record) -> tuple[tuple[str, str], ...]:
+    """(label, sentence) of the least time and of what it is made of."""
+    return ("time", seconds_words(report)), ("roofline", roofline_words(report))
+
+
+def _each(setup: Setup) -> str:
+    return " on each" if setup.devices > 1 else ""
+
+
+def _figure(value: float) -> str:
+    return format_number(value, 3) if value < 1000 else f"{value:,.0f}"
 
 
 def ranges_words(report: Record) -> str:
@@ -390,7 +413,7 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
         ("memory", memory_words(report)),
         *(("weights", words) for words in unquantized_experts(report.trace)),
         ("FLOPs", flops_words(report)),
-        *([("time", words)] if (words := seconds_words(report)) else []),
+        *((label, words) for label, words in time_rows(report) if words),
         *trust(report),
     ]
     found += _rows(rows, width)

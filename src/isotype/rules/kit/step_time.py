@@ -1,0 +1,130 @@
+"""The least time of a step on a device by its data sheet, and what goes into it.
+
+The roofline of `costs`, as a bound: a product takes no less than its FLOPs at the peak rate of its dtype and than its operands
+and results at the memory's bandwidth. Attention counts half of its FLOPs, since a causal kernel leaves out the scores above the
+diagonal. What lies between products can be fused with more or fewer kernels than a trace has, so that it is in no bound: it is
+in the time of the step as it was traced, one operator after another. No card reaches these rates: the real step is slower.
+How long the host takes for a launch is on no data sheet. What it may take before the device waits for it follows from the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from isotype.rules.kit import costs
+from isotype.rules.kit.per_trace import per_trace
+from isotype.trace.record import Call, Trace
+
+_ATTENTION = (
+    "_scaled_dot_product_",
+    ".scaled_dot_product_attention",
+    "._flash_attention",
+    "._efficient_attention",
+)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matmul-like operators of one dtype.
+
+    Attributes:
+        flops: FLOPs of a step, of attention half.
+        flops_per_second: the device's dense peak rate.
+    """
+
+    flops: float
+    flops_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds of a step."""
+        return self.flops / self.flops_per_second
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The least time of one step.
+
+    Attributes:
+        seconds: sum over the products of what bounds each: no fusion of the rest is faster.
+        traced_seconds: the same sum over all operators as they were traced.
+        products: by the dtype they run in.
+        bytes: that all operators read and write.
+        bytes_per_second: the device's memory bandwidth.
+        launches: operators that run on the device, each one kernel at least.
+        tokens: of the step's batch on one device, None where it has none.
+    """
+
+    seconds: float
+    traced_seconds: float
+    products: Mapping[torch.dtype, Products]
+    bytes: int
+    bytes_per_second: float
+    launches: int
+    tokens: int | None
+
+    @property
+    def products_seconds(self) -> float:
+        """Least seconds of all products."""
+        return sum(each.seconds for each in self.products.values())
+
+    @property
+    def traffic_seconds(self) -> float:
+        """Least seconds of all reads and writes."""
+        return self.bytes / self.bytes_per_second
+
+    @property
+    def bound(self) -> Literal["products", "memory traffic"]:
+        """What most of the traced step goes to."""
+        return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The most tokens a second on one device."""
+        return self.tokens / self.seconds if self.tokens is not None else None
+
+    @property
+    def launch_seconds(self) -> float:
+        """What the host may take for one launch, in seconds, before a device that reached `traced_seconds` would wait for it."""
+        return self.traced_seconds / self.launches
+
+
+@per_trace
+def step_time(trace: Trace) -> StepTime | None:
+    """The least time of a step; None where the device has no such figures, or the step was not traced to its end."""
+    profile = trace.setup.profile
+    peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
+    rated = bandwidth is not None and trace.flops and trace.flops.keys() <= peaks.keys()
+    if not rated or bandwidth is None or trace.failure is not None:
+        return None
+    seconds, traced, moved, launches = 0.0, 0.0, 0, 0
+    flops: dict[torch.dtype, float] = {}
+    for call in trace.calls:
+        traffic, dtype = costs.bytes_moved(call), costs.run_dtype(call)
+        least = traffic / bandwidth
+        if dtype is not None:
+            count = _least_flops(call)
+            flops[dtype] = flops.get(dtype, 0) + count
+            least = max(least, count / peaks[dtype])
+            seconds += least
+        traced += least
+        moved += traffic
+        launches += call.repeats if traffic else 0
+    if not seconds:
+        return None
+    products = {dtype: Products(count, peaks[dtype]) for dtype, count in flops.items()}
+    return StepTime(seconds, traced, products, moved, bandwidth, launches, _tokens(trace))
+
+
+def _least_flops(call: Call) -> float:
+    count = call.flops * call.repeats
+    return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
+
+
+def _tokens(trace: Trace) -> int | None:
+    shape = trace.setup.batch.get("input_ids")
+    return costs.elements(shape) if shape is not None else None
