@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from isotype.preflight.from_trainer import checkpointing
+from isotype.train.recompute_choice import Choice
+from isotype.train.settings import Settings
+
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,3 +17,9 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype), test_callback.py, tests/preflight/test_from_trainer.py and tests/cli/test_main.py.
     """
     monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+    # Neither is the step traced to choose which layers are computed again: all are, as TRL has it.
+    monkeypatch.setattr("isotype.train.recipes.take_choice", _as_asked)
+
+
+def _as_asked(settings: Settings, *_: object) -> Choice:
+    return Choice(checkpointing(settings.training), "as asked")

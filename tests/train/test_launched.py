@@ -39,7 +39,7 @@ def test_the_config_of_accelerate_is_taken_out_of_the_environment(monkeypatch: p
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     arguments = training()
-    assert taken(arguments) == Sharding(reshard=True)
+    assert taken(arguments) == Sharding(reshard=True, checkpointing=True)
     assert arguments.gradient_checkpointing
     assert taken(training()) is None  # accelerate finds nothing there any more
 

@@ -33,7 +33,12 @@ from isotype.trace.weights import weights_of
 
 @random_states_kept()
 def run(
-    request: StepRequest, *, verify: bool = True, seconds: float = math.inf, measure: bool = True
+    request: StepRequest,
+    *,
+    verify: bool = True,
+    seconds: float = math.inf,
+    measure: bool = True,
+    traced: Trace | None = None,
 ) -> Report:
     """Trace the step that is asked for on fake tensors, judge it, and try the fixes.
 
@@ -45,6 +50,7 @@ def run(
         verify: whether fixes are tried by a second trace each.
         seconds: that the step may be traced for; what was seen until then is judged. Trials of fixes are not counted.
         measure: whether the values of a float16 step may be measured.
+        traced: the trace of this very request, where `trace_of` has made it; None to make it.
 
     Raises:
         UsageError: arguments that do not fit.
@@ -57,7 +63,7 @@ def run(
         # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
         untouched = step.code.reached()
         tried = replace(step, untouched=untouched)
-        trace = tried.trace(deadline=time.monotonic() + seconds)
+        trace = traced or tried.trace(deadline=time.monotonic() + seconds)
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - a check never ends a script: a finding says what it failed on
@@ -71,6 +77,18 @@ def run(
     if verify:
         findings = _verified(tried, trace, findings)
     return Report(trace, findings, time.perf_counter() - started, step.judged)
+
+
+@random_states_kept()
+def trace_of(request: StepRequest) -> Trace:
+    """The trace of a request alone, unjudged: what it takes, and whether it could be traced."""
+    setup = request.setup()
+    try:
+        return _Step(_code_of(request), setup).trace()
+    except IsotypeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in `run`
+        return failed_trace(request.model, setup, error)
 
 
 def _with_ranges(request: StepRequest, trace: Trace) -> Trace:

@@ -30,6 +30,7 @@ from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
 from isotype.train.lengths import Lengths
 from isotype.train.own_arguments import IsotypeArguments
+from isotype.train.recompute_choice import Choice
 from isotype.train.record import RunRecorder
 from isotype.train.settings import Settings
 
@@ -75,6 +76,10 @@ def policy_rows(policy: PrecisionPolicy, optimizer: Any = None) -> tuple[tuple[s
     )
 
 
+def _choice_rows(choice: Choice | None) -> tuple[tuple[str, str, str], ...]:
+    return () if choice is None else (choice.row(),)
+
+
 _SHORT_ROLES = {
     "frozen base weights": "base",
     "residual stream": "residual",
@@ -88,13 +93,17 @@ _SHORT_ROLES = {
 
 
 def show_policy(
-    console: Console, policy: PrecisionPolicy, optimizer: Any = None, extra: IsotypeArguments | None = None
+    console: Console,
+    policy: PrecisionPolicy,
+    optimizer: Any = None,
+    extra: IsotypeArguments | None = None,
+    choice: Choice | None = None,
 ) -> None:
-    """The policy as a table of one line a role, then its warnings.
+    """The policy as a table of one line a role, with the choice of layers to compute again; then its warnings.
 
     With `--quiet` in three lines without reasons, with `--verbose` with every reason in full.
     """
-    rows = policy_rows(policy, optimizer)
+    rows = (*policy_rows(policy, optimizer), *_choice_rows(choice))
     if extra is not None and extra.quiet:
         third = -(-len(rows) // 3)
         words = [f"{_SHORT_ROLES.get(role, role)} {dtype}" for role, dtype, _ in rows]
@@ -234,6 +243,7 @@ class RunFacts:
         notes: what its user should know besides.
         lengths: of the training rows, where they are known.
         earlier: the report of the run up to the checkpoint that it goes on from.
+        choice: of the layers that are computed again in the backward.
     """
 
     settings: Settings
@@ -245,6 +255,7 @@ class RunFacts:
     notes: Sequence[str] = ()
     lengths: Lengths | None = None
     earlier: RunRecord | None = None
+    choice: Choice | None = None
 
 
 def record(
@@ -268,7 +279,10 @@ def record(
         dataset=dataset,
         output_dir=str(settings.training.output_dir),
         device=run.profile.title,
-        policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.training.optim)),
+        policy=tuple(
+            PolicyRow(*row)
+            for row in (*policy_rows(policy, settings.training.optim), *_choice_rows(run.choice))
+        ),
         warnings=policy.warnings,
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
         parameters_total=total,

@@ -6,16 +6,20 @@ import atexit
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 
 from isotype.core.errors import Problem, TrainingError, UsageError
+from isotype.preflight.from_trainer import CHECKPOINTING
+from isotype.train.recompute import take_checkpointing
+
+T = TypeVar("T")
 
 # gloo's words, and NCCL's, where the process at the other end of a connection is gone.
 _GONE = re.compile(
@@ -30,9 +34,11 @@ class Sharding:
 
     Attributes:
         reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
+        checkpointing: whether FSDP's own configuration asks for gradient checkpointing.
     """
 
     reshard: bool = True
+    checkpointing: bool = False
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
@@ -57,13 +63,31 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     if found:
         raise UsageError("the model cannot be sharded as asked", found)
     if asked["activation_checkpointing"]:
-        training.gradient_checkpointing = True
-    return Sharding(reshard=asked["reshard"])
+        take_checkpointing(training, CHECKPOINTING)
+    return Sharding(reshard=asked["reshard"], checkpointing=asked["activation_checkpointing"])
 
 
 def processes() -> int:
     """How many processes a launcher has started together; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def from_first(compute: Callable[[], T]) -> T:
+    """What the first process of a run computes, in all of its processes; what it raises is raised in all."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return compute()
+    box: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            box = [(compute(), None)]
+        except Exception as error:  # noqa: BLE001 - it is raised in every process below
+            box = [(None, error)]
+    distributed.broadcast_object_list(box, src=0)
+    result, failure = box[0]
+    if failure is not None:
+        raise failure
+    answer: T = result
+    return answer
 
 
 def requested_sharding(training: Any) -> dict[str, Any] | None:

@@ -11,6 +11,8 @@ from jinja2 import TemplateError
 from isotype.core.errors import DataError, Problem
 from isotype.data.methods import METHODS
 
+UNBOUNDED = "nothing says how long rows can be (--max_length does)"
+
 COUNTED_ROWS = 2000
 """Rows that are tokenized at most; of a longer data set, as many at equal distances."""
 
@@ -75,6 +77,26 @@ def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text")
                 [Problem(given, "turns that the template can write", fix)],
             ) from error
     return Lengths(tuple(tokens), len(rows))
+
+
+def longest_possible(
+    rows: Any, lengths: Lengths | None, limit: int | None, *, packed: bool, completion: int
+) -> tuple[int | None, str]:
+    """(tokens of the longest row that a training can meet, ""); (None, why nobody knows) where nothing bounds them.
+
+    Args:
+        rows: the data set.
+        lengths: of its rows, as far as they are known.
+        limit: tokens that rows are cut to, None where they are not.
+        packed: whether short rows are put together up to the limit.
+        completion: tokens of a completion that follows each row.
+    """
+    if {"image", "images"} & set(getattr(rows, "column_names", None) or ()):
+        return None, "how many tokens the rows' images take is not known"
+    if lengths is None or packed or len(lengths.tokens) < lengths.rows:
+        return (None, UNBOUNDED) if limit is None else (limit, "")
+    longest = lengths.longest + completion + 1  # a trainer may add a token at the end
+    return (longest if limit is None else min(longest, limit)), ""
 
 
 def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> int:

@@ -20,6 +20,7 @@ from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter
+    from isotype.train.lengths import Lengths
     from isotype.train.settings import Settings
 
 DEFAULT_LENGTH = 1024
@@ -83,6 +84,9 @@ class Plan:
         lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
         learning_rate, optimizer: of the optimizer.
         checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
+        auto: whether that is to be chosen by the memory of the step instead.
+        longest: tokens of the longest row that can occur in the training; None: as `length`.
+        unforeseen: why nobody can say what the step takes, as a clause; "" where a trace can.
         fsdp: 0, 1 or 2.
         devices: how many devices train together, a process each.
         reshard: whether FSDP frees a block's gathered weights after its forward.
@@ -104,6 +108,9 @@ class Plan:
     learning_rate: float
     optimizer: str
     checkpointing: Mapping[str, Any] | None
+    auto: bool = False
+    longest: int | None = None
+    unforeseen: str = ""
     fsdp: int = 0
     devices: int = 1
     reshard: bool = True
@@ -294,6 +301,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
         ranges=light.ranges,
         optimizer=light.optim,
         checkpointing=CHECKPOINTING,
+        auto=True,
         fsdp=options.fsdp or 0,
         devices=options.devices or processes(),
     )
@@ -307,7 +315,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
     length = options.length or getattr(training, "max_length", None)
     completion = getattr(training, "max_completion_length", 0) or 0
     attention, notes = model.attn_implementation, []
-    sharding = requested_sharding(training) or {}
+    sharding = _sharding(settings)
     if attention is not None and "flash" in attention:
         notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
         attention = None
@@ -334,6 +342,8 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         checkpointing=CHECKPOINTING
         if sharding.get("activation_checkpointing") and not training.gradient_checkpointing
         else checkpointing(training),
+        auto=settings.auto_checkpointing and not sharding.get("activation_checkpointing"),
+        unforeseen=_unforeseen(training, length or completion),
         fsdp=sharding.get("version", 0) if options.fsdp is None else options.fsdp,
         devices=options.devices or processes(),
         reshard=sharding.get("reshard", True),
@@ -341,8 +351,60 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         attention=attention,
         notes=tuple(notes),
         ranges=settings.extra.ranges,
-        fuse=settings.extra.fuse,
+        # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
+        fuse=settings.extra.fuse and not (settings.auto_checkpointing and training.torch_compile),
     )
+
+
+def _unforeseen(training: Any, length: int) -> str:
+    if training.deepspeed:
+        return "DeepSpeed's own casts and sharding are not traced"
+    from isotype.train.lengths import UNBOUNDED
+
+    return "" if length else UNBOUNDED
+
+
+def _sharding(settings: Settings) -> dict[str, Any]:
+    """What is known of FSDP: as it was asked for, or as the training has taken it out of its arguments."""
+    taken = settings.sharding
+    if taken is None:
+        return requested_sharding(settings.training) or {}
+    return {"version": 2, "reshard": taken.reshard, "activation_checkpointing": taken.checkpointing}
+
+
+def training_plan(
+    settings: Settings, start: Adapter | None, tokenizer: Any, data: Any, lengths: Lengths | None = None
+) -> Plan:
+    """The step of a training that is about to begin, with the longest rows that can occur in it.
+
+    Args:
+        settings: of the training.
+        start: the adapter that is trained further.
+        tokenizer: the model's tokenizer or processor.
+        data: splits of rows.
+        lengths: of the training rows, where they are known already.
+    """
+    from isotype.train.lengths import lengths_of
+
+    plain = Options(None, None, None, False, None, None, False, None, None, False, "error")
+    plan = _full_plan(plain, settings, start)
+    rows = data[settings.script.dataset_train_split]
+    field = getattr(settings.training, "dataset_text_field", "text")
+    return _bounded(plan, settings, rows, lengths or lengths_of(plan.method, tokenizer, rows, field))
+
+
+def _bounded(plan: Plan, settings: Settings, rows: Any, lengths: Lengths | None) -> Plan:
+    """The plan with as many rows as there are, and the longest that can occur among them."""
+    from isotype.train.lengths import longest_possible
+
+    training = settings.training
+    limit = getattr(training, "max_length", None)
+    longest, why = longest_possible(
+        rows, lengths, limit, packed=bool(getattr(training, "packing", False)), completion=plan.completion
+    )
+    # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
+    fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
+    return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)
 
 
 def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
@@ -373,7 +435,11 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
     plan = replace(plan, notes=(*plan.notes, *said, *plain_turns(settings, tokenizer, data)))
     rows = data[script.dataset_train_split]
     found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
-    if found is None or getattr(training, "packing", False) or options.length is not None:
+    if options.length is not None:
+        return plan
+    bounded = _bounded(plan, settings, rows, found)
+    plan = bounded if options.batch is None else replace(bounded, rows=plan.rows)
+    if found is None or getattr(training, "packing", False):
         return plan
     limit = getattr(training, "max_length", None)
     longest = found.longest + plan.completion
@@ -384,7 +450,6 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
     cut = found.cut(limit)
     return replace(
         plan,
-        rows=min(plan.rows, found.rows) if options.batch is None else plan.rows,
         length=longest if limit is None else min(longest, limit),
         data=f"{cut or told}; {counted}",
     )

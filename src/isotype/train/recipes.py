@@ -47,6 +47,8 @@ from isotype.train.launched import leave_group_at_exit, lost_process_named, take
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
 from isotype.train.ranges import policy_by_ranges
+from isotype.train.recompute_choice import Choice
+from isotype.train.recompute_of_run import SAVED_AS, take_choice
 from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
 from isotype.train.run_files import earlier_report, files_of_checkpoint, report_failure, write_report
 from isotype.train.same_run import identity_of
@@ -135,10 +137,8 @@ def _run(
         identity = identity_of(settings, policy, data[settings.script.dataset_train_split], start)
         check_resume(identity, resume)
         apply_to_arguments(policy, settings.training)
-        describe.show_policy(console, policy, settings.training.optim, settings.extra)
-        if resume is None:
-            say_what_is_overwritten(settings, console)
         built = _build(settings, policy, data, rewards, resume, start, console, said)
+    identity = {**identity, SAVED_AS: built.choice.arguments}
     return _train(settings, policy, profile, replace(built, identity=identity), resume, earlier, console)
 
 
@@ -210,6 +210,7 @@ class _Built:
 
     trainer: Any
     asked: tuple[Sample, Prompt] | None
+    choice: Choice
     notes: tuple[str, ...] = ()
     lengths: Lengths | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -237,6 +238,10 @@ def _build(
     lengths = _lengths(settings, tokenizer, data)
     rows = labelled_rows(settings, tokenizer, data)
     said = (*said, *plain_turns(settings, tokenizer, data))
+    choice = take_choice(settings, policy, resume, start, tokenizer, data, lengths)
+    describe.show_policy(console, policy, training.optim, settings.extra, choice)
+    if resume is None:
+        say_what_is_overwritten(settings, console)
     set_seed(training.seed)
     with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
         model, peft_config = adapted_model(settings, policy, start)
@@ -274,7 +279,7 @@ def _build(
     notes = tuple(note for note in (*said, cut, dropped, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
-    built = _Built(trainer, asked, notes, lengths)
+    built = _Built(trainer, asked, choice, notes, lengths)
     if resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
@@ -383,7 +388,16 @@ def _train(
         if stopping is not None:
             trainer.add_callback(stopping)
         facts = describe.RunFacts(
-            settings, policy, profile, trainer, recorder, started, built.notes, built.lengths, earlier
+            settings,
+            policy,
+            profile,
+            trainer,
+            recorder,
+            started,
+            built.notes,
+            built.lengths,
+            earlier,
+            built.choice,
         )
         record_of = partial(describe.record, facts)
         trainer.goes_on = partial(resume_command, settings)

@@ -29,3 +29,19 @@ def checkpoint_gradients(model: Any, given: Mapping[str, Any], *, adapters: bool
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **own)
     if adapters and not needs_input_gradients(arguments):
         model.disable_input_require_grads()  # as the trainer's does
+
+
+def take_checkpointing(training: Any, arguments: Mapping[str, Any] | None) -> None:
+    """Set TrainingArguments so that their trainer checkpoints gradients by these arguments, by every name that it reads.
+
+    Args:
+        training: transformers' (5.20 to 5.23), whose `activation_checkpointing` is the newer name of the same.
+        arguments: of the model's `gradient_checkpointing_enable`; None switches it off.
+    """
+    given = dict(arguments or {})
+    settings = {**(given.pop("gradient_checkpointing_kwargs", None) or {}), **given}
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if hasattr(training, name):
+            setattr(training, name, arguments is not None)
+            if arguments is not None:
+                setattr(training, f"{name}_kwargs", dict(settings))

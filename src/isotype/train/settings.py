@@ -22,6 +22,9 @@ from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.precision_flags import FLAGS, read_precision_request
 
 _UNSET = object()
+AUTO = "auto"
+_RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
+"""The argument, and the newer name that transformers 5.23 has for it."""
 _JSON = {
     "model_init_kwargs": '{"attn_implementation": "eager"}',
     "lr_scheduler_kwargs": '{"num_cycles": 2}',
@@ -47,6 +50,7 @@ class Settings:
         argv: the command line as typed.
         refused: the dtypes that `--bf16 False` and `--fp16 False` rule out.
         sharding: how the model is sharded over processes; None where it is not.
+        auto_checkpointing: whether gradient checkpointing is to be chosen by the foreseen memory of the step; `training` says on then.
     """
 
     method: Method
@@ -60,6 +64,7 @@ class Settings:
     argv: tuple[str, ...]
     refused: frozenset[str] = frozenset()
     sharding: Sharding | None = None
+    auto_checkpointing: bool = False
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
@@ -89,6 +94,9 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     eight_bit = bool(_given_value(parser, given, "load_in_8bit", config_keys))
     if eight_bit:  # TRL refuses it beside 4 bit, alone; it is judged with all that is said about precision
         neutral += ["--load_in_8bit", "False"]
+    recompute = {name: _given_value(parser, given, name, config_keys) for name in _RECOMPUTE}
+    for name, value in recompute.items():
+        neutral += [f"--{name}", "True"] if value == AUTO else []
     for name in _JSON:
         _check_json(name, _given_value(parser, given, name, config_keys))
     try:
@@ -117,11 +125,36 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         training.gradient_checkpointing_kwargs.setdefault("use_reentrant", False)
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"
+    auto = all(value in (None, AUTO) for value in recompute.values()) and not _says_how(training, explicit)
     asked = read_precision_request(training, model, extra, frozenset(explicit), flags)
     refused = frozenset(name for flag, name in FLAGS if flags[flag] is False)
     return Settings(
-        method, script, training, model, dataset, extra, asked, frozenset(explicit), tuple(argv), refused
+        method,
+        script,
+        training,
+        model,
+        dataset,
+        extra,
+        asked,
+        frozenset(explicit),
+        tuple(argv),
+        refused,
+        auto_checkpointing=auto,
     )
+
+
+def _says_how(training: Any, explicit: set[str]) -> bool:
+    """Whether the arguments say how activations are to be saved: they ask for it then."""
+    return bool(getattr(training, "activation_offloading", False)) or any(
+        f"{name}_kwargs" in explicit for name in _RECOMPUTE
+    )
+
+
+def _auto_or_bool(value: str) -> str | bool:
+    from transformers.hf_argparser import string_to_bool
+
+    answer: str | bool = AUTO if str(value).lower() == AUTO else string_to_bool(value)
+    return answer
 
 
 def _works_without(parser: Any, values: dict[str, Any], name: str) -> bool:
@@ -209,6 +242,14 @@ def training_parser(method: Method) -> Any:
             action.choices = None
             action.metavar = "auto|float32|bfloat16|float16"
             action.help = "Compute dtype; the weights follow. auto: the dtype the checkpoint was trained in, where the device runs it."
+        if action.dest in _RECOMPUTE:
+            action.type = _auto_or_bool
+            action.metavar = "auto|true|false"
+        if action.dest == "gradient_checkpointing" and action.option_strings[0] == "--gradient_checkpointing":
+            action.help = (
+                "Compute activations again in the backward, for less memory and a slower step. auto (default): only in as "
+                "many layers as the device's memory asks for."
+            )
         if action.dest == "use_peft":
             action.help = (
                 "Train adapters on a frozen base (the default here); --use_peft False trains every weight."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.mapping.complete import require_complete_gguf
 from isotype.checkpoint.weightless import model_config
 from isotype.core.dtypes import dtype_name
+from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.preflight.request import StepRequest
-from isotype.preflight.run import run
+from isotype.precision.ranges import Ranges
+from isotype.preflight.from_trainer import CHECKPOINTING
+from isotype.preflight.request import DEFAULT_PHASES, StepRequest
+from isotype.preflight.run import run, trace_of
 from isotype.report.check.report import Report
 from isotype.trace.fold import fold
 from isotype.trace.record import Trace
@@ -28,11 +33,101 @@ from isotype.train.head import put_head
 from isotype.train.plan import DEFAULT_LENGTH, Plan
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute import checkpoint_gradients
+from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Of one value: 4 bits, and 8 for the scale of 32 (OCP MX specification 1.0, 5.2)."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The step of a plan, with what was read for it; traced with one choice of layers to compute again, or another.
+
+    Attributes:
+        plan: the step.
+        config: of the model.
+        policy: decided for it.
+        ranges: the measurement that it was decided by, if any.
+        phases: of the step.
+    """
+
+    plan: Plan
+    config: Any
+    policy: PrecisionPolicy
+    ranges: Ranges | None = None
+    phases: Sequence[str] = DEFAULT_PHASES
+    _models: dict[str, tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
+    _traces: dict[tuple[str, int, int], Trace] = field(default_factory=dict)
+
+    def choice(self) -> Choice:
+        """Which layers are computed again: the same for a check and for the training that it is of."""
+        if self.plan.unforeseen:
+            return Choice(CHECKPOINTING, self.plan.unforeseen)
+        try:
+            model, _ = self.model(None)
+            if not getattr(model, "supports_gradient_checkpointing", True):
+                return Choice(None, f"{type(model).__name__} has no gradient checkpointing")
+            return choose(self._foresee, room_of(device_profile(self.plan.device)))
+        except IsotypeError as error:
+            return Choice(CHECKPOINTING, f"what the step takes without is not known: {error.headline}")
+
+    def model(self, arguments: Mapping[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
+        """(the weightless model, what there is to say of its fused layers)."""
+        key = repr(arguments)
+        if key not in self._models:
+            # PEFT writes the modules that it finds into a config, by the names that they have in one folded model.
+            plan = replace(self.plan, checkpointing=arguments, lora=copy.deepcopy(self.plan.lora))
+            model = _model(plan, self.config, self.policy)
+            self._models[key] = model, _fuse(plan, model)
+        return self._models[key]
+
+    def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
+        """The step with so many rows of so many tokens."""
+        plan, (model, _) = self.plan, self.model(arguments)
+        return StepRequest(
+            model,
+            _inputs(replace(plan, rows=rows), model, tokens),
+            self.policy,
+            plan.device,
+            autocast=self.policy.autocast or False,
+            scaler=self.policy.loss_scaling,
+            optimizer=plan.optimizer,
+            learning_rate=plan.learning_rate,
+            phases=self.phases,
+            fsdp=plan.fsdp,
+            devices=plan.devices,
+            reshard=plan.reshard,
+            ranges=self.ranges,
+        )
+
+    def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
+        """The report on it; a trace that the choice has made already is not made again."""
+        known = self._traces.get((repr(arguments), rows, tokens))
+        return run(self.request(arguments, rows, tokens), traced=known)
+
+    def peak(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> int:
+        """Bytes at its peak."""
+        return run(self.request(arguments, rows, tokens), verify=False).memory.peak
+
+    def _foresee(self, arguments: Mapping[str, Any] | None) -> int:
+        rows, tokens = self.plan.rows, self.plan.longest or row_length(self.plan, self.config)
+        trace = trace_of(self.request(arguments, rows, tokens))
+        if trace.failure is not None:
+            raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
+        self._traces[repr(arguments), rows, tokens] = trace
+        return steady_peak(trace.memory)
+
+
+def choice_of(plan: Plan, policy: PrecisionPolicy) -> Choice:
+    """Which layers a training that is about to begin computes again, by its plan."""
+    source = _source(plan)
+    try:
+        config = model_config(source, revision=plan.revision)
+    except IsotypeError as error:
+        return Choice(CHECKPOINTING, f"what the step takes without is not known: {error.headline}")
+    return PlannedStep(plan, config, policy).choice()
 
 
 def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Report:
@@ -48,31 +143,14 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
     config = model_config(source, revision=plan.revision)
     if isinstance(source, str):
         require_complete_gguf(source)
-    model = _model(plan, config, policy)
-    fusion = _fuse(plan, model)
+    step = PlannedStep(plan, config, policy, ranges, phases)
+    chosen = step.choice() if plan.auto else None
+    if chosen is not None:
+        plan = replace(plan, checkpointing=chosen.arguments)
+    model, fusion = step.model(plan.checkpointing)
     length = row_length(plan, config)
-
-    def request(rows: int, tokens: int) -> StepRequest:
-        return StepRequest(
-            model,
-            _inputs(replace(plan, rows=rows), model, tokens),
-            policy,
-            plan.device,
-            autocast=policy.autocast or False,
-            scaler=policy.loss_scaling,
-            optimizer=plan.optimizer,
-            learning_rate=plan.learning_rate,
-            phases=phases,
-            fsdp=plan.fsdp,
-            devices=plan.devices,
-            reshard=plan.reshard,
-            ranges=ranges,
-        )
-
-    def peak(rows: int, tokens: int) -> int:
-        return run(request(rows, tokens), verify=False).memory.peak
-
-    report = fitting(run(request(plan.rows, length)), plan, length, command, peak)
+    peak = partial(step.peak, plan.checkpointing)
+    report = fitting(step.report(plan.checkpointing, plan.rows, length), plan, length, command, peak)
     trace = replace(
         report.trace,
         setup=replace(
@@ -81,9 +159,13 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
             details=(*report.trace.setup.details, *_dequantized(config, report.trace)),
         ),
         model=plan.source,
-        notes=(*report.trace.notes, *plan.notes, *_notes(plan, model, length), *fusion),
+        notes=(*report.trace.notes, *plan.notes, *_notes(plan, model, length), *fusion, *_chosen(chosen)),
     )
     return replace(report, trace=trace)
+
+
+def _chosen(choice: Choice | None) -> tuple[str, ...]:
+    return () if choice is None else (f"gradient checkpointing {choice.words} (auto): {choice.reason}",)
 
 
 def _source(plan: Plan) -> Any:

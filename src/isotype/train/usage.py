@@ -37,7 +37,7 @@ _COMMON = (
             ("per_device_train_batch_size", "8", "rows at once"),
             ("gradient_accumulation_steps", "1", "batches summed into a step"),
             ("max_length", "1024", "tokens a row is cut to"),
-            ("gradient_checkpointing", "True", "less memory for a slower step"),
+            ("gradient_checkpointing", "auto", "True: less memory, a slower step"),
             ("packing", "True", "several short rows in one"),
         ),
     ),

@@ -1,0 +1,150 @@
+"""`--gradient_checkpointing auto`: no more layers are computed again in the backward than the device's memory asks for."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isotype.core.units import format_bytes
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.preflight.from_trainer import CHECKPOINTING
+from isotype.ranges.sources import free_memory
+from isotype.trace.record import Memory
+
+SHARE_OF_GPU = 0.85
+"""Of a GPU's memory that a foreseen step may take: the allocator's rounding and gaps, kernels' workspaces and the driver's context come on top."""
+
+SHARE_OF_FREE = 0.5
+"""Of a CPU's free memory: the libraries, the data and other programs take from the same."""
+
+SPARSEST = 4
+"""The fewest layers that are checkpointed are every fourth: fewer would save less than the margin is."""
+
+Foresee = Callable[[Mapping[str, Any] | None], int]
+
+
+class NotForeseenError(Exception):
+    """What a step takes cannot be said; the message says why, as a clause."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that a step may take.
+
+    Attributes:
+        size: bytes; None where nobody knows.
+        words: what it is a part of, or why nobody knows.
+    """
+
+    size: int | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which layers are computed again in the backward.
+
+    Attributes:
+        arguments: of the model's `gradient_checkpointing_enable`; None for no layer.
+        reason: why, as a clause.
+    """
+
+    arguments: Mapping[str, Any] | None
+    reason: str
+
+    @property
+    def words(self) -> str:
+        """`off`, `every layer`, `every 2nd layer`, …"""
+        if self.arguments is None:
+            return "off"
+        number = int(self.arguments.get("every_n_layers", 1))
+        endings = {2: "2nd", 3: "3rd"}
+        return "every layer" if number == 1 else f"every {endings.get(number, f'{number}th')} layer"
+
+    def row(self) -> tuple[str, str, str]:
+        """The row of the policy's table."""
+        return "checkpointing", self.words, self.reason
+
+
+def room_of(profile: DeviceProfile) -> Room:
+    """The memory of a device that a step may take: of one that is in this machine, no more than is free.
+
+    Processes that a launcher has started on a machine share its CPU's memory.
+    """
+    if profile.kind == "cpu":
+        free = free_memory(torch.device("cpu")) if profile.present else None
+        if free is None:
+            return Room(None, f"the memory of {profile.title} is not known")
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Room(int(SHARE_OF_FREE * free), f"half of the {format_bytes(free)} that are free")
+    total = profile.memory_bytes
+    if not total:
+        return Room(None, f"the memory of {profile.title} is not known")
+    free = free_memory(torch.device(profile.name)) if profile.present else None
+    if free is not None and free < total:
+        return Room(int(SHARE_OF_GPU * free), f"85 % of the {format_bytes(free)} free on {profile.title}")
+    return Room(int(SHARE_OF_GPU * total), f"85 % of {profile.title}'s {format_bytes(total)}")
+
+
+def steady_peak(memory: Memory) -> int:
+    """Bytes at the peak of a step that is not the first: the optimizer's states are there from its beginning.
+
+    Generation and evaluation count for nothing here. They keep no activations, so that checkpointing saves them none.
+    """
+    states = memory.phases.get("optimizer", {}).get("optimizer", 0)
+    return max(
+        (
+            sum(kinds.values()) - kinds.get("optimizer", 0) + states
+            for phase, kinds in memory.phases.items()
+            if phase != "generate"
+        ),
+        default=0,
+    )
+
+
+def choose(foresee: Foresee, room: Room) -> Choice:
+    """The fewest layers to compute again with which a step fits: none, every fourth to every second, or all.
+
+    Args:
+        foresee: bytes at the peak of a step with these arguments of `gradient_checkpointing_enable`; raises `NotForeseenError`.
+        room: what the step may take.
+    """
+    if room.size is None:
+        return Choice(CHECKPOINTING, room.words)
+    try:
+        without = foresee(None)
+        if without <= room.size:
+            return Choice(None, f"{format_bytes(without)} at the step's peak, within {room.words}")
+        least = foresee(CHECKPOINTING)
+        for number in _sparser(without, least, room.size):
+            some = {**CHECKPOINTING, "every_n_layers": number}
+            peak = foresee(some)
+            if peak <= room.size:
+                saved = f"{format_bytes(peak)} at the step's peak, {format_bytes(without)} without"
+                return Choice(some, f"{saved}, and no more than {room.words}")
+    except NotForeseenError as why:
+        return Choice(CHECKPOINTING, f"what the step takes without is not known: {why}")
+    fits = "" if least <= room.size else ", more than the step may take even so"
+    reason = f"{format_bytes(least)} at the step's peak, {format_bytes(without)} without: {room.words}{fits}"
+    return Choice(CHECKPOINTING, reason)
+
+
+def _sparser(without: int, least: int, room: int) -> range:
+    """The numbers n to try, the largest first: what every n-th layer saves is nearly an n-th of what all save."""
+    if least > room or without <= least or not takes_every_n_layers():
+        return range(0)
+    most = min(SPARSEST, int((without - least) / (without - room)))
+    return range(most, 1, -1)
+
+
+def takes_every_n_layers() -> bool:
+    """Whether this transformers can checkpoint some of the layers (5.23 can)."""
+    from transformers import PreTrainedModel
+
+    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    return enable is not None and "every_n_layers" in inspect.signature(enable).parameters

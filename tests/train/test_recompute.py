@@ -1,0 +1,372 @@
+"""`--gradient_checkpointing auto`: which layers are computed again, by the foreseen memory; the same for a check and its training."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from isotype.core.errors import UsageError
+from isotype.data.load import training_data
+from isotype.data.methods import METHODS
+from isotype.precision.devices.profile import device_profile
+from isotype.preflight.from_trainer import CHECKPOINTING
+from isotype.preflight.request import DEFAULT_PHASES
+from isotype.trace.record import Memory
+from isotype.train import launched, recipes, recompute_choice, recompute_of_run, step
+from isotype.train.lengths import Lengths, longest_possible
+from isotype.train.models import processing_class
+from isotype.train.plan import Plan, parse_options, plan_of, training_plan
+from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose, room_of, steady_peak
+from isotype.train.same_run import RUN_FILE
+from isotype.train.settings import Settings, parse_settings
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+EVERY_2ND = {**CHECKPOINTING, "every_n_layers": 2}
+
+
+def step_of_twelve_layers(arguments: Mapping[str, Any] | None) -> int:
+    """Bytes: 100 of weights, 10 of each layer that is not computed again, 1 of the others."""
+    number = 0 if arguments is None else arguments.get("every_n_layers", 1)
+    again = 0 if number == 0 else -(-12 // number)
+    return 100 + 10 * (12 - again) + again
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        (220, "off"),
+        (219, "every 4th layer"),
+        (193, "every 4th layer"),
+        (192, "every 3rd layer"),
+        (175, "every 2nd layer"),
+        (166, "every 2nd layer"),
+        (165, "every layer"),
+        (50, "every layer"),
+    ],
+)
+def test_no_more_layers_are_computed_again_than_the_room_asks_for(room: int, words: str) -> None:
+    choice = choose(step_of_twelve_layers, Room(room, "half of it"))
+    assert choice.words == words
+    if words != "every layer":
+        assert step_of_twelve_layers(choice.arguments) <= room
+    assert ("even so" in choice.reason) == (room == 50)
+    assert "half of it" in choice.reason
+
+
+def test_the_fewest_steps_are_traced() -> None:
+    traced = []
+
+    def foresee(arguments: Mapping[str, Any] | None) -> int:
+        traced.append(arguments)
+        return step_of_twelve_layers(arguments)
+
+    choose(foresee, Room(220, ""))
+    assert traced == [None]
+    traced.clear()
+    choose(foresee, Room(166, ""))
+    assert traced == [None, CHECKPOINTING, EVERY_2ND]
+
+
+def test_what_cannot_be_foreseen_is_computed_again_and_said() -> None:
+    def foresee(_: object) -> int:
+        raise NotForeseenError("it could not be traced (ValueError: no)")
+
+    choice = choose(foresee, Room(10, ""))
+    assert choice.arguments == CHECKPOINTING
+    assert choice.reason.endswith("is not known: it could not be traced (ValueError: no)")
+    assert choose(foresee, Room(None, "the memory of this is not known")) == Choice(
+        CHECKPOINTING, "the memory of this is not known"
+    )
+
+
+def test_where_transformers_checkpoints_all_layers_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute_choice, "takes_every_n_layers", lambda: False)
+    assert choose(step_of_twelve_layers, Room(200, "")).words == "every layer"
+
+
+def test_the_states_of_the_optimizer_are_there_in_every_step_but_the_first() -> None:
+    memory = Memory(
+        {
+            "backward": {"weights": 10, "activations": 50},
+            "optimizer": {"weights": 10, "gradients": 5, "optimizer": 20},
+            "generate": {"weights": 10, "activations": 500},
+        }
+    )
+    assert memory.peak == 510
+    assert steady_peak(memory) == 80
+    assert steady_peak(Memory({})) == 0
+
+
+def test_room_is_a_part_of_what_the_device_has_or_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute_choice, "free_memory", lambda device: 1000)
+    assert room_of(device_profile("cpu")).size == 500
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert room_of(device_profile("cpu")).size == 250
+    card = device_profile("h100")
+    assert card.memory_bytes is not None
+    assert room_of(card) == Room(int(0.85 * card.memory_bytes), room_of(card).words)
+    assert room_of(replace(card, present=True, name="cuda:0")).size == 850
+    assert room_of(replace(card, memory_bytes=None)).size is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "packed", "completion", "longest"),
+    [
+        (Lengths((5, 9), 2), 100, False, 0, 10),
+        (Lengths((5, 9), 2), 8, False, 0, 8),
+        (Lengths((5, 9), 2), None, False, 7, 17),
+        (Lengths((5, 9), 2), 100, True, 0, 100),
+        (Lengths((5, 9), 20), 100, False, 0, 100),  # a sample does not hold the longest
+        (Lengths((5, 9), 20), None, False, 0, None),
+        (None, 100, False, 0, 100),
+        (None, None, False, 0, None),
+    ],
+)
+def test_the_longest_row_that_can_occur(
+    lengths: Lengths | None, limit: int | None, packed: bool, completion: int, longest: int | None
+) -> None:
+    found, why = longest_possible([], lengths, limit, packed=packed, completion=completion)
+    assert found == longest
+    assert bool(why) == (longest is None)
+
+
+def test_rows_with_images_have_no_known_length() -> None:
+    pictures = SimpleNamespace(column_names=["images", "prompt"])
+    found, why = longest_possible(pictures, None, 1024, packed=False, completion=0)
+    assert found is None
+    assert "images" in why
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("models") / "Tiny", layers=6)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return save_rows(tmp_path / "train.jsonl", rows("sft"))
+
+
+def arguments(model: Path, data: Path, *more: object) -> list[str]:
+    given = ["--model_name_or_path", model, "--dataset_name", data, "--device", "cpu", "--dtype", "float32"]
+    return [str(each) for each in (*given, *more)]
+
+
+@pytest.mark.parametrize(
+    ("given", "auto", "on"),
+    [
+        ([], True, True),
+        (["--gradient_checkpointing", "auto"], True, True),
+        (["--activation_checkpointing", "auto"], True, True),
+        (["--gradient_checkpointing", "false"], False, False),
+        (["--gradient_checkpointing"], False, True),
+        (["--activation_checkpointing", "false"], False, False),
+        (["--gradient_checkpointing_kwargs", '{"use_reentrant": true}'], False, True),
+        (["--config"], True, True),
+    ],
+)
+def test_auto_is_the_default_and_every_other_word_is_as_asked(
+    model: Path, data: Path, tmp_path: Path, given: list[str], auto: bool, on: bool
+) -> None:
+    if given == ["--config"]:
+        (tmp_path / "run.yaml").write_text("gradient_checkpointing: auto\n")
+        given = ["--config", str(tmp_path / "run.yaml")]
+    settings = parse_settings(METHODS["sft"], arguments(model, data, *given))
+    assert settings.auto_checkpointing == auto
+    assert settings.training.gradient_checkpointing is on
+    assert settings.training.activation_checkpointing is on
+
+
+def test_a_word_that_is_none_is_refused(model: Path, data: Path) -> None:
+    with pytest.raises(UsageError, match="gradient_checkpointing"):
+        parse_settings(METHODS["sft"], arguments(model, data, "--gradient_checkpointing", "sometimes"))
+
+
+def of_check(model: Path, data: Path) -> Plan:
+    plan, _ = plan_of(*parse_options(["sft", *arguments(model, data)]))
+    return plan
+
+
+def of_training(settings: Settings) -> Plan:
+    tokenizer = processing_class(settings.model.model_name_or_path)
+    return training_plan(settings, None, tokenizer, training_data(settings, lambda _: None))
+
+
+def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: Path) -> None:
+    check, training = (
+        of_check(model, data),
+        of_training(parse_settings(METHODS["sft"], arguments(model, data))),
+    )
+    assert check.auto
+    assert check.longest is not None
+    assert check.length is not None
+    assert check.longest == check.length + 1  # the check's own rows have no token added at their end
+    made_by = {each.name for each in fields(Plan)} - {"length", "data", "notes", "lora"}
+    assert {name: getattr(check, name) for name in made_by} == {
+        name: getattr(training, name) for name in made_by
+    }
+    assert check.lora.to_dict() == training.lora.to_dict()
+
+
+def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks: list[int] = []
+
+    def choice(foresee: Callable[[Any], int], room: Room) -> Choice:
+        peaks.extend([foresee(CHECKPOINTING), foresee(EVERY_2ND)])
+        return Choice(EVERY_2ND, "it suffices")
+
+    monkeypatch.setattr(step, "choose", choice)
+    plan = of_check(model, data)
+    trace = step.check_plan(plan, ("isotype", "sft"), DEFAULT_PHASES).trace
+    assert "gradient checkpointing every 2nd layer (auto): it suffices" in trace.notes
+    assert peaks[0] < trace.memory.peak <= peaks[1]
+    # PEFT writes the modules of one folded model into a config that an adapter is made by.
+    assert plan.lora.target_modules == "all-linear"
+
+
+def run(model: Path, data: Path, out: Path, *more: object) -> tuple[recipes.Outcome, str]:
+    text = io.StringIO()
+    argv = arguments(model, data, "--output_dir", out, "--max_steps", 2, "--save_steps", 1, *more)
+    return recipes.run(parse_settings(METHODS["sft"], argv), Console(file=text, width=200)), text.getvalue()
+
+
+def test_a_run_says_what_it_chose_and_goes_on_with_it(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+    on: list[bool] = []
+    began = recipes._train
+
+    def train(settings: Settings, policy: Any, profile: Any, built: Any, *rest: Any) -> recipes.Outcome:
+        outcome = began(settings, policy, profile, built, *rest)
+        on.append(
+            any(getattr(each, "gradient_checkpointing", False) for each in built.trainer.model.modules())
+        )
+        return outcome
+
+    monkeypatch.setattr(recipes, "_train", train)
+    outcome, text = run(model, data, tmp_path / "out")
+    assert on == [False]
+    row = next(row for row in outcome.record.policy if row.role == "checkpointing")
+    assert row.dtype == "off"
+    assert "at the step's peak, within half of the " in row.reason
+    assert f"checkpointing             {row.dtype}" in text
+    saved = json.loads((tmp_path / "out" / "checkpoint-1" / RUN_FILE).read_text())
+    assert saved["gradient_checkpointing"] is None
+    # What the run has begun with stays, whatever memory is free when it goes on.
+    monkeypatch.setattr(step, "room_of", lambda _: Room(0, "nothing"))
+    outcome, text = run(
+        model, data, tmp_path / "out", "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-1"
+    )
+    assert on == [False, False]
+    assert "as in checkpoint-1" in text
+    _, text = run(model, data, tmp_path / "other")
+    assert on == [False, False, True]
+    assert "every layer" in text
+
+
+# ------------------------------------------------------------------------------------------------ several processes
+
+
+class Processes:
+    """Two processes as two threads: `broadcast_object_list` hands over what the first has in its list."""
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.sent: list[Any] = []
+        self.barrier = threading.Barrier(2, timeout=20)
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def get_rank(self) -> int:
+        rank: int = self.here.rank
+        return rank
+
+    def broadcast_object_list(self, box: list[Any], src: int) -> None:
+        if self.get_rank() == src:
+            self.sent = list(box)
+        self.barrier.wait()
+        box[:] = self.sent
+
+    def both(self, compute: Callable[[int], Any]) -> list[Any]:
+        """What comes of it in each; an exception as itself."""
+        results: list[Any] = [None, None]
+
+        def process(rank: int) -> None:
+            self.here.rank = rank
+            try:
+                results[rank] = compute(rank)
+            except UsageError as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    two = Processes()
+    monkeypatch.setattr(launched, "distributed", two)
+    return two
+
+
+def test_the_first_process_computes_and_all_have_it(processes: Processes) -> None:
+    computed: list[int] = []
+
+    def compute(rank: int) -> int:
+        def own() -> int:
+            computed.append(rank)
+            return 10 + rank
+
+        return launched.from_first(own)
+
+    assert processes.both(compute) == [10, 10]
+    assert computed == [0]
+
+
+def test_what_the_first_process_raises_all_raise(processes: Processes) -> None:
+    def compute(rank: int) -> int:
+        def own() -> int:
+            raise UsageError(f"no, says {rank}")
+
+        return launched.from_first(own)
+
+    assert [error.headline for error in processes.both(compute)] == ["no, says 0", "no, says 0"]
+
+
+def test_processes_take_one_choice(
+    model: Path, data: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = parse_settings(METHODS["sft"], arguments(model, data))
+    choices = [Choice(None, "there is room here"), Choice(CHECKPOINTING, "there is none here")]
+    monkeypatch.setattr(recompute_of_run, "training_plan", lambda *_: None)
+    monkeypatch.setattr(recompute_of_run, "choice_of", lambda *_: choices[processes.get_rank()])
+    taken = processes.both(
+        lambda _: recompute_of_run.take_choice(settings, None, None, None, None, None, None)  # type: ignore[arg-type]
+    )
+    assert taken == [choices[0], choices[0]]
+    assert settings.training.gradient_checkpointing is False
