@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.contracts.contract import CPU_TABLES, TABLES, contracts_for, contracts_of, read_table
+from isotype.contracts.contract import (
+    CPU_TABLES,
+    TABLES,
+    Contracts,
+    Table,
+    Verdict,
+    contracts_for,
+    contracts_of,
+    read_table,
+)
 from isotype.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in, trimmed
 from isotype.contracts.measure import (
     EXAMPLES,
@@ -23,7 +33,7 @@ from isotype.contracts.measure import (
     measure_operator,
     write_json,
 )
-from isotype.contracts.pattern import fill, layout_of, letters_in
+from isotype.contracts.pattern import CORRUPTS, fill, layout_of, letters_in
 from isotype.precision.devices.cpu import this_cpu, this_onednn
 from isotype.precision.devices.profile import cpu_profile, device_profile
 
@@ -248,3 +258,80 @@ def test_lists_are_cut_to_what_a_pattern_needs() -> None:
     cut, _ = trimmed([[three, [0.5] * 5], {}], layout_of("aten._foreach_mul_.ScalarList"))
     assert (len(cut[0]), cut[1]) == (1, [0.5])
     assert trimmed([[[1, 2, 3]], {}], layout_of("aten.permute.default")) == [[[1, 2, 3]], {}]
+
+
+@pytest.fixture(scope="module")
+def careless() -> Iterator[torch.library.Library]:
+    """An operator that checks no dtype: it reads its second operand's bytes as float32, as a kernel that is given a pointer."""
+    library = torch.library.Library("careless", "DEF")
+    library.define("scale(Tensor x, Tensor factor) -> Tensor")
+    library.define("scale.out(Tensor x, Tensor factor, Tensor(a!) out) -> ()")
+    library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+    def as_float32(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        misread = factor.contiguous().view(torch.uint8)[: 4 * (factor.nbytes // 4)].view(torch.float32)
+        return (x.float() * misread[0]).to(x.dtype)
+
+    library.impl("scale", as_float32, "CPU")
+
+    def write_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(as_float32(x, factor))
+
+    library.impl("scale.out", write_into, "CPU")
+    library.impl("noise", torch.rand_like, "CPU")
+    yield library
+    library._destroy()
+
+
+def test_wrong_values_are_recorded_though_nothing_is_raised(
+    careless: torch.library.Library, tmp_path: Path
+) -> None:
+    x, factor = encode(torch.ones(8)), encode(torch.ones(8))
+    measured = measure_operator("careless.scale.default", [[[x, factor], {}]], CPU)["patterns"]
+    right = {"ff": "f", "bf": "b", "hf": "h"}
+    assert measured == {**{a + b: [CORRUPTS] for a in "fbh" for b in "bh"}, **right}
+    written = measure_operator("careless.scale.out", [[[x, factor, x], {}]], CPU)["patterns"]
+    assert {key for key, entry in written.items() if entry == [CORRUPTS]} == {
+        a + b + c for a in "fbh" for b in "bh" for c in "fbh"
+    }
+    # In a table it is a message like others, and what it is judged by is an error.
+    numbered = {key: 0 if isinstance(entry, list) else entry for key, entry in measured.items()}
+    table = Table("cpu", "", "", "", (CORRUPTS,), {"careless.scale.default": numbered})
+    verdict = Contracts("cpu", table, table).judge("careless.scale.default", (torch.float32, torch.bfloat16))
+    assert verdict == Verdict(False, (), CORRUPTS)
+
+
+def test_random_and_unwritten_results_are_compared_with_nothing(careless: torch.library.Library) -> None:
+    x = encode(torch.ones(64))
+    for op in ("careless.noise.default", "aten.empty_like.default", "aten.bernoulli.default"):
+        measured = measure_operator(op, [[[x], {}]], CPU)["patterns"]
+        assert [CORRUPTS] not in measured.values(), op
+
+
+def test_bitsandbytes_reads_scales_of_another_dtype_as_float32() -> None:
+    """Its CPU kernels, as measured; its CUDA kernels, by their source."""
+    flat, table = torch.uint8, "bitsandbytes.dequantize_blockwise.default"
+    for kind, assumed in (("cpu-avx2", False), ("cuda", True)):
+        contracts = contracts_for(kind)
+        assert contracts.judge(table, (flat, torch.bfloat16, torch.float32)) == Verdict(
+            False, (), CORRUPTS, assumed
+        )
+        sound = contracts.judge(table, (flat, torch.float32, torch.float32))
+        assert sound is not None
+        assert sound.accepted
+    judge = contracts_for("cuda").judge
+    for op, dtypes in (
+        ("bitsandbytes.dequantize_4bit.default", (flat, torch.bfloat16)),
+        ("bitsandbytes.dequantize_4bit.out", (flat, torch.float16, torch.bfloat16)),
+        ("bitsandbytes.gemv_4bit.default", (torch.bfloat16, flat, torch.bfloat16, torch.float32)),
+        ("bitsandbytes.gemm_4bit.default", (torch.bfloat16, flat, torch.bfloat16)),
+    ):
+        verdict = judge(op, dtypes)
+        assert verdict is not None
+        assert verdict.message == CORRUPTS
+        as_it_should = tuple(
+            torch.float32 if at == (1 if "dequantize" in op else 2) else dtype
+            for at, dtype in enumerate(dtypes)
+        )
+        sound = judge(op, as_it_should)
+        assert sound is None or sound.accepted

@@ -13,7 +13,15 @@ import torch
 from packaging.version import Version
 
 from isotype.contracts.families import families_of
-from isotype.contracts.pattern import LETTERS, RESULT_DTYPES, fill, layout_of, letters_in, patterns_of
+from isotype.contracts.pattern import (
+    CORRUPTS,
+    LETTERS,
+    RESULT_DTYPES,
+    fill,
+    layout_of,
+    letters_in,
+    patterns_of,
+)
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 
 TABLES = Path(__file__).parent / "tables"
@@ -185,8 +193,8 @@ class Contracts:
         return None
 
 
-# A kernel that a CPU lacks, and the CPU's own libraries, say nothing about other devices.
-_CPU_ONLY = (" not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
+# A kernel that a CPU lacks or that misreads there, and the CPU's own libraries, say nothing about other devices.
+_CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
 
 
 def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from isotype.contracts.pattern import fill, letters_in
+from isotype.contracts.pattern import CORRUPTS, fill, letters_in
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
 UNKNOWN_CAPABILITY = (8, 0)
@@ -73,6 +73,10 @@ class Family:
 
 def _ops(names: str) -> frozenset[str]:
     return frozenset(f"aten.{name}" for name in names.split())
+
+
+def _bitsandbytes(names: str) -> frozenset[str]:
+    return frozenset(f"bitsandbytes.{name}" for name in names.split())
 
 
 _CPU, _NVIDIA, _XPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"xpu"})
@@ -356,6 +360,16 @@ FAMILIES: tuple[Family, ...] = (
         _ops("_embedding_bag"),
         message="Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "
         "'per_sample_weights'; but type {0:name} does not equal {1:name}",
+    ),
+    # bitsandbytes' kernels (and their `.out` forms) take pointers: absmax and code are read as float32, whatever they are.
+    *(
+        Family(_bitsandbytes(names), alike=positions, only="f", refusal=CORRUPTS, devices=_CUDA)
+        for names, positions in (
+            ("dequantize_4bit", (1,)),
+            ("dequantize_blockwise", (1, 2)),
+            ("gemm_4bit", (2,)),
+            ("gemv_4bit", (2, 3)),
+        )
     ),
     # Half but not bfloat16: pytorch/pytorch#127176, open in torch 2.13.
     Family(

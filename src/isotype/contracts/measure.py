@@ -13,7 +13,9 @@ float32, bfloat16 and float16 over its float operands (float64 too where an exam
 - 5 or 6: all combinations of at most two dtypes;
 - more: all alike, all alike but one, and the combination that was recorded.
 
-What raises is rejected, with the message; all else is accepted, with the dtypes of the results. Examples of one
+What raises is rejected, with the message. What returns is compared with the same values in float64 on the CPU, and with
+the dtypes that were recorded on the device: far from both, the operator corrupts, and is rejected as one that says nothing.
+All else is accepted, with the dtypes of the results. Examples of one
 operator may have the same pattern and different results (a scalar, a `dtype=` argument): then the result is
 unspecified (`?`). Where one example accepts a pattern and another rejects it, the pattern is left out: a table says
 nothing that is only sometimes so.
@@ -44,6 +46,7 @@ from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table
 from isotype.contracts.example import Json, decode, has_dtype_argument, is_float, tensors_in
 from isotype.contracts.messages import templates
 from isotype.contracts.pattern import (
+    CORRUPTS,
     FLOAT_DTYPES,
     LETTERS,
     RESULT_LETTERS,
@@ -52,6 +55,7 @@ from isotype.contracts.pattern import (
     letters_in,
     patterns_of,
 )
+from isotype.contracts.values import REFUSALS, corrupted, results_of
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
 
@@ -61,9 +65,6 @@ GPU_EXAMPLES = TABLES / "examples_gpu.json"
 
 _TORCH_NAMES = {"rocm": "cuda"}  # what torch calls a device
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # they lower a CPU's instruction set
-
-REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
-"""What torch raises at operands it does not take."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +154,16 @@ def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Itera
         (pattern,) = patterns_of(layout, varied)
         try:
             args, kwargs = decode(example, [FLOAT_DTYPES[letter] for letter in letters], device)
-            returned = function(*args, **kwargs)
+            returned = results_of(function, args, kwargs)
             if device.type != "cpu":
                 torch.accelerator.synchronize()
         except REFUSALS as error:
             if isinstance(error, getattr(torch, "AcceleratorError", ())):
                 raise  # the device is lost: every later call would fail too
             yield Outcome(pattern, error=_first_line(error))
+            continue
+        if letters != recorded and corrupted(function, example, letters, recorded, returned, device):
+            yield Outcome(pattern, error=CORRUPTS)
             continue
         unsure = loose or (pointwise and len(set(letters)) > 1)
         yield Outcome(pattern, results=UNSPECIFIED if unsure else _result_letters(returned))

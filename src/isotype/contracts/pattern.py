@@ -60,6 +60,9 @@ RESULT_LETTERS: dict[torch.dtype, str] = {
 RESULT_DTYPES: dict[str, torch.dtype] = {letter: dtype for dtype, letter in RESULT_LETTERS.items()}
 FLOAT_DTYPES: dict[str, torch.dtype] = {letter: RESULT_DTYPES[letter] for letter in "fbhd"}
 
+CORRUPTS = "nothing: it returns wrong values without an error"
+"""In place of the device's message: what an operator says that takes a dtype and misreads it."""
+
 # How C++ writes a dtype in messages: as the type, and as the name of the scalar type.
 _CPP: dict[torch.dtype, tuple[str, str]] = {
     torch.float32: ("float", "Float"),

@@ -120,6 +120,9 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     """
     expected = _expected(call, side)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    scales = [o for o in floats if o.role in _SCALES and o.dtype != torch.float32]
+    if scales and call.op.startswith("bitsandbytes."):
+        return scales[0]
     left = [o for o in floats if o.dtype.itemsize < 4 and _is_frozen_part(o.origin, owners)]
     if left and any(_is_master(operand, owners) for operand in floats):
         return left[0]
@@ -138,6 +141,10 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     # Of one layer's own weights the matrix stands for all: `addmm` is given the bias first.
     weights = [o for o in telling if _layer(o) == _layer(first) != ""]
     return max(weights, key=lambda operand: len(operand.shape), default=first)
+
+
+_SCALES = ("absmax", "absmax_code", "code")
+"""Operands of bitsandbytes' kernels that are float32, whatever dtype the model has."""
 
 
 def _layer(operand: Operand) -> str:

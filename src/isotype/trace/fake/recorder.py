@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.contracts.families import by_shapes
+from isotype.contracts.pattern import CORRUPTS
 from isotype.trace.fake.conversion import as_measured, converted, made_in
 from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
@@ -236,6 +237,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
             return (as_measured(result, verdict.results) if mixed and not breach else result), breach
+        if verdict.message == CORRUPTS:
+            result, breach = self._run(func, args, kwargs, tensors, edited)
+            return result, breach or Breach(CORRUPTS, verdict.assumed, torch.float32)
         target, fixed = self._target(func, tensors, edited)
         message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
         message = message or by_shapes(name, args, verdict.message)
