@@ -138,7 +138,7 @@ def start() -> None:
     there: Any = kernels
     there.DEVICES = (*kernels.DEVICES, DEVICE)
     # On the CPU's build torch's fused norm is a composition; a Triton kernel stands for it: one launch, the same bytes.
-    there.TABLE = dict.fromkeys(kernels.TABLE, ("triton",))
+    there.TABLE = {**kernels.TABLE, "rms_norm": ("triton",)}
     there._why_not = lambda name, kind: None
 
 

@@ -38,3 +38,9 @@ def test_what_lies_between_the_products_is_one_kernel_each(launches: dict[str, A
     expected = {"rms_norm": 5, "rms_norm_backward": 5, "rotate": 8, "gated": 2, "gated_backward": 2}
     assert {name: kernels[f"isotype.gpu_{name}"] for name in expected} == expected
     assert not {name for name in kernels if "silu" in name or "rsqrt" in name or "neg" in name}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_adapters_are_not_rounded_on_their_way(launches: dict[str, Any], case: str) -> None:
+    """Products have float32 results: nothing is copied from 16 bits into a gradient."""
+    assert "aten.copy_" not in launches[case]["kernels"]

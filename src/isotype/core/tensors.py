@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors whose memory may be read: a subclass may mean something else by its own."""
+
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often a tensor has been written to: two equal numbers mean the same values.

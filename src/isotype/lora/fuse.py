@@ -87,9 +87,7 @@ class FusionReport:
     def fallbacks(self) -> list[str]:
         """A line for each operation that has no kernel of its own on this GPU, and for a look at the inputs that failed."""
         slow = {name: kernel for name, kernel in self.kernels.items() if kernel.functions is None}
-        lines = [
-            f"unfused: {name} runs by single operators: {'; '.join(k.reasons)}" for name, k in slow.items()
-        ]
+        lines = [_fallback(name, kernel) for name, kernel in slow.items()]
         if self.attention.slow:
             lines.append(f"attention: {self.attention.slow}")
         if self.unseen:
@@ -195,7 +193,22 @@ def fuse(
     )
 
 
-_KERNELS = {"aten": "torch's fused operator", "triton": "isotype's Triton kernels"}
+_GRADIENTS = "gradients of adapters in float32"
+
+
+def _fallback(name: str, kernel: Kernel) -> str:
+    reasons = "; ".join(kernel.reasons)
+    if name == _GRADIENTS:
+        return f"rounded: products round gradients of adapters to the compute dtype: {reasons}"
+    return f"unfused: {name} runs by single operators: {reasons}"
+
+
+_KERNELS = {
+    "aten": "torch's fused operator",
+    "triton": "isotype's Triton kernels",
+    "addmm": "torch's products with float32 results",
+    "mm": "torch's products with float32 results",
+}
 
 
 def _listed(kernels: Mapping[str, Kernel], name: str) -> str:
@@ -215,6 +228,8 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
         "rotary positions": ("rotary", ""),
         **{f"gated product ({gate})": ("gated", gate) for gate in sorted(set(gates))},
     }
+    if dtype.itemsize == 2:
+        operations[_GRADIENTS] = "float32_product", ""
     return {
         name: chosen(operation, parameter.device, dtype, detail)
         for name, (operation, detail) in operations.items()

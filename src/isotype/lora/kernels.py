@@ -1,4 +1,4 @@
-"""Which kernel computes an elementwise operation on which device: the one table, and what became of it on this machine.
+"""Which kernel computes an operation on which device: the one table, and what became of it on this machine.
 
 On a CPU the compiled loops are asked call by call (`isotype.lora.loops.elementwise`). On a GPU each candidate is tried once for a device
 and dtype, forward and backward, against float64: one that does not build, does not launch or gives other numbers is not taken, and the
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from math import inf
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -21,24 +20,36 @@ from torch.nn import functional
 
 from isotype.compat.torch import has_kernel
 from isotype.core.dtypes import dtype_name
-from isotype.lora.gpu import aten, elementwise
-from isotype.lora.loops.loading import PLAIN
+from isotype.core.tensors import PLAIN
+from isotype.lora.gpu import aten, elementwise, products
 
-Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary"]
-"""`rms_norm_promoted`: with a weight in another dtype than x, or stored as its difference from one."""
+Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
+"""`rms_norm_promoted`: with a weight in another dtype than x, or stored as its difference from one. `float32_product`: of 16-bit matrices."""
 
 TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rms_norm": ("aten", "triton"),
     "rms_norm_promoted": ("triton",),
     "gated": ("triton",),
     "rotary": ("triton",),
+    "float32_product": ("addmm", "mm"),
 }
 """Candidates on a GPU, the first that works is taken; after them torch's operators one by one."""
 
 DEVICES = ("cuda", "xpu")
 """Device types that have candidates; ROCm's is cuda."""
 
-_MODULES: Mapping[str, ModuleType] = {"aten": aten, "triton": elementwise}
+_MODULES: Mapping[str, Any] = {
+    "aten": aten,
+    "triton": elementwise,
+    "addmm": products.ADDMM,
+    "mm": products.MM,
+}
+# What a candidate is of torch's, and what torch lacks where it is missing.
+_OPERATORS = {
+    "aten": ("aten::_fused_rms_norm", "fused RMSNorm"),
+    "addmm": ("aten::addmm.dtype_out", "product with a float32 result"),
+    "mm": ("aten::mm.dtype_out", "product with a float32 result"),
+}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of the norm of a difference: one rounding to b bits is off by at most 2^-b; the arithmetic is float32's.
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -99,9 +110,9 @@ def foreseen(operation: Operation, kind: str) -> Kernel:
 
 
 def _why_not(name: str, kind: str) -> str | None:
-    if name == "aten":
-        fused = has_kernel("aten::_fused_rms_norm", kind)
-        return None if fused else f"this torch has no fused RMSNorm on {kind}"
+    if name in _OPERATORS:
+        operator, what = _OPERATORS[name]
+        return None if has_kernel(operator, kind) else f"this torch has no {what} on {kind}"
     return None if find_spec("triton") else "Triton is not installed"
 
 
@@ -114,9 +125,10 @@ def _failure(
             error = max(_TRIALS[operation](functions, device, dtype, detail))
     except Exception as failure:  # noqa: BLE001 - a compiler, a driver or a launch raises whatever it likes
         return f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
-    if error <= _TOLERANCES[dtype]:
+    result = torch.float32 if operation == "float32_product" else dtype
+    if error <= _TOLERANCES[result]:
         return None
-    return f"its results in {dtype_name(dtype)} are {error:.0e} away from float64's"
+    return f"its results in {dtype_name(result)} are {error:.0e} away from float64's"
 
 
 def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
@@ -168,6 +180,17 @@ def _try_rotary(functions: Any, device: torch.device, dtype: torch.dtype, _: str
     return _errors(results, (forward, backward))
 
 
+def _try_product(functions: Any, device: torch.device, dtype: torch.dtype, _: str) -> list[float]:
+    # Of 16-bit factors: whoever rounds the result to their dtype is off by a hundred times what float32's sums are.
+    left, right = (each.t() for each in _numbers(2, device, dtype, 65, 33))
+    exact = left.cpu().double() @ right.cpu().double().t()
+    out = torch.empty(exact.shape, device=device)
+    functions.write(out, left, right.t(), 0.3)
+    written = out.clone()
+    functions.add(out, left, right.t(), 0.3)
+    return _errors((written, out), (0.3 * exact, 0.6 * exact))
+
+
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -181,4 +204,5 @@ _TRIALS: Mapping[Operation, Callable[[Any, torch.device, torch.dtype, str], list
     "rms_norm_promoted": partial(_try_norm, offset=1.0),
     "gated": _try_gated,
     "rotary": _try_rotary,
+    "float32_product": _try_product,
 }

@@ -193,7 +193,7 @@ class _LoraLinear(torch.autograd.Function):
             x, d_inputs = _through_input(ctx, d_x, factors, x)
             if d_down is None:
                 _, d_down = _through_products(spec, (), down, d_hidden, x)
-            _through_down(each, x, masks, d_hidden, d_down, found)
+            _through_down(spec, each, x, masks, d_hidden, d_down, found)
         return None, None, *d_inputs, *found
 
 
@@ -457,6 +457,7 @@ def _add_dropped(
 
 
 def _through_down(
+    spec: Spec,
     each: Sequence[_Own],
     x: torch.Tensor,
     masks: Sequence[torch.Tensor | None],
@@ -477,7 +478,9 @@ def _through_down(
     for place, part, (adapter, down), mask in zip(
         places, _split(d_hidden, ranks, 1), adapters, masks, strict=True
     ):
-        found[place] = (part.t() @ _dropped(x, mask, adapter)).to(down.dtype)
+        each_down = x.new_empty(down.shape, dtype=_summed(x))
+        write_sums([Sum(each_down, ((part.t(), _dropped(x, mask, adapter)),))], compiled=spec.compiled)
+        found[place] = each_down.to(down.dtype)
 
 
 def _through_input(

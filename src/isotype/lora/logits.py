@@ -189,4 +189,6 @@ def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: 
     largest = scaled.abs().amax().clamp_min(1e-30)
     scaled = (scaled / largest).to(x.dtype)
     for part in _slices(total, torch.float32):
-        total[part].add_((rows[:, part].t() @ scaled).float() * largest)
+        own = torch.empty_like(total[part])
+        write_sums([Sum(own, ((rows[:, part].t(), scaled),))], compiled=False)
+        total[part].add_(own.mul_(largest))

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.lora.gpu.reductions import float32_reductions
 from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
@@ -47,6 +49,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     the step), the very batch is run again under a recorder, and training stops with the first operator whose result is
     not finite: module, operands, source line, cause.
 
+    While it trains, products of 16-bit matrices on a GPU are summed in float32 throughout (`isotype.lora.gpu.reductions`).
+
     Args:
         policy: by default the one the model carries, else, for every run again, one that is read off the model as
             it lies and the trainer's arguments (`fp16`, `bf16`): frozen weights keep their dtypes then.
@@ -72,6 +76,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._scale: float | None = None
         self.watch = watch
         self._steps: StepWatch | None = None
+        self._reductions = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring model, optimizer and GradScaler under the policy."""
@@ -93,6 +98,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             report = partial(self._report, speaks=state.is_world_process_zero, whole=not has_shards(model))
             before_first_step(model, args, optimizer, report, getattr(trainer, "model_wrapped", None))
         self._leave()
+        self._reductions.enter_context(float32_reductions())
         if trainer is not None and self.watch:
             self._steps = StepWatch(trainer)
             self._steps.attach()
@@ -129,6 +135,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         raise not_finite(headline, args, step, seen, last and Path(last), again, script=True)
 
     def _leave(self) -> None:
+        self._reductions.close()
         if self._steps is not None:
             self._steps.detach()
         self._steps = None

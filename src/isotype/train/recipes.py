@@ -23,6 +23,7 @@ from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover
 from isotype.lora.fuse import fuse
+from isotype.lora.gpu.reductions import float32_reductions
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
@@ -408,7 +409,7 @@ def _train(
         write = partial(write_report, root=root, writes=trainer.args.should_save)
         recorder.keep = Kept(lambda: write(record_of(sample, "running"), made_steps=True))
         try:
-            with lost_process_named(trainer), freed_memory_kept():
+            with lost_process_named(trainer), freed_memory_kept(), float32_reductions():
                 stopped_by = _train_and_save(trainer, root, resume, console)
             leave_group_at_exit()
         except TrainingError as failure:

@@ -18,7 +18,8 @@ import torch
 from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention.nothing import attention_to_nothing
 from isotype.lora.attention.plan import Spec
-from isotype.lora.loops.loading import Loops, loops_of, operator
+from isotype.lora.loops.loading import Loops, loops_of
+from isotype.lora.operators import operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))

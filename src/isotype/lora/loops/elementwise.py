@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from isotype.core.tensors import is_transformed
-from isotype.lora.loops.loading import NAMES, PLAIN, Loops, loops_of, operator
+from isotype.core.tensors import PLAIN, is_transformed
+from isotype.lora.loops.loading import NAMES, Loops, loops_of
+from isotype.lora.operators import operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("vectors.h"),)

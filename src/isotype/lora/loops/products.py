@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.tensors import is_transformed
+from isotype.core.tensors import PLAIN, is_transformed
 from isotype.lora import measured
-from isotype.lora.loops.loading import PLAIN, Loops, loops_of
+from isotype.lora.kernels import kernel_of
+from isotype.lora.loops.loading import Loops, loops_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
@@ -81,7 +82,7 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
         sums: what to compute, none of which reads what another writes. torch's operators take one after another: an iterator
             may make each when it is its turn.
         compiled: by the compiled loops, see `is_used`, where they can take all of them; else by torch's operators, which round
-            after each product. These add a product to what is there before they round: what is small is lost if it comes after
+            after each product, but for float32 results on a GPU that has products with such (`isotype.lora.kernels`). These add a product to what is there before they round: what is small is lost if it comes after
             what is large, and is not if it comes before. A bias comes last, for it may be large.
 
     Raises:
@@ -107,6 +108,14 @@ def _by_torch(asked: Sum, given: _Terms) -> None:
     terms = iter(held or given)
     left, right = next(terms)
     plain = asked.out.dtype == left.dtype
+    kernel = None if plain else kernel_of("float32_product", left, right)
+    if kernel is not None:
+        kernel.write(asked.out, left, right, asked.factor)
+        for left, right in terms:
+            kernel.add(asked.out, left, right, asked.factor)
+        if bias is not None:
+            asked.out.add_(bias)
+        return
     made = asked.out if plain else torch.empty_like(asked.out, dtype=left.dtype)
     if alone := bias is not None and len(held) == 1:
         torch.addmm(bias, left, right, alpha=asked.factor, out=made)

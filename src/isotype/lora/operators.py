@@ -1,0 +1,46 @@
+"""Functions that compute by compiled code as operators of torch's: traces and profilers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+_LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def operator(
+    schema: str, keys: Sequence[str] = ("CPU",), fake: Callable[..., Any] | None = None
+) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+    """Let a function be the operator `isotype::…` of a schema; it has no derivatives.
+
+    Where nobody watches operators, the function itself is called: the way through torch takes longer than some loops.
+
+    Args:
+        schema: name, arguments and results.
+        keys: dispatch keys of the devices that it computes on.
+        fake: what it returns of fake tensors, which have shapes and dtypes alone.
+    """
+
+    def defined(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        for key in keys:
+            _LIBRARY.impl(name, function, key)
+        if fake is not None:
+            torch.library.register_fake(f"isotype::{name}", fake, lib=_LIBRARY)
+        watched: Any = getattr(torch.ops.isotype, name).default
+
+        @wraps(function)
+        def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+            seen = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+            made: _Made = (watched if seen else function)(*args, **kwargs)
+            return made
+
+        return called
+
+    return defined
