@@ -1,0 +1,136 @@
+"""The figures of tools/structure.py, on a small package whose figures can be counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tools.patches import Patched, patched
+from tools.private_names import private_names, refusal
+from tools.sources import Sources, read_sources
+from tools.structure import WALKS, border, wing_of
+from tools.walk import walk
+
+FILES = {
+    "preflight/check.py": """
+        from isotype.preflight.request import Request
+        from isotype.trace.step import trace
+        def check(model, name):
+            request = Request(model, name)
+            return request.run(trace)
+        """,
+    "preflight/request.py": """
+        from dataclasses import dataclass
+        from isotype.trace.step import trace, count
+        @dataclass
+        class Request:
+            model: object
+            name: str
+            def run(self, function):
+                carried(self)
+                return trace(self.model, count(self.name))
+        def carried(request: Request):
+            return None
+        """,
+    "trace/step.py": """
+        from isotype.checkpoint.load import load
+        def trace(what, number):
+            return load(str(what))
+        def count(name):
+            return len(name)
+        """,
+    "checkpoint/load.py": "def load(path):\\n    return unread(path.parent)\\ndef unread(path):\\n    return 1\\n",
+}
+
+
+def written(root: Path, files: dict[str, str]) -> Sources:
+    """A package `isotype` of these files, parsed."""
+    import textwrap
+
+    for name, text in files.items():
+        path = root / "isotype" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).replace("\\n", "\n"), encoding="utf-8")
+    return read_sources(root)
+
+
+def test_a_value_is_followed_through_records_methods_and_conversions(tmp_path: Path) -> None:
+    result = walk(written(tmp_path, FILES), "isotype.preflight.check:check", "model")
+    assert result.stops == [
+        ("isotype.checkpoint.load:load", "path"),
+        ("isotype.checkpoint.load:unread", "path"),
+        ("isotype.preflight.check:check", "model"),
+        ("isotype.preflight.request:Request.run", "self"),
+        ("isotype.trace.step:trace", "what"),
+    ]
+    assert len(result.files) == 4
+
+
+def test_a_parameter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no parameter nothing"):
+        walk(written(tmp_path, FILES), "isotype.preflight.check:check", "nothing")
+
+
+def test_what_crosses_between_the_wings(tmp_path: Path) -> None:
+    sources = written(tmp_path, FILES)
+    assert border(sources) == {"isotype.checkpoint.load:load": ("isotype.trace.step",)}
+    assert wing_of("isotype.report.check.text") == "judge"
+    assert wing_of("isotype.report.html") == "cellar"
+    with pytest.raises(ValueError, match=r"isotype\.attic is in no wing"):
+        wing_of("isotype.attic")
+
+
+def test_every_walk_begins_where_the_package_has_a_function() -> None:
+    sources = read_sources()
+    assert [start for start, _ in WALKS.values() if start not in sources.functions] == []
+    assert [name for name in sources.modules if not wing_of(name)] == []
+
+
+BREACH = """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from transformers import Trainer
+
+    class Mine(Trainer):
+        def _save_checkpoint(self, model, trial):
+            return super()._save_checkpoint(model, trial)
+
+    class Ours:
+        def _own(self):
+            return self._kept
+
+        def __init__(self):
+            self._kept = torch.ops.aten._softmax.default
+
+    def look(tensor, model):
+        name = "torch._dynamo"
+        return tensor._cdata, torch._C._nn, getattr(model, "_hf_hook"), Ours()._own(), name
+    """
+
+
+def test_private_names_outside_of_compat_are_refused(tmp_path: Path) -> None:
+    sources = written(tmp_path, {"trace/breach.py": BREACH, "compat/torch.py": BREACH})
+    names = private_names(sources)
+    assert [(each.line, each.name) for each in names] == [
+        (3, "torch._subclasses.fake_tensor.FakeTensor"),
+        (7, "._save_checkpoint"),
+        (8, "._save_checkpoint"),
+        (18, "torch._dynamo"),
+        (19, "._cdata"),
+        (19, "._hf_hook"),
+        (19, "torch._C._nn"),
+    ]
+    text = refusal(names)
+    assert text.startswith("src/isotype/trace/breach.py:3: torch._subclasses.fake_tensor.FakeTensor\n")
+    assert text.endswith("7 private names of other libraries outside of src/isotype/compat")
+    assert refusal([]) == ""
+
+
+def test_patches_are_counted_with_the_tests_that_exist(tmp_path: Path) -> None:
+    (tmp_path / "compat").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text("def test_one() -> None: ...\n", encoding="utf-8")
+    records = 'A = Patch(name="a", test="tests/test_it.py::test_one")\nB = Patch(name="b", test="tests/test_it.py::no")\n'
+    (tmp_path / "compat" / "lib.py").write_text(records, encoding="utf-8")
+    found = patched(tmp_path / "tests", tmp_path / "compat")
+    assert found == (Patched("a", "tests/test_it.py::test_one"), Patched("b", ""))
