@@ -28,7 +28,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from isotype.core import hub  # noqa: E402
+from isotype.compat import hub  # noqa: E402
 from tests.cpus import CPUS, pretend  # noqa: E402
 from tests.models import save_tiny  # noqa: E402
 

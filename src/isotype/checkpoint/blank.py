@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from isotype.compat.torch import parsed_to
+
 # What layers and transformers' `init_weights` end in; each writes into its first argument and returns it.
 _DRAWN = frozenset(
     {
@@ -41,7 +43,7 @@ class KeepsValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.to and not args[0].is_meta:
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            device, dtype, *_ = parsed_to(*args[1:], **kwargs)
             if device is not None and device.type == "meta":
                 return args[0] if dtype is None else args[0].to(dtype)
         return func(*args, **kwargs)

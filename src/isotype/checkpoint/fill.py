@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
@@ -17,6 +16,7 @@ from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, con
 from isotype.checkpoint.values.finite import not_finite
 from isotype.checkpoint.values.gguf_values import Turn
 from isotype.checkpoint.values.unpack import Packing, dense
+from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
 from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.quantized import holds_turned
@@ -145,10 +145,10 @@ def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement)
     """Make `value` the parameter, buffer or extra state `name`."""
     leaf = name.rpartition(".")[2]
     module: Any = placement.owner(model, name)
-    if leaf == _EXTRA_STATE_KEY_SUFFIX:
+    if leaf == EXTRA_STATE:
         module.set_extra_state(value)
         return value
-    if leaf in module._parameters and not isinstance(value, nn.Parameter):
+    if leaf in own_parameters(module) and not isinstance(value, nn.Parameter):
         value = nn.Parameter(value, requires_grad=value.is_floating_point())
     setattr(module, leaf, value)
     return value

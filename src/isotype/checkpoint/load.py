@@ -23,8 +23,8 @@ from isotype.checkpoint.mapping.complete import require_complete_gguf
 from isotype.checkpoint.streaming import can_stream, headers_of, stream
 from isotype.checkpoint.values.finite import not_finite, refuse
 from isotype.checkpoint.values.unpack import Packing, packing_of
+from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem
-from isotype.core.hub import asking
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.range_boundaries import float32_by_ranges
 from isotype.precision.facts import ModelFacts

@@ -23,6 +23,7 @@ from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
 from isotype.checkpoint.values.finite import require_finite
 from isotype.checkpoint.weightless import model_config, skeleton, store
+from isotype.compat.torch import own_parameters
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import base_name
 from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
@@ -106,7 +107,7 @@ def _start_fresh(model: Any, names: Iterable[str]) -> None:
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = model.get_submodule(path)
         for name, parameter in module.named_parameters(recurse=False):
-            module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
+            own_parameters(module)[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
         model._init_weights(module)
 
 
@@ -246,5 +247,5 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
         )
         made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
         for _, holder, other in owners[parameter]:
-            holder.module._parameters[other] = made
+            own_parameters(holder.module)[other] = made
     model.load_state_dict({}, strict=False)  # FSDP2 looks for new parameters after a load

@@ -28,6 +28,7 @@ from isotype.checkpoint.load import (
     pinning,
 )
 from isotype.checkpoint.locate import resolve_source
+from isotype.compat.torch import own_parameters
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
 from isotype.model.quantize import quantize_blank
@@ -163,4 +164,4 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 
 
 def _has_weight(module: nn.Module) -> bool:
-    return isinstance(module._parameters.get("weight"), nn.Parameter)
+    return isinstance(own_parameters(module).get("weight"), nn.Parameter)

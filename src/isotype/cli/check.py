@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
+from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.arguments import Parser
-from isotype.core.compiler import defer_compiler, import_uncompiled
 from isotype.core.errors import Problem, UsageError
 from isotype.core.interrupt import interrupts_kept
 from isotype.preflight.from_function import function_arguments

@@ -1,20 +1,301 @@
-"""torch (2.10 to 2.13): which devices an operator has a kernel for.
+"""torch (2.10 to 2.13): what has no public name, under names of ours.
 
-`torch._C._dispatch_has_kernel_for_dispatch_key` is what torch's own tests and functorch ask; there is no public question. It knows an
-operator of bitsandbytes' once bitsandbytes is imported. tests/compat/test_torch.py fails where it is gone.
+Every import of torch's private modules, every private function and attribute of its tensors and modules is here, so a release of
+torch that renames one breaks this file and no other. tests/compat/test_torch.py fails where one is gone or means something else.
+What is replaced in torch for a time is in the files that do it; `PATCHES` lists both.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
+from torch import nn
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from isotype.compat.wrappers import ORIGINAL as ORIGINAL
+
+FunctionSchema = torch._C.FunctionSchema
+
+# ------------------------------------------------------------------------------------------------------ dispatch
+
+without_modes = _disable_current_modes
+"""Within it no dispatch mode is asked."""
+without_dispatch = torch._C._DisableTorchDispatch
+"""Within it a subclass's `__torch_dispatch__` is not asked: a wrapped tensor is the plain one below."""
+without_functions = torch._C.DisableTorchFunction
+"""Within it neither function modes nor a subclass's `__torch_function__` are asked."""
+without_function_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Within it function modes are asked, a subclass's `__torch_function__` is not."""
+dispatch_depth: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes of Python's are on."""
+
+
+class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode whose every call torch does not wrap in a switch of its compiler: nothing is compiled under it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class ModeStack:
+    """The stack of one kind of mode: its primitives, of which `torch.overrides` and `torch.utils._python_dispatch` are built."""
+
+    def __init__(self, length: Any, at: Any, pop: Any, push: Any) -> None:
+        self.length, self.at, self.pop, self.push = length, at, pop, push
+
+
+FUNCTION_MODES = ModeStack(
+    torch._C._len_torch_function_stack,
+    torch._C._get_function_stack_at,
+    torch._C._pop_torch_function_stack,
+    torch._C._push_on_torch_function_stack,
+)
+DISPATCH_MODES = ModeStack(
+    torch._C._len_torch_dispatch_stack,
+    torch._C._get_dispatch_stack_at,
+    lambda: torch._C._pop_torch_dispatch_stack(None),
+    torch._C._push_on_torch_dispatch_stack,
+)
+
+
+def stack_of(mode: Any) -> ModeStack:
+    """The stack that a mode of this kind lies on."""
+    return FUNCTION_MODES if isinstance(mode, TorchFunctionMode) else DISPATCH_MODES
+
+
+def stays_at_the_bottom(mode: Any) -> bool:
+    """Whether nothing may lie below a mode: `torch.set_default_device` looks for its own at the bottom, and torch's own have a place."""
+    default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return mode is default or getattr(mode, "_mode_key", None) is not None
+
+
+def is_simulated() -> bool:
+    """Whether fake, functional or proxy tensors are being made: nothing real runs."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(
+        torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    )
+
+
+def is_traced() -> bool:
+    """Whether `torch.jit.trace` records what runs."""
+    return torch._C._get_tracing_state() is not None
+
+
+def is_profiled() -> bool:
+    """Whether torch's profiler records what runs."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+# ----------------------------------------------------------------------------------------------------- operators
+
+operator_packet: Final = attrgetter("_overloadpacket")
+"""`torch.ops.aten.add` of `torch.ops.aten.add.Tensor`."""
+
+
+def operator_schema(operator: Any) -> Any:
+    """The schema of an operator (`torch._C.FunctionSchema`); None for an operator of higher order, which has none."""
+    return getattr(operator, "_schema", None)
+
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}  # ROCm's is CUDA
 
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Whether an operator (`aten::mm`) has a kernel of its own on a device type, and no composition of others alone."""
+    """Whether an operator (`aten::mm`) has a kernel of its own on a device type, and no composition of others alone.
+
+    torch's own tests and functorch ask this way. An operator of bitsandbytes' is known once bitsandbytes is imported.
+    """
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+# ------------------------------------------------------------------------------------------------------ autograd
+
+run_backward = _engine_run_backward
+"""What `torch.autograd.backward` calls when it has looked at its arguments."""
+current_node = torch._C._current_autograd_node
+"""The node of the graph whose backward runs in this thread; None outside of one."""
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread, between nodes too."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def last_node_number() -> int:
+    """The sequence number of the node that autograd made last in this thread."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def node_number(node: Any) -> int:
+    """The sequence number of a node."""
+    return int(node._sequence_nr())
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Called in a backward pass: run `act` when it has ended, as DistributedDataParallel and FSDP do."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def forget_gradient_hooks(leaf: torch.Tensor) -> None:
+    """Where a leaf's last hook on its gradient has been removed, leave nothing that autograd would look at in later backwards."""
+    if not leaf._post_accumulate_grad_hooks:
+        leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp` …) runs the code that calls.
+
+    Its tensors have no memory of their own, and it refuses functions of autograd's that have no `setup_context`: what has neither
+    loops nor functions of that kind has to compute. https://docs.pytorch.org/docs/stable/notes/extending.func.html
+    """
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_transformed_tensor(value: Any) -> bool:
+    """Whether a tensor is one of `torch.func`'s wrappers."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
+# ------------------------------------------------------------------------------------------------------- tensors
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors whose memory may be read: a subclass may mean something else by its own."""
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor has been written to: two equal numbers mean the same values.
+
+    None for a tensor made under `torch.inference_mode`, which counts nothing: nobody can tell whether it was written to.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
+storage_key: Final[Callable[[Any], int]] = attrgetter("_cdata")
+"""What tells one storage from another: the same for two views of one memory, on the meta device too."""
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """`storage_key` of a tensor's storage."""
+    return storage_key(tensor.untyped_storage())
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view was made of; a tensor that is no view itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` hold for a tensor of another class, as `nn.Parameter` itself does."""
+    tensor._is_param = True
+
+
+dispatch_keys = torch._C._dispatch_key_set
+"""Which parts of torch take a tensor's operators: equal for tensors that are handled alike."""
+TENSOR_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
+"""What function modes are told of `tensor.data`."""
+
+
+def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
+    """A fake tensor on `device` over memory of the meta device, without its mode: what `FakeTensor.__new__` makes, but for its attributes."""
+    result = torch.Tensor._make_subclass(
+        FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(result)
+    return result
+
+
+def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """(device, dtype, non_blocking, memory format) of the arguments of `Tensor.to`."""
+    return tuple(torch._C._nn._parse_to(*args, **kwargs))
+
+
+def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """What GradScaler does to the gradients of one device: multiply them, and note whether one is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def file_offset(storage: torch.UntypedStorage) -> int | None:
+    """Where in its file a storage begins, by a note that `torch.load` leaves on those of the meta device."""
+    begin = getattr(storage, "_checkpoint_offset", None)
+    return None if begin is None else int(begin)
+
+
+# ------------------------------------------------------------------------------------------------------- modules
+
+PARAMETERS: Final = "_parameters"
+BUFFERS: Final = "_buffers"
+CHILDREN: Final = "_modules"
+HELD: Final = (CHILDREN, PARAMETERS, BUFFERS)
+"""Names of the dictionaries in which a module holds what belongs to it."""
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+"""Names of the dictionaries of what is called with a module."""
+ALL_HOOKS: Final = (*HOOKS, "_backward_pre_hooks")
+EXTRA_STATE: Final[str] = _EXTRA_STATE_KEY_SUFFIX
+"""How the key of a module's extra state ends."""
+MODULE_CALL: Final = nn.Module._call_impl.__code__
+"""The code in which a module calls its forward."""
+COMPILED_CALL: Final = "_compiled_call_impl"
+"""Where `module.compile()` leaves compiled code."""
+
+own_parameters: Final[Callable[[nn.Module], dict[str, nn.Parameter | None]]] = attrgetter(PARAMETERS)
+"""The dictionary in which a module holds its own parameters."""
+own_buffers: Final[Callable[[nn.Module], dict[str, torch.Tensor | None]]] = attrgetter(BUFFERS)
+"""The dictionary in which a module holds its own buffers."""
+own_modules: Final[Callable[[nn.Module], dict[str, nn.Module | None]]] = attrgetter(CHILDREN)
+"""The dictionary in which a module holds its children."""
+forward_hooks: Final[Callable[[nn.Module], dict[int, Any]]] = attrgetter("_forward_hooks")
+"""What is called after a module's forward."""
+forward_pre_hooks: Final[Callable[[nn.Module], dict[int, Any]]] = attrgetter("_forward_pre_hooks")
+"""What is called before a module's forward."""
+
+
+def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
+    """Put what a module saves of itself, without its children, into `into`: views of its tensors, with their graph."""
+    module._save_to_state_dict(into, prefix, True)
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The module inside of `torch.compile(module)`."""
+    return getattr(module, ORIGINAL, module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run compiled code: it was compiled in place or is a wrapper of `torch.compile`."""
+    return hasattr(module, ORIGINAL) or getattr(module, COMPILED_CALL, None) is not None
+
+
+# ------------------------------------------------------------------------------------------------------ the rest
+
+FAKE_LOGGER: Final = "torch._subclasses.fake_tensor"
+"""The logger that prints a traceback of what a fake kernel refuses."""
+COMPILER: Final = "torch._dynamo"
+"""The package that compiles; it takes two seconds to import."""
+
+
+def has_compiler() -> bool:
+    """Whether torch's compiler has been imported."""
+    return COMPILER in sys.modules

@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.torch import OpOverload
 from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table
 from isotype.contracts.example import Json, decode, has_dtype_argument, is_float, tensors_in
 from isotype.contracts.messages import templates
@@ -95,7 +96,7 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
     return list(dict.fromkeys([recorded, *found]))
 
 
-def overload(op: str) -> torch._ops.OpOverload:
+def overload(op: str) -> OpOverload:
     """`aten.mm.default` -> the operator; bitsandbytes is imported for its own.
 
     Raises:
@@ -104,7 +105,7 @@ def overload(op: str) -> torch._ops.OpOverload:
     namespace, name, variant = op.split(".")
     if namespace == "bitsandbytes":
         import bitsandbytes  # noqa: F401 - registers its operators
-    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), variant)
+    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), variant)
     return found
 
 

@@ -19,6 +19,8 @@ from functools import cache
 
 import torch
 
+from isotype.compat.torch import FunctionSchema, operator_schema
+
 LETTERS: dict[torch.dtype, str] = {
     torch.float32: "f",
     torch.bfloat16: "b",
@@ -146,7 +148,7 @@ def layout_of(op: str) -> Layout:
     )
 
 
-def _schema(op: str) -> torch._C.FunctionSchema | None:
+def _schema(op: str) -> FunctionSchema | None:
     parts = op.split(".")
     if len(parts) != 3:
         return None
@@ -154,7 +156,7 @@ def _schema(op: str) -> torch._C.FunctionSchema | None:
         overload = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
     except AttributeError:
         return None
-    schema: torch._C.FunctionSchema = overload._schema
+    schema: FunctionSchema = operator_schema(overload)
     return schema
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from isotype.compat.wrappers import BETWEEN
+
 
 def starred(name: str) -> str:
     """A fully qualified name with `*` for the numbers of layers."""
@@ -23,10 +25,6 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
     return ", ".join(named_ones[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-# Names that wrappers (PEFT, DDP, FSDP, torch.compile, checkpointing) put between a module and its parent.
-_WRAPPERS = frozenset(
-    {"base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-)
 _COPIES = re.compile(r"\.(token_adapter|modules_to_save\.default|default)(?=\.|$)")
 
 
@@ -34,7 +32,7 @@ def plain_name(name: str) -> str:
     """The name that the model's author gave: without the parts that wrappers add."""
     while f"{name}.".startswith(("base_model.model.", "module.")):
         name = f"{name}.".removeprefix("base_model.model.").removeprefix("module.").removesuffix(".")
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in BETWEEN)
 
 
 def base_name(name: str) -> str:

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import DataError, Problem
-from isotype.core.hub import offline_if_unreachable
 from isotype.data.build import Job, first_line, opened, prepare
 from isotype.data.locate import EMBEDDED, LocalData, data_error, find_local, splits_problems
 from isotype.data.mapping import parse_columns

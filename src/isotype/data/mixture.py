@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import Problem
-from isotype.core.hub import offline_if_unreachable
 from isotype.data.build import Job, Prepared, first_line, literal, opened, prepare
 from isotype.data.cells import COLUMNS, TURN_COLUMNS
 from isotype.data.columns import formats_of, matching, quoted

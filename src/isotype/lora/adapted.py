@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
 from isotype.lora.linear import Adapter, Layer
 from isotype.model.boundary import boundary_of
 from isotype.model.hooks import must_be_called
@@ -149,8 +150,8 @@ def read(layer: Any, former: Reading | None) -> Reading | None:
     return Reading(data, tensors, device, parts, children, parameters, settings)
 
 
-_CHILDREN, _PARAMETERS, _TRAINING = map(itemgetter, ("_modules", "_parameters", "training"))
-_HOOKS = tuple(map(itemgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")))
+_CHILDREN, _PARAMETERS, _TRAINING = map(itemgetter, (CHILDREN, PARAMETERS, "training"))
+_HOOKS = tuple(map(itemgetter, HOOKS))
 _SHAPE, _P = attrgetter("shape"), attrgetter("p")
 
 

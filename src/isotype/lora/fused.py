@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.compat.torch import FakeTensor, version_of
 from isotype.core.dtypes import autocast_dtype
-from isotype.core.tensors import version_of
 from isotype.lora.adapted import Reading, read
 from isotype.lora.gates import Gate
 from isotype.lora.linear import Spec, lora_linear

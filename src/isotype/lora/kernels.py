@@ -15,12 +15,10 @@ from math import inf
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from isotype.compat.torch import has_kernel
+from isotype.compat.torch import PLAIN, FakeTensor, has_kernel
 from isotype.core.dtypes import dtype_name
-from isotype.core.tensors import PLAIN
 from isotype.lora.gpu import aten, elementwise, products
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]

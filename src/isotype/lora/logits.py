@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.compat.torch import FakeTensor
 from isotype.lora.loops.products import Sum, is_used, write_sums
 
 _ROWS = 384  # tokens of a chunk: with more, a product is no faster

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.core.tensors import is_transformed
+from isotype.compat.torch import forward_hooks, forward_pre_hooks, is_transformed
 from isotype.lora.fused import GatedInput, Siblings
 from isotype.lora.gated import GatedParts, call_in_order
 from isotype.lora.norms import NormParts, rms_norm
@@ -100,7 +100,7 @@ def _unmerge(self: Any) -> Any:
 def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     parts: GatedParts = self.lora_parts
     down = self._modules[parts.down]
-    hooked = must_be_called(down._forward_hooks) or must_be_called(down._forward_pre_hooks)
+    hooked = must_be_called(forward_hooks(down)) or must_be_called(forward_pre_hooks(down))
     if args or kwargs or hooked or _is_left_to_torch() or not isinstance(down, FusedLora):
         return self.lora_original.forward(self, x, *args, **kwargs)
     first, second = call_in_order(self, parts, x)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from isotype.compat.torch import PARAMETERS, own_modules, own_parameters
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
@@ -33,7 +34,7 @@ def norm_parts(module: Any) -> NormParts | None:
     """What an RMSNorm computes, found by running it on a few numbers; None for any other module."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    lone = list(module._parameters) == ["weight"] and not module._modules
+    lone = list(own_parameters(module)) == ["weight"] and not own_modules(module)
     if not lone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if boundary_of(module) is not None:
@@ -42,7 +43,7 @@ def norm_parts(module: Any) -> NormParts | None:
     if weight.is_meta:  # its formula is the same on other numbers
         module = copy.copy(module)
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
-        module._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+        vars(module)[PARAMETERS] = {"weight": nn.Parameter(weight, requires_grad=False)}
     x = torch.randn(3, weight.shape[0], generator=generator).to(weight.device)
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):

@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from isotype.compat.torch import dispatch_depth, is_profiled
+
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 _LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -37,7 +39,7 @@ def operator(
 
         @wraps(function)
         def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-            seen = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+            seen = dispatch_depth() or is_profiled()
             made: _Made = (watched if seen else function)(*args, **kwargs)
             return made
 

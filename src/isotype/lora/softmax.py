@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.compat.torch import FakeTensor
 from isotype.lora.logits import Buffers, Call, bend
 from isotype.lora.loops import softmax as loops
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.compat.torch import FakeTensor
 from isotype.model.modes import in_evaluation
 
 _KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})

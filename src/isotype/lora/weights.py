@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from isotype.compat.torch import has_kernel
-from isotype.core.tensors import version_of
+from isotype.compat.torch import FakeTensor, has_kernel, storage_of, version_of
 from isotype.lora.workspace import Workspace
 from isotype.model.bnb_blocks import dequantize_4bit
 from isotype.model.quantized import quantization_state, row_scales
@@ -166,7 +164,7 @@ def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:
     weight = codes_of(layer) if kind_of(layer) == "linear8bit" else layer.weight
     version = version_of(weight)
     fake = isinstance(weight, FakeTensor)  # which has no memory, only a storage
-    where = weight.untyped_storage()._cdata if fake else weight.data_ptr()
+    where = storage_of(weight) if fake else weight.data_ptr()
     return None if version is None else (where, version, dtype)
 
 

@@ -15,6 +15,8 @@ from math import prod
 
 import torch
 
+from isotype.compat.torch import after_backward
+
 # (device, stream, dtype): work queued on one stream runs in order, so its buffers can be used again at once.
 _Key = tuple[torch.device, int, torch.dtype]
 
@@ -69,7 +71,7 @@ class Workspace:
         if not self._ending:
             self._ending = True
             # As DistributedDataParallel and FSDP do; there is no public name for it.
-            torch.autograd.Variable._execution_engine.queue_callback(self.release)
+            after_backward(self.release)
 
     @property
     def held(self) -> int:

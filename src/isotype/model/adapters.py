@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from isotype.compat.hub import asking
 from isotype.core.errors import PrecisionError, Problem, UsageError
-from isotype.core.hub import asking
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from isotype.compat.torch import PARAMETERS, own_parameters, tree_map
 from isotype.core.errors import PrecisionError, Problem
 from isotype.model.swapped import Swapped, swap, swapped_class
 
@@ -126,7 +126,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
     """The same module with other `parameters`, sharing all else: leaving `module` alone keeps threads apart."""
     twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__, _parameters={**module._parameters, **parameters})
+    twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
 
 

@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
+from isotype.compat.torch import (
+    CHILDREN,
+    PARAMETERS,
+    FakeTensor,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    operator_schema,
+    tree_iter,
+)
 from isotype.core.random_states import random_states_kept
 
 _CONTAINERS = (dict, OrderedDict, list, set)
-_PLACED = ("_parameters", "_modules")
+_PLACED = (PARAMETERS, CHILDREN)
 """What a sharded model takes out and puts in as it runs, in step with what its hooks remember."""
 
 
@@ -55,7 +61,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._held[tensor.untyped_storage().data_ptr()].append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        schema = operator_schema(func)  # operators of higher order have none
         if schema is not None and schema.is_mutable:
             arguments = {
                 **dict(zip((each.name for each in schema.arguments), args, strict=False)),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from isotype.compat.torch import own_buffers, own_modules, own_parameters
 from isotype.model.boundary import Boundary
 
 
@@ -184,7 +185,9 @@ def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str
         yield from ((str(position), held) for position, held in enumerate(holder))
         return
     dicts = (
-        (holder._parameters, holder._buffers, holder._modules) if isinstance(holder, nn.Module) else (holder,)
+        (own_parameters(holder), own_buffers(holder), own_modules(holder))
+        if isinstance(holder, nn.Module)
+        else (holder,)
     )
     for each in dicts:
         yield from (

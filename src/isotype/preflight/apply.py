@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.compat.torch import FakeTensor, own_buffers, own_modules, own_parameters
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import base_name, starred
@@ -84,12 +84,12 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
 
 
 def _parameters(module: nn.Module) -> list[str]:
-    return [name for name, tensor in module._parameters.items() if tensor is not None]
+    return [name for name, tensor in own_parameters(module).items() if tensor is not None]
 
 
 def _buffers(module: nn.Module) -> list[str]:
     """Names of a module's buffers, and of the tensors that it holds as plain attributes."""
-    own = [name for name, tensor in module._buffers.items() if tensor is not None]
+    own = [name for name, tensor in own_buffers(module).items() if tensor is not None]
     return own + [name for name, _ in plain_tensors(module)]
 
 
@@ -108,13 +108,13 @@ def _entry(holder: Any, step: str) -> tuple[Any, Any]:
         return holder, int(step)
     if not isinstance(holder, nn.Module):
         return holder, step
-    dicts = (holder._buffers, holder._parameters, holder._modules, vars(holder))
+    dicts = (own_buffers(holder), own_parameters(holder), own_modules(holder), vars(holder))
     return next(each for each in dicts if step in each), step
 
 
 def _cast_parameter(target: Any, value: str) -> list[Undo]:
     module, name = target
-    return _cast_in_place(module._parameters[name], value)
+    return _cast_in_place(own_parameters(module)[name], value)
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
@@ -138,7 +138,7 @@ def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
 
 def _set_gradient(target: Any, value: str) -> list[Undo]:
     module, name = target
-    parameter: Any = module._parameters[name]
+    parameter: Any = own_parameters(module)[name]
     before, gradient = parameter.grad_dtype, parameter.grad
     dtype = parse_dtype(value)
     parameter.grad = None
@@ -189,7 +189,7 @@ class _Cast:
         self.dtype = parse_dtype(value)
 
     def leaves(self, value: Any) -> Any:
-        from torch.utils._pytree import tree_map
+        from isotype.compat.torch import tree_map
 
         def cast(leaf: Any) -> Any:
             return (

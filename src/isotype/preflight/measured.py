@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
 from isotype.precision.ranges import Ranges
 from isotype.preflight.request import StepRequest
 from isotype.ranges.measure import measure_ranges

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isotype.core.tensors import version_of
+from isotype.compat.torch import version_of
 from isotype.precision.policy import DEFAULT_LOSS_SCALE
 from isotype.precision.ranges import FLOAT16_FLUSHED
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from isotype.checkpoint.measured import fingerprint, keep_ranges
+from isotype.compat.torch import tree_map
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import SaveError

@@ -13,10 +13,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from isotype.compat.torch import (
+    OpOverload,
+    UncompiledMode,
+    current_node,
+    in_backward,
+    last_node_number,
+    node_number,
+    tree_leaves,
+    without_dispatch,
+)
 from isotype.core.names import named
 from isotype.model.walk import kind_of
 from isotype.precision.ranges import ModuleRange, OperatorRange, is_attention
@@ -69,7 +76,7 @@ class _Module:
     each: dict[int, float] = field(default_factory=dict)
 
 
-class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     """Writes down the magnitudes of a running step.
 
     Attributes:
@@ -90,11 +97,6 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._texts = 0
         self._paused = False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No, for nothing is compiled here: torch would wrap every dispatch in a switch of its compiler."""
-        return False
-
     # ------------------------------------------------------------------------------------------------ the step
 
     @contextmanager
@@ -111,7 +113,7 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def again(self) -> Iterator[None]:
         """What runs inside has been seen in the forward, where it belongs to a backward: it is computed again."""
-        before, self._paused = self._paused, torch._C._current_graph_task_id() != -1 or self._paused
+        before, self._paused = self._paused, in_backward() or self._paused
         try:
             yield
         finally:
@@ -168,7 +170,7 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._rows:
             values = [self._seen(tensor).value]
         elif tensor.ndim and tensor.shape[0] == self._rows and tensor.numel():
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 values = largest_rows(tensor)
         else:
             return
@@ -183,7 +185,7 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return note
 
     def _seen(self, tensor: torch.Tensor) -> Magnitude:
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             return magnitude(tensor)
 
     # ----------------------------------------------------------------------------------------------- operators
@@ -199,7 +201,7 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = whole(args, kwargs)
         result = func(*args, **kwargs)
         if not self._paused:
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 self._write(func, short, args, kwargs, result)
         return result
 
@@ -256,12 +258,12 @@ class RangeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _place(self) -> tuple[str, Any]:
         """(module, line) of the operator that runs now; in a backward those of the forward call it belongs to."""
-        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
-            return self._places.get(node._sequence_nr(), ("", None))
+            return self._places.get(node_number(node), ("", None))
         place = (self._frames[-1] if self._frames else "", asking_line())
         if torch.is_grad_enabled():
-            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+            self._places.setdefault(last_node_number(), place)
         return place
 
     # -------------------------------------------------------------------------------------------------- result

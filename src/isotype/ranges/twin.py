@@ -11,6 +11,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from isotype.compat.torch import (
+    COMPILED_CALL,
+    COMPILER,
+    ORIGINAL,
+    PARAMETERS,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 from isotype.core.names import base_name
 from isotype.model.bnb_blocks import dequantize_4bit
 from isotype.model.boundary import set_boundary
@@ -20,7 +29,7 @@ from isotype.model.walk import kind_of, lists_of_blocks
 from isotype.ranges.recorder import RangeRecorder
 from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
 
-_WRAPPED = ("_orig_mod", "module")
+_WRAPPED = (ORIGINAL, "module")
 _QUANTIZED = ("linear4bit", "linear8bit")
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -54,13 +63,15 @@ class Twin:
 
 
 def _own(module: nn.Module) -> Any:
-    return module.__dict__.get("_parameters", {})
+    return module.__dict__.get(PARAMETERS, {})
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of DDP and `torch.compile`."""
-    while type(model).__module__.startswith(("torch.nn.parallel", "torch._dynamo")):
-        model = next(getattr(model, name) for name in _WRAPPED if name in {**vars(model), **model._modules})
+    while type(model).__module__.startswith(("torch.nn.parallel", COMPILER)):
+        model = next(
+            getattr(model, name) for name in _WRAPPED if name in {**vars(model), **own_modules(model)}
+        )
     return model
 
 
@@ -82,7 +93,7 @@ def twin_of(
     """
     memo = _Memo(model, weights)
     for module in model.modules():
-        memo[id(module._parameters)] = OnDemand(weights, _weights_of(module, read or _live))
+        memo[id(own_parameters(module))] = OnDemand(weights, _weights_of(module, read or _live))
         if kind_of(module) in _QUANTIZED:
             memo[id(module)] = _dense(module, memo)
     dense = [id(module) for module in model.modules() if kind_of(module) in _QUANTIZED]
@@ -126,7 +137,7 @@ class _Memo(dict[int, Any]):
 def _weights_of(module: nn.Module, read: Read) -> dict[str, Weight | None]:
     return {
         name: None if parameter is None else read(module, name, parameter)
-        for name, parameter in module._parameters.items()
+        for name, parameter in own_parameters(module).items()
     }
 
 
@@ -155,7 +166,7 @@ def _dequantized_8bit(parameter: torch.Tensor, scales: Any) -> torch.Tensor:
 def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
     with torch.device("meta"):
         dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    vars(dense)["_parameters"] = memo[id(layer._parameters)]
+    vars(dense)[PARAMETERS] = memo[id(layer._parameters)]
     return dense
 
 
@@ -168,14 +179,14 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
         own.pop("forward", None)
         if "_old_forward" in own:
             own["forward"] = own.pop("_old_forward")
-    own.pop("_compiled_call_impl", None)
+    own.pop(COMPILED_CALL, None)
     own["training"] = False
     if own.get("gradient_checkpointing"):
         own["gradient_checkpointing"] = False
     config: Any = own.get("config")
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a block that is computed again would fill the cache twice
-    for holder in (own, module._buffers):
+    for holder in (own, own_buffers(module)):
         for name, value in list(holder.items()):
             if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
                 holder[name] = value.to(dtype)

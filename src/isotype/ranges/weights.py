@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from isotype.compat.torch import tree_map, without_dispatch
 from isotype.ranges.magnitude import Magnitude, magnitude, median, remember
 
 _LATER = "_isotype_weight"
@@ -91,7 +91,7 @@ class Weights:
         return value
 
     def _made(self, weight: Weight) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             stored = weight.read()
             value = stored.detach().to(self.device, self.dtype)
             if weight.key not in self._seen:
@@ -104,7 +104,7 @@ class Weights:
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of `weight` that `indices` name, each once, and the indices into them."""
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             stored = weight.read().detach()
             if weight.key not in self._seen:
                 chunks = torch.split(stored.flatten(), _CHUNK)
@@ -116,11 +116,11 @@ class Weights:
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
         """A tensor of the shape and dtype that takes no memory."""
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             return torch.zeros((), dtype=self.dtype, device=self.device).expand(weight.shape)
 
     def _add(self, key: Hashable, gradient: torch.Tensor) -> None:
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             known = self._gradients.get(key)
             self._gradients[key] = gradient.detach().clone() if known is None else known.add_(gradient)
 
@@ -209,7 +209,7 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, sink: Any) -> torch.Tensor:
         ctx.sink = sink
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             # An output that is an input could not be written to in place, which models do to embeddings.
             return value.clone() if sink is None else value.detach()
 

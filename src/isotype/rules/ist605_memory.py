@@ -40,6 +40,7 @@ from functools import cache
 
 import torch
 
+from isotype.compat.torch import operator_schema
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
 from isotype.rules.finding import Cost, Finding, Fix, Kind
@@ -144,7 +145,7 @@ def _makes(op: str) -> bool:
     found = getattr(packet, overload, None)
     if op in _SHARING:
         return False
-    return found is None or all(each.alias_info is None for each in found._schema.returns)
+    return found is None or all(each.alias_info is None for each in operator_schema(found).returns)
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:

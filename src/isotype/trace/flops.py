@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from isotype.compat.torch import operator_packet
+
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """FLOPs of one call (a multiply-add counts two); 0 for operators that are no matmul."""
     own = _OWN.get(str(func).removesuffix(".default"))
     if own is not None:
         return own(args, result)
-    formula = flop_registry.get(_IN_PLACE.get(func._overloadpacket, func._overloadpacket))
+    formula = flop_registry.get(_IN_PLACE.get(operator_packet(func), operator_packet(func)))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import forward_hooks, forward_pre_hooks, own_buffers, own_parameters
 from isotype.model.walk import FoldedList, lists_of_blocks
 
 STANDS_FOR = "_stands_for"
@@ -106,7 +107,7 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _tensors(module: nn.Module) -> tuple[Any, ...]:
-    own = (*module._parameters.items(), *module._buffers.items())
+    own = (*own_parameters(module).items(), *own_buffers(module).items())
     return tuple(
         (name, None)
         if tensor is None
@@ -142,7 +143,7 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
     """Names of everything that it holds, and what runs before and after its forward."""
-    run = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    run = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     return (
         frozenset(vars(module)),
         tuple(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.torch import storage_key, storage_of
 from isotype.trace.record import Memory, MemoryKind, MemoryPoint, Phase
 
 _MOST_STEPS = 64  # in which what others of a module's kind add comes and goes
@@ -78,7 +79,7 @@ class Ledger:
             held: bytes of it that this process holds; None: its `share`.
         """
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         size = (int(self.share * storage.nbytes()) if held is None else held) * repeats
         if key in self._live:
             if kind is not None:
@@ -111,13 +112,13 @@ class Ledger:
             for key, (_, _, kind, number) in self._live.items()
             if number > since and kind == "activations"
         }
-        passed_on = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._live]
+        passed_on = [tensor for tensor in inputs if storage_of(tensor) in self._live]
         for output in outputs:
             before = next((each for each in passed_on if _alike(each, output)), None)
             if before is not None:
                 passed_on = [each for each in passed_on if each is not before]
-                kept -= {output.untyped_storage()._cdata}
-                kept |= {before.untyped_storage()._cdata}
+                kept -= {storage_of(output)}
+                kept |= {storage_of(before)}
         surplus = self._surplus[module] = {key: self._live[key][1] * (times - 1) for key in kept}
         self._left.discard(module)
         self._times[module] = times
@@ -150,7 +151,7 @@ class Ledger:
 
     def resize(self, tensor: torch.Tensor, size: int) -> None:
         """Of a tensor that was seen, only `size` bytes are held from now on."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_of(tensor)
         if key in self._live:
             self._book_again(key, self._live[key][2], size)
 

@@ -16,10 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from isotype.compat.torch import (
+    FakeTensor,
+    UncompiledMode,
+    current_node,
+    last_node_number,
+    node_number,
+    operator_schema,
+    tree_leaves,
+)
 from isotype.model.hooks import listening
 from isotype.model.walk import plain_tensors
 from isotype.trace.flops import flops_of
@@ -106,7 +112,7 @@ class _Recomputed:
         setattr(self._module, _CHECKPOINTS, self._given)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     """What a recorder knows of a running step, whatever its tensors are; `__torch_dispatch__` is its heirs'."""
 
     def __init__(self) -> None:
@@ -129,11 +135,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
         self._raised_in: _Frame | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No, for nothing is compiled in a trace: torch would wrap every dispatch in a switch of its compiler."""
-        return False
 
     # -------------------------------------------------------------------------------------------------- modules
 
@@ -385,9 +386,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _place(self) -> Place:
         """The place of the operator that runs now; in a backward, that of the forward call it belongs to."""
-        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
-            known = self._places.get(node._sequence_nr())
+            known = self._places.get(node_number(node))
             if known is not None:
                 self.ledger.backward_in(known.module)
                 return known.written_at(asking_line()) if isinstance(node, _WRITTEN) else known
@@ -395,7 +396,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = self._frames[-1] if self._frames else None
         place = Place(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
         if self.phase == "forward" or (self.phase == "backward" and torch.is_grad_enabled()):
-            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+            self._places.setdefault(last_node_number(), place)
         return place
 
 
@@ -417,7 +418,7 @@ def operator_name(func: Any) -> str:
 
 @cache
 def schema_of(func: Any) -> Schema:
-    arguments = func._schema.arguments
+    arguments = operator_schema(func).arguments
     first = arguments[0] if arguments else None
     mutates = first is not None and first.alias_info is not None and first.alias_info.is_write
     written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)

@@ -19,15 +19,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
+from isotype.compat.torch import MODULE_CALL
 from isotype.trace.record import Origin
 from isotype.trace.source import is_library
 
 DTYPE = torch.Tensor.dtype
 """What a function mode's function is bound to where code reads `tensor.dtype`."""
 
-_MODULE_CALL = nn.Module._call_impl.__code__
+_MODULE_CALL = MODULE_CALL
 _MOST_FRAMES = 8
 # How many calls a dtype is followed back through as an argument.
 _MOST_CALLERS = 4

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedParameter
 
 from isotype.checkpoint.values.finite import all_finite
+from isotype.compat.torch import FakeTensor
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, kind_of, places
 from isotype.trace.fold import repeats_of

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.utils import ModelOutput
 
+from isotype.compat.torch import FakeTensor
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.registered import sides_of
 from isotype.lora.fused import working_dtype

@@ -16,8 +16,8 @@ from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.shard import load_sharded
+from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.core.hub import asking
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
+from isotype.compat.hub import asking
 from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
 from isotype.core.heap import freed_memory_kept
-from isotype.core.hub import asking
 from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.locate import resolve_source
+from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
-from isotype.core.hub import asking, offline_if_unreachable
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
 from isotype.train.early import early_stopping_problems

@@ -8,8 +8,8 @@ from typing import Any
 from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, read_headers
 from isotype.checkpoint.formats.sharded import missing_shards
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import CheckpointError, Problem
-from isotype.core.hub import offline_if_unreachable
 
 _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 

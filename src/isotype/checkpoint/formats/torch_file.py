@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.checkpoint.formats.tensor import TensorHeader, damaged, file_size, printable
+from isotype.compat.torch import file_offset
 from isotype.core.errors import Problem
 
 if TYPE_CHECKING:
@@ -104,13 +105,13 @@ def _header(name: str, value: torch.Tensor, path: Path) -> TensorHeader:
 
 def _offset(value: torch.Tensor) -> int:
     """The position of a tensor's first value in the file, by a note that torch leaves on storages of the meta device."""
-    begin = getattr(value.untyped_storage(), "_checkpoint_offset", None)
-    return 0 if begin is None else int(begin) + int(value.storage_offset()) * value.element_size()
+    begin = file_offset(value.untyped_storage())
+    return 0 if begin is None else begin + int(value.storage_offset()) * value.element_size()
 
 
 def _end(value: torch.Tensor) -> int:
-    begin = getattr(value.untyped_storage(), "_checkpoint_offset", None)
-    return 0 if begin is None else int(begin) + value.untyped_storage().nbytes()
+    begin = file_offset(value.untyped_storage())
+    return 0 if begin is None else begin + value.untyped_storage().nbytes()
 
 
 def _not_an_archive(start: bytes, size: int) -> Problem:

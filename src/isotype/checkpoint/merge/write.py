@@ -21,6 +21,7 @@ from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.written import require_readable
+from isotype.compat.torch import own_state
 from isotype.core.cache import why_unusable
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, QUANTIZATIONS
 from isotype.core.errors import Problem, SaveError, UsageError
@@ -182,7 +183,7 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
     outside: dict[str, Any] = {}
     for name, module in model.named_modules():
         if not f"{name}.".startswith(inside):
-            module._save_to_state_dict(outside, f"{name}." if name else "", True)
+            own_state(module, outside, f"{name}." if name else "")
     # What several names share is saved once, by the name that the others are tied to.
     once = {id(value): name for name, value in sorted(outside.items(), key=lambda each: each[0] not in tied)}
     yield {name: outside[name] for name in once.values()}

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isotype.core.tensors import version_of
+from isotype.compat.torch import base_of, version_of
 
 LOG2_E = math.log2(math.e)
 
@@ -272,7 +272,7 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
         batch: rows of the batch.
         rows: queries in a block, see `block_rows`.
     """
-    owner = mask if mask._base is None else mask._base
+    owner = base_of(mask)
     view = (mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)
     kept: _Kept | None = _plans.get(owner)  # type: ignore[no-untyped-call]
     if kept is None or not kept.is_of(mask, view):

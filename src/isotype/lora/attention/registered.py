@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from isotype.compat.torch import FakeTensor, is_transformed
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
-from isotype.core.tensors import is_transformed
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.nothing import attention_to_nothing
 from isotype.lora.attention.plan import Plan, block_rows, plan_of_lengths, plan_of_mask, spec_of

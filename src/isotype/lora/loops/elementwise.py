@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isotype.core.tensors import PLAIN, is_transformed
+from isotype.compat.torch import PLAIN, is_transformed
 from isotype.lora.loops.loading import NAMES, Loops, loops_of
 from isotype.lora.operators import operator
 

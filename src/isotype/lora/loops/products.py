@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from isotype.compat.torch import PLAIN, dispatch_depth, is_transformed
 from isotype.core.dtypes import dtype_name
-from isotype.core.tensors import PLAIN, is_transformed
 from isotype.lora import measured
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops.loading import Loops, loops_of
@@ -89,7 +89,7 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
         RuntimeError: the matrices do not fit each other, as torch says it.
     """
     # Who watches torch's operators sees them, as on a machine without a compiler.
-    if not compiled or torch._C._len_torch_dispatch_stack():
+    if not compiled or dispatch_depth():
         for each in sums:
             _by_torch(each, each.terms)
         return

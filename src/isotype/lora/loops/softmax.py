@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from isotype.core.tensors import is_transformed
+from isotype.compat.torch import dispatch_depth, is_transformed
 from isotype.lora.loops.loading import NAMES, Loops, loops_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -34,7 +34,7 @@ def usable(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> 
         and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)
         and exact.shape == targets.shape == logits.shape[:1]
         and all(type(each) is torch.Tensor and each.is_contiguous() for each in (logits, exact, targets))
-        and not torch._C._len_torch_dispatch_stack()  # who watches torch's operators sees them
+        and not dispatch_depth()  # who watches torch's operators sees them
         and _loops().reason is None
     )
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import FAKE_LOGGER, tree_map
 from isotype.core.dtypes import autocast_dtype
 from isotype.preflight.request import DEFAULT_PHASES, StepRequest
 from isotype.preflight.run import run
@@ -58,7 +59,7 @@ def look_ahead(request: StepRequest, tried: float, seconds: float = math.inf) ->
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
     """The request, once its model is given again: of the script's own it keeps nothing but the inputs' shapes."""
     kept = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "model"}
-    shapes = torch.utils._pytree.tree_map(_shape_only, request.inputs.inputs)
+    shapes = tree_map(_shape_only, request.inputs.inputs)
     return partial(StepRequest, **{**kept, "inputs": replace(request.inputs, inputs=shapes)})
 
 
@@ -119,9 +120,7 @@ def rank() -> int:
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
     """Within it the script's modes are off, and what its code prints or warns of is not shown."""
-    log = logging.getLogger(
-        "torch._subclasses.fake_tensor"
-    )  # it logs what a fake kernel refuses, with a traceback
+    log = logging.getLogger(FAKE_LOGGER)  # it logs what a fake kernel refuses, with a traceback
     disabled, log.disabled = log.disabled, True
     try:
         with no_modes(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():

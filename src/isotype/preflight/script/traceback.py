@@ -8,6 +8,7 @@ import runpy
 from functools import cache
 from types import CodeType, FrameType, TracebackType
 
+from isotype.compat.torch import ALL_HOOKS
 from isotype.core.package import PACKAGE
 
 _OURS = tuple(str(PACKAGE / room) for room in ("trace", "preflight", "cli"))
@@ -85,8 +86,7 @@ def _leads_to_modes(entry: _Entry) -> bool:
 def _is_bare(frame: FrameType) -> bool:
     """Whether the module that is called has no hooks of its own: then only ours led into `inner`."""
     module = frame.f_locals.get("self")
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return module is not None and not any(getattr(module, name, None) for name in hooks)
+    return module is not None and not any(getattr(module, name, None) for name in ALL_HOOKS)
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import own_buffers
 from isotype.core.random_states import random_states_kept
 from isotype.ranges.nonfinite.record import NonFinite
 from isotype.ranges.nonfinite.recorder import FirstNonFinite, FoundError
@@ -75,7 +76,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     buffers = [
         (holder, name, buffer, buffer.detach().clone())
         for holder in model.modules()
-        for name, buffer in holder._buffers.items()
+        for name, buffer in own_buffers(holder).items()
         if buffer is not None and not buffer.is_meta
     ]
     modes = [(module, module.training) for module in model.modules()]
@@ -89,7 +90,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         with torch.no_grad():
             for holder, name, buffer, values in buffers:
-                holder._buffers[name] = buffer
+                own_buffers(holder)[name] = buffer
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
         for module, mode in modes:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from isotype.compat.torch import OpOverload, current_node, storage_key
 from isotype.precision.ranges import is_attention
 from isotype.ranges.nonfinite.cause import cause_of, entries_at, exact_result, fresh_elements
 from isotype.ranges.nonfinite.operands import Operand, operands_of, written_in
@@ -113,7 +113,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     def _turn(self) -> None:
         """Autograd says which operators are the backward's; after it comes another forward, or what the caller says."""
-        if torch._C._current_autograd_node() is not None:
+        if current_node() is not None:
             self.phase = "backward"
         elif self.phase == "backward":
             self.phase = "forward"
@@ -240,7 +240,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 def _add(into: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
     storage = _storage(tensor)
     if storage is not None:
-        into[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        into[storage_key(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
@@ -256,7 +256,7 @@ def _storage(tensor: Any) -> Any:
 
 def _address(tensor: Any) -> int:
     storage = _storage(tensor)
-    return 0 if storage is None else int(storage._cdata)
+    return 0 if storage is None else int(storage_key(storage))
 
 
 def _alive(known: dict[int, StorageWeakRef], address: int) -> bool:

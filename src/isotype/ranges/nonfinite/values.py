@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from isotype.compat.torch import is_traceable_wrapper_subclass
 from isotype.ranges.nonfinite.record import Value
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.torch import operator_schema
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.rules.finding import Cost
 from isotype.rules.kit.per_trace import per_trace
@@ -130,9 +131,9 @@ def is_view(op: str) -> bool:
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
     found: Any = getattr(packet, overload or "default", None)
-    if found is None or not hasattr(found, "_schema"):
+    if found is None or operator_schema(found) is None:
         return False
-    return any(value.alias_info and not value.alias_info.is_write for value in found._schema.returns)
+    return any(value.alias_info and not value.alias_info.is_write for value in operator_schema(found).returns)
 
 
 def bytes_moved(call: Call) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from isotype.compat.torch import FakeTensor, unset_fake_temporarily
 from isotype.trace.record import FLOATS
 from isotype.trace.recorder import leaves
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import ORIGINAL
+
 _DEPTH = 4
 _LONG = 256
 # Modules that pass on what they are given hold the one that names it so.
-_WRAPPED = ("_orig_mod", "module", "base_model", "model")
+_WRAPPED = (ORIGINAL, "module", "base_model", "model")
 
 
 def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,10 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from isotype.compat.torch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    dispatch_keys,
+    fake_of,
+    operator_schema,
+    storage_key,
+    storage_of,
+    tree_flatten,
+    tree_unflatten,
+    without_dispatch,
+    without_modes,
+)
 from isotype.trace.source import first_line
 
 _CPU = torch.device("cpu")
@@ -133,7 +144,7 @@ class Kernels:
         parts = result if isinstance(result, (tuple, list)) else (result,)
         if type(result) not in (tuple, list) and parts is result:
             return None, None  # a structure of its own
-        storages = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(tensors)}
+        storages = {storage_of(tensor): at for at, tensor in enumerate(tensors)}
         seen: set[int] = set()
         made = []
         for part in parts:
@@ -154,16 +165,18 @@ class Kernels:
         if part.requires_grad:
             return None
         storage = part.untyped_storage()
-        shared = storages.get(storage._cdata)
+        shared = storages.get(storage_key(storage))
         how = ("view" if shared is not None else "new", shared, *_layout(part))
         copy = self._made(how, tensors)
-        alike = torch._C._dispatch_key_set(copy) == torch._C._dispatch_key_set(part)
+        alike = dispatch_keys(copy) == dispatch_keys(part)
         if shared is None:
             # Larger memory than its shape needs, or shared with another result.
             alike = (
-                alike and storage.nbytes() == copy.untyped_storage().nbytes() and storage._cdata not in seen
+                alike
+                and storage.nbytes() == copy.untyped_storage().nbytes()
+                and storage_key(storage) not in seen
             )
-            seen.add(storage._cdata)
+            seen.add(storage_key(storage))
         return how if alike else None
 
     def _made(self, how: Any, tensors: list[FakeTensor]) -> Any:
@@ -173,14 +186,11 @@ class Kernels:
         if kind == "none":
             return None
         _, shared, shape, stride, dtype, offset = how
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if shared is not None:
                 memory.set_(tensors[shared].untyped_storage(), offset, shape, stride)
-        made = torch.Tensor._make_subclass(
-            FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=_CPU
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        made = fake_of(memory, _CPU)
         made.__dict__.update(self._state)
         return made
 
@@ -196,10 +206,10 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _is_steady(func: Any) -> bool:
     """Whether an operator's result has the same kind whenever its operands have."""
     return (
-        isinstance(func, torch._ops.OpOverload)
+        isinstance(func, OpOverload)
         and func.namespace in _BUILT_IN
         and not _UNSTEADY.intersection(func.tags)
-        and func._schema.name not in _RESHAPED
+        and operator_schema(func).name not in _RESHAPED
     )
 
 
@@ -211,9 +221,11 @@ def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
     """
     given, spec = tree_flatten((args, kwargs))
     tensors = [each for each in given if isinstance(each, torch.Tensor)]
-    if func._schema.name not in _REFUSES_BY_SHAPE or any(each.numel() > _LARGEST for each in tensors):
+    if operator_schema(func).name not in _REFUSES_BY_SHAPE or any(
+        each.numel() > _LARGEST for each in tensors
+    ):
         return None
-    with _disable_current_modes():
+    with without_modes():
         real = [
             torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
             if isinstance(each, torch.Tensor)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from isotype.compat.torch import tree_map
 
 
 def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """`torch.utils._pytree.tree_map`, at a tenth of the time where `values` are tuples, lists, dicts and leaves."""
+    """`tree_map`, at a tenth of the time where `values` are tuples, lists, dicts and leaves."""
     kind = type(values)
     if kind in _LEAVES or isinstance(values, torch.Tensor):
         return function(values)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from isotype.compat.torch import FakeTensorMode
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.optimizers import OPTIMIZERS
 

@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
+from isotype.compat.torch import (
+    FakeTensor,
+    FakeTensorMode,
+    is_transformed_tensor,
+    unset_fake_temporarily,
+    without_functions,
+    without_modes,
+)
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
@@ -131,7 +137,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Real tensors that the model is called with (by a loss of the caller's own) are its inputs."""
         # Asking a tensor for its dtype is a function call too, at which it would be swapped before it has its name.
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             for name, value in named_arguments(module, args, kwargs):
                 if _is_real(value):
                     self.stand_for(value, Origin("input", value.dtype, name))
@@ -152,7 +158,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """The fake of a real tensor from outside of the twin, the same one each time."""
         known = self._outside.get(id(tensor))
         if known is None:
-            with _disable_current_modes():
+            with without_modes():
                 made = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
                 if tensor.numel() <= LIMIT and not tensor.is_meta:
                     self.values.give(made, tensor.detach().cpu().clone())
@@ -180,7 +186,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if time.monotonic() > self.deadline:
             raise TimeSpentError("the time for the trace was spent")
         # Function modes see what the model calls, not what this recorder and the fake kernels do.
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -367,7 +373,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)
             self.note("torch.Tensor.numpy", [("self", tensor)], breach)
         known = self.values.of(tensor)
-        with _disable_current_modes():
+        with without_modes():
             return (torch.zeros(tensor.shape, dtype=dtype) if known is None else known.to(dtype)).numpy()
 
     def listed(self, tensor: torch.Tensor) -> Any:
@@ -382,7 +388,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         raised = raising_frame(error)
         source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
         text = f"{type(error).__name__}: {first_line(error)}"
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             operands = tuple(self._at_hand(error, raised))
         mixed = len({operand.dtype for operand in operands}) > 1
         # A parameter that the forward has cast is another object here, where the real step keeps it.
@@ -428,7 +434,7 @@ def _is_real(leaf: Any) -> bool:
     """Whether it is a tensor with values, not a fake nor what vmap makes of one."""
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+    return not is_transformed_tensor(leaf)
 
 
 _DTYPE_WORDS = re.compile(

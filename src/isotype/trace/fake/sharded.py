@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import in_backward
 from isotype.model.shard import Group, groups_of
 from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
@@ -238,4 +239,4 @@ def _differentiable(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()

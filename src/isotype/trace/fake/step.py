@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import _disable_current_modes
 
+from isotype.compat.torch import (
+    FakeTensor,
+    run_backward,
+    storage_of,
+    unscale_,
+    without_functions,
+    without_modes,
+)
 from isotype.contracts.contract import contracts_of
 from isotype.core.names import base_name
 from isotype.model.boundary import exponent_by_ranges
@@ -192,7 +197,7 @@ class _Step:
     def _is_enough(self) -> bool:
         if self.enough is None or all(call.breach is None for call in self.recorder.calls):
             return False
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_modes(), without_functions():
             return self.enough()
 
     def _weigh_weights(self) -> None:
@@ -204,7 +209,7 @@ class _Step:
             self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, held))
             for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):
                 # Codes that the layer refers to are its weight; scales lie on every process.
-                same = state.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+                same = storage_of(state) == storage_of(tensor)
                 ledger.seen(state, "weights", weight.repeats, held if same else None)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
 
@@ -262,7 +267,7 @@ class _Step:
         scaled = loss * 1024.0 if self.setup.scaler else loss
         # What torch.autograd.backward calls; that one would suspend the function mode, which has to see what
         # checkpointing computes again.
-        _engine_run_backward(
+        run_backward(
             (scaled,),
             (torch.ones_like(scaled),),
             False,
@@ -304,7 +309,7 @@ class _Step:
             )
         for gradients in groups.values():
             found, inverse = torch.zeros(1), torch.ones(1)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            unscale_(gradients, found, inverse)
 
     def _optimize(self) -> None:
         named = self._trained()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from isotype.core.compiler import uncompiled
+from isotype.compat.compiler import uncompiled
+from isotype.compat.torch import FAKE_LOGGER
 from isotype.core.random_states import random_states_kept
 
 
@@ -18,7 +19,7 @@ from isotype.core.random_states import random_states_kept
 def surroundings() -> Iterator[None]:
     """Within it random states as they were, nothing compiled, no gradient mode or autocast left over from outside."""
     # It prints a traceback of every error that is caught here.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     with (

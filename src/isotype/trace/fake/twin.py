@@ -14,10 +14,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from isotype.compat.torch import (
+    TENSOR_DATA,
+    FakeTensor,
+    FakeTensorMode,
+    forward_hooks,
+    forward_pre_hooks,
+    mark_as_parameter,
+    parsed_to,
+    storage_of,
+    tree_map,
+    without_dispatch,
+)
 from isotype.model.copies import copied, empty_copies, fill_copies
 from isotype.model.walk import kind_of
 
@@ -42,7 +52,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
     # Past the mode's dispatch, which takes ten times as long.
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         if tensor.layout != torch.strided:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         else:
@@ -88,7 +98,7 @@ def _unshard(twin: nn.Module) -> None:
     for module in twin.modules():
         if hasattr(module, "set_reshard_after_forward"):
             module.__class__ = type(module).__bases__[-1]
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hooks in (forward_pre_hooks(module), forward_hooks(module)):
                 for number, hook in list(hooks.items()):
                     if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
                         del hooks[number]
@@ -128,9 +138,9 @@ class _Fakes:
         made = fake_like(tensor, self._mode)
         if made is tensor or tensor.layout != torch.strided:
             return made
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             start = int(tensor.storage_offset()) * tensor.itemsize
-            where = (tensor.untyped_storage()._cdata, start, tensor.numel() * tensor.itemsize)
+            where = (storage_of(tensor), start, tensor.numel() * tensor.itemsize)
             _, first = self._memory.setdefault(where, (tensor, made))
             same_size = made.untyped_storage().nbytes() == first.untyped_storage().nbytes()
             if first is made or not tensor.numel() or not same_size:
@@ -146,7 +156,7 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
         return made
     # What `nn.Parameter` makes of it; its `detach` would be one more dispatch.
     made = made.requires_grad_(tensor.requires_grad)
-    made._is_param = True
+    mark_as_parameter(made)
     if getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
         made.grad_dtype = tensor.grad_dtype
     if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
@@ -165,7 +175,7 @@ def _fake_class(cls: type) -> Any:
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A fake stays where it is: bitsandbytes' `to` builds a new parameter from the data, which no fake allows."""
-    _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
@@ -198,4 +208,4 @@ class _FakeCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
+_DATA: Any = TENSOR_DATA

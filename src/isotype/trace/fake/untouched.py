@@ -22,7 +22,8 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
 """Objects (modules aside) that are looked at, the nearest first: at most about a tenth of a second."""
@@ -52,7 +53,6 @@ _ATOMS = frozenset({  # nothing to look into
     types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
     types.ModuleType,
 })  # fmt: skip
-_TENSORS = ("_modules", "_parameters", "_buffers")
 # What Python calls by itself.
 _CALLED = (
     "forward", "__call__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__", "__getattr__",
@@ -99,7 +99,7 @@ class Untouched:
         self._methods: dict[str, list[tuple[_Name, Any]]] = {}
         self._left, self._functions = _LIMIT, _FUNCTIONS
         self._opaque: list[tuple[_Name, Any]] = []
-        with torch._C.DisableTorchFunctionSubclass():  # a tensor's own class may refuse to be asked
+        with without_function_subclasses():  # a tensor's own class may refuse to be asked
             for name, root in roots:
                 self._meet(name, root)
             while self._queue and self._left:
@@ -174,10 +174,10 @@ class Untouched:
         held = vars(module)
         self._save(held)
         for key, value in held.items():
-            if key in _TENSORS and value:
+            if key in HELD and value:
                 self._save(value)
                 for own, each in value.items():
-                    if key == "_modules":
+                    if key == CHILDREN:
                         self._meet((name, ".", own), each)
                     elif each is not None and id(each) not in self._seen:
                         self._tensor((name, ".", own), each)
@@ -367,7 +367,7 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from module.named_parameters(name, recurse=False)
         for key, value in vars(module).items():
             empty = type(value) in _HOLDERS and not value
-            if key not in _TENSORS and type(value) not in _ATOMS and not empty:
+            if key not in HELD and type(value) not in _ATOMS and not empty:
                 yield f"{name}.{key}" if name else key, value
 
 

@@ -12,9 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 
+from isotype.compat.torch import (
+    FakeTensor,
+    operator_packet,
+    storage_key,
+    storage_of,
+    unset_fake_temporarily,
+    without_functions,
+    without_modes,
+)
 from isotype.trace.fake.leaves import map_leaves
 from isotype.trace.fake.twin import fake_like
 
@@ -70,7 +77,7 @@ class Values:
         """The value of `tensor`, None where it is not known."""
         if isinstance(tensor, FakeTensor):
             value: torch.Tensor | None = getattr(tensor, _VALUE, None)
-            if value is None or (self._spoiled and value.untyped_storage()._cdata in self._spoiled):
+            if value is None or (self._spoiled and storage_of(value) in self._spoiled):
                 return None
             return value
         small = tensor.device.type == "cpu" and tensor.numel() <= LIMIT and tensor.layout == torch.strided
@@ -81,18 +88,18 @@ class Values:
         value = getattr(tensor, _VALUE, None)
         if value is not None:
             storage = value.untyped_storage()
-            self._spoiled[storage._cdata] = storage
+            self._spoiled[storage_key(storage)] = storage
 
     def succeed(self, func: Any, result: Any) -> None:
         """A factorisation of what nobody knows is taken to have succeeded."""
-        if func._overloadpacket in _FACTORISATIONS:
+        if operator_packet(func) in _FACTORISATIONS:
             info = result[-1]
             with unset_fake_temporarily():
                 self.give(info, torch.zeros(info.shape, dtype=info.dtype))
 
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """The real result of an operator whose operands are all known; None where one is not."""
-        packet = func._overloadpacket
+        packet = operator_packet(func)
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         shape_only = packet in _SHAPE_ONLY
@@ -129,7 +136,7 @@ class Values:
         """The input `tensor` has a known value in 16 bit: what it stands for may be half a step away."""
         value = getattr(tensor, _VALUE, None)
         if value is not None and value.dtype in HALVES:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with without_functions(), without_modes():
                 exact = value.double()
                 _, exponent = torch.frexp(exact)
                 exact = exact + torch.ldexp(
@@ -155,7 +162,7 @@ class Values:
             kept = getattr(own, _EXACT, None)
             return kept[0] if kept is not None else own.double() if own.is_floating_point() else own
 
-        with _disable_current_modes():
+        with without_modes():
             try:
                 exact = func(*map_leaves(exact_of, args), **map_leaves(exact_of, kwargs))
             except RuntimeError:
@@ -168,7 +175,7 @@ class Values:
         exact, source = getattr(value, _EXACT, (None, ""))
         if value is None or exact is None or not value.numel():
             return 0.0, ""
-        with _disable_current_modes():
+        with without_modes():
             off = float((exact - value.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
         return off, source
 
@@ -179,7 +186,7 @@ class Values:
             return 0
         if not value.is_floating_point() or not made.dim() or not made.numel():
             return 0
-        with _disable_current_modes():
+        with without_modes():
             rows = torch.isneginf(made).all(-1) & torch.isfinite(value).all(-1)
             return int(rows.sum())
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import current_node
+
 
 def in_backward() -> bool:
-    return torch._C._current_autograd_node() is not None
+    return current_node() is not None
 
 
 def trains(module: nn.Module) -> bool:

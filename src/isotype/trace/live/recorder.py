@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks
 from isotype.contracts.contract import KINDS, contracts_for
 from isotype.core.dtypes import autocast_dtype
 from isotype.trace.live.modes import put_under, take_out
@@ -152,7 +152,7 @@ class LiveRecorder(Recorder):
         """Autograd says when the backward begins; a module's forward outside of it ends it."""
         if self.phase in ("optimizer", "generate"):
             return
-        if torch._C._current_autograd_node() is not None:
+        if current_node() is not None:
             now: Phase = "backward"
         elif func is _UNSCALE:
             now = "unscale"
@@ -227,8 +227,7 @@ class _GradientHook:
 
     def remove(self) -> None:
         self._handle.remove()
-        if not self._leaf._post_accumulate_grad_hooks:
-            self._leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        forget_gradient_hooks(self._leaf)
 
 
 class LiveFunctions(TorchFunctionMode):

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from isotype.compat.torch import has_compiler, is_compiled, is_simulated, is_traced, original
 from isotype.trace.live.forward import (
     enumerate_inputs,
     has_parameters,
@@ -32,7 +33,7 @@ from isotype.trace.live.forward import (
     named_inputs,
     trains,
 )
-from isotype.trace.live.modes import is_simulated, put_under, take_out
+from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 from isotype.trace.optimizers import learning_rate_of
 from isotype.trace.record import Failure, Memory, Phase, Setup, Trace
@@ -260,11 +261,11 @@ class Watch:
         """
         process, thread = self._mine or (os.getpid(), threading.get_ident())
         mine = process == os.getpid() and (thread == threading.get_ident() or in_backward())
-        return mine and not is_simulated() and torch._C._get_tracing_state() is None
+        return mine and not is_simulated() and not is_traced()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        inner = getattr(module, "_orig_mod", module)
-        if inner is not module or any(getattr(m, "_compiled_call_impl", None) for m in module.modules()):
+        inner = original(module)
+        if any(map(is_compiled, (module, *module.modules()))):
             self._note("torch.compile is off in the watched steps: compiled code has no operators to watch")
         self.state, self._mine = "looking", (os.getpid(), threading.get_ident())
         self._model = weakref.ref(inner)
@@ -274,7 +275,7 @@ class Watch:
 
     def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
         self.recorder = recorder
-        if "torch._dynamo" in sys.modules:
+        if has_compiler():
             self._stance = torch.compiler.set_stance("force_eager")
         recorder.turn_to(phase)
         self._enter_modes()
@@ -285,8 +286,7 @@ class Watch:
             return False
         if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
             return False
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        return not compiled and has_parameters(module)
+        return not is_compiled(module) and has_parameters(module)
 
     def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._evaluations[module] = self._evaluations.get(module, 0) + 1
@@ -313,7 +313,7 @@ class Watch:
     def _know(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Names and weights of a module that is called from outside of any other."""
         assert self.recorder is not None
-        inner = getattr(module, "_orig_mod", module)
+        inner = original(module)
         prefix = ""
         if inner not in self._names:
             inside = {id(part) for part in inner.modules()}

@@ -49,7 +49,7 @@ def test_a_check_of_a_checkpoint_imports_no_compiler_and_no_data_libraries(tmp_p
 USED = """if True:
     import sys
     import torch
-    from isotype.core.compiler import defer_compiler, uncompiled
+    from isotype.compat.compiler import defer_compiler, uncompiled
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     defer_compiler()
@@ -87,7 +87,7 @@ def test_it_is_imported_where_it_is_used_and_knows_what_was_marked_before() -> N
 
 @pytest.mark.exhaustive
 def test_torch_and_transformers_still_import_it_without_compiling() -> None:
-    """Once this fails `isotype.core.compiler` can go, and `isotype check` need not ask for it."""
+    """Once this fails `isotype.compat.compiler` can go, and `isotype check` need not ask for it."""
     fakes = f"import sys, torch._subclasses.fake_tensor as f; f.FakeTensorMode(); print({IMPORTED})"
     masks = f"import sys, transformers.masking_utils; print({IMPORTED})"
     assert [printed(code).strip() for code in (fakes, masks)] == ["True", "True"]

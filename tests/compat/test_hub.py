@@ -24,7 +24,7 @@ from isotype.checkpoint.formats.hub import hub_config, remote_headers
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.cli.main import main
-from isotype.core import hub
+from isotype.compat import hub
 from isotype.core.errors import CheckpointError
 from isotype.model.adapters import add_lora
 from tests.train.revisions import NAME, put_into_cache
@@ -179,7 +179,7 @@ def test_every_command_asks_a_silent_hub_once_and_says_what_it_wanted(
 
 CACHED = """
 import json, sys
-from isotype.core import hub
+from isotype.compat import hub
 hub._SECONDS = 0.2
 from isotype.cli.main import main
 sys.exit(max(main(each) for each in json.loads(sys.argv[1])))

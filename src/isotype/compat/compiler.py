@@ -10,7 +10,7 @@ Who imports all of `torch._dynamo` and compiles nothing with it (torch 2.13, tra
   and flex_attention.py mark functions for the compiler,
   https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
 
-tests/core/test_compiler.py says when this can go.
+tests/compat/test_compiler.py says when this can go.
 """
 
 from __future__ import annotations
