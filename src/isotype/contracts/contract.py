@@ -13,6 +13,7 @@ import torch
 from packaging.version import Version
 
 from isotype.contracts.families import families_of
+from isotype.contracts.nearest import TableName, nearest, tables_in, variant_of
 from isotype.contracts.pattern import (
     CORRUPTS,
     LETTERS,
@@ -132,6 +133,8 @@ class Contracts:
         others: tables of other such devices. Where nobody measured a device like this one, what `measured` and they
             do not agree on is an assumption.
         capability: compute capability of the NVIDIA GPU, None where nothing says which.
+        table: name of `measured`, None without it.
+        unlike: why it was not measured on such a device, as a clause; "" where it was.
     """
 
     kind: str
@@ -139,6 +142,8 @@ class Contracts:
     reference: Table
     others: tuple[Table, ...] = ()
     capability: tuple[int, int] | None = None
+    table: TableName | None = None
+    unlike: str = ""
     _memo: dict[tuple[str, tuple[torch.dtype, ...]], Verdict | None] = field(default_factory=dict, repr=False)
 
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
@@ -174,12 +179,14 @@ class Contracts:
         return Verdict(True, assumed=any(verdict.assumed for verdict in known))
 
     def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-        if self.measured is not None:
+        families = families_of(op, self.kind, self.capability)
+        known = any(family.majors is not None for family in families)
+        # What is known of this very capability counts more than what another card did.
+        if self.measured is not None and not (self.unlike and known):
             found = _look_up(self.measured, op, pattern, integer)
             if found is not None:
                 disputed = any(_look_up(other, op, pattern, integer) != found for other in self.others)
-                return replace(found, assumed=disputed)
-        families = families_of(op, self.kind, self.capability)
+                return replace(found, assumed=disputed or bool(self.unlike))
         breach = next(
             (breach for family in families if (breach := family.breach(pattern, integer)) is not None), None
         )
@@ -211,7 +218,8 @@ def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdi
 def contracts_of(profile: DeviceProfile) -> Contracts:
     """The contracts of a device."""
     capability = profile.capability if profile.kind == "cuda" else None
-    return _contracts(profile.kind, profile.contracts or profile.kind, bool(profile.unlike), capability)
+    variant = variant_of(profile.kind, capability, profile.contracts)
+    return _contracts(profile.kind, variant, bool(profile.unlike), capability, TABLES)
 
 
 def contracts_for(kind: str) -> Contracts:
@@ -221,19 +229,33 @@ def contracts_for(kind: str) -> Contracts:
         ValueError: no such kind.
     """
     if kind in CPU_TABLES:
-        return _contracts("cpu", kind, False, None)
+        return _contracts("cpu", kind.partition("-")[2], False, None, TABLES)
     if kind not in KINDS:
         raise ValueError(f"device kind {kind!r}: expected one of {', '.join(KINDS)}")
-    return contracts_of(device_profile(kind)) if kind == "cpu" else _contracts(kind, kind, False, None)
+    return contracts_of(device_profile(kind)) if kind == "cpu" else _contracts(kind, "", False, None, TABLES)
+
+
+def contracts_here(device: str) -> Contracts:
+    """The contracts of a device type of torch (`cuda`): where one is in this machine, those of its capability.
+
+    A type without contracts of its own is judged as a CPU.
+    """
+    kind = "rocm" if device == "cuda" and torch.version.hip else device
+    if kind == "cuda" and torch.cuda.is_available():
+        return contracts_of(device_profile("cuda"))
+    return contracts_for(kind if kind in KINDS else "cpu")
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
     """Why the table that a device is judged by may be wrong there, a sentence each; none where it fits."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
+    unlike = [f"{profile.unlike}: it is judged by the table {profile.contracts}"] if profile.unlike else []
+    if contracts.unlike and contracts.table is not None:
+        unlike.append(f"{contracts.unlike}: it is judged by the table {contracts.table.name}")
     measured, here = (Version(version).base_version for version in (table.torch_version, torch.__version__))
     return [
-        *([f"{profile.unlike}: it is judged by the table {profile.contracts}"] if profile.unlike else ()),
+        *unlike,
         *(
             [f"operators were measured with torch {measured}, this is torch {here}"]
             if measured != here
@@ -242,12 +264,31 @@ def doubts(profile: DeviceProfile) -> list[str]:
     ]
 
 
+def judged_by(profile: DeviceProfile) -> str:
+    """What says which operands a device accepts, for a report."""
+    contracts = contracts_of(profile)
+    return (
+        contracts.table.words
+        if contracts.table is not None
+        else "by families of operators, from PyTorch's source"
+    )
+
+
 @cache
-def _contracts(kind: str, table: str, unlike: bool, capability: tuple[int, int] | None = None) -> Contracts:
+def _contracts(
+    kind: str, variant: str, unlike: bool, capability: tuple[int, int] | None, folder: Path
+) -> Contracts:
     """Tables are read at the first call."""
-    measured = _table(table) if (TABLES / f"{table}.json").exists() else None
-    others = tuple(_table(name) for name in CPU_TABLES if name != table) if unlike else ()
-    return Contracts(kind, measured, _table(CPU_TABLES[0]), others, capability)
+    table = nearest(tables_in(folder), kind, variant, torch.__version__)
+    measured = None if table is None else read_table(folder / f"{table.name}.json")
+    others = tuple(_table(name) for name in CPU_TABLES if name != f"cpu-{variant}") if unlike else ()
+    another = table is not None and bool(variant) and table.variant != variant
+    why = f"no operator was measured on compute capability {_dotted(variant)}" if another else ""
+    return Contracts(kind, measured, _table(CPU_TABLES[0]), others, capability, table, why)
+
+
+def _dotted(variant: str) -> str:
+    return f"{variant[2:-1]}.{variant[-1]}"
 
 
 @cache

@@ -1,6 +1,6 @@
 """Measure what a device's operators accept: real calls with every combination of operand dtypes.
 
-    python -m isotype.contracts.measure --device cuda -o cuda.json
+    python -m isotype.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
 
 A CPU's table is that of its instruction set: `tables/cpu-avx2.json` is whole, those of the others hold the operators
@@ -46,6 +46,7 @@ from isotype.compat.torch import OpOverload
 from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table
 from isotype.contracts.example import Json, decode, has_dtype_argument, is_float, tensors_in
 from isotype.contracts.messages import templates
+from isotype.contracts.nearest import table_name
 from isotype.contracts.pattern import (
     CORRUPTS,
     FLOAT_DTYPES,
@@ -282,6 +283,10 @@ def _measure_into(results: Path, examples: Mapping[str, Sequence[Json]], device:
             lines.flush()
 
 
+def _capability(device: str) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if device == "cuda" else None
+
+
 def _device_name(device: str) -> str:
     if device in ("cuda", "rocm", "xpu"):
         return str(getattr(torch, _TORCH_NAMES.get(device, device)).get_device_name())
@@ -327,7 +332,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m isotype.contracts.measure", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm", "xpu", "mps"))
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write the table to")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="file to write the table to, or a folder: it is then named after the device and torch",
+    )
     parser.add_argument("--base", help="write only what differs from this table of isotype's own (cpu-avx2)")
     parser.add_argument("--examples", type=Path, help="calls to replay instead of isotype's own")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -339,10 +350,13 @@ def main() -> None:
     torch.empty(1, device=device)  # fail here, in one line, where the device is missing
     started = time.perf_counter()
     table = measure(read_examples(options.device, options.examples), options.device)
-    write_json(options.output, difference(table, options.base) if options.base else table)
+    output = options.output
+    if output.is_dir():
+        output /= f"{table_name(options.device, _capability(options.device), torch.__version__)}.json"
+    write_json(output, difference(table, options.base) if options.base else table)
     count = sum(map(len, table["operators"].values()))
     seconds = time.perf_counter() - started
-    print(f"{options.output}: {len(table['operators'])} operators, {count} patterns in {seconds:.1f} s")
+    print(f"{output}: {len(table['operators'])} operators, {count} patterns in {seconds:.1f} s")
     for kind in ("died", "broken"):
         for op, why in table[kind].items():
             print(f"{kind:7} {op}: {why}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.torch import operator_schema
 from isotype.contracts.example import Json, decode
 from isotype.contracts.pattern import FLOAT_DTYPES
 
@@ -34,7 +35,7 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return items
     written = [
         value
-        for argument, value in zip(function._schema.arguments, args, strict=False)
+        for argument, value in zip(operator_schema(function).arguments, args, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [item for value in written for item in (value if isinstance(value, list) else [value])]
@@ -65,7 +66,7 @@ def corrupted(
 
 def _comparable(function: Any) -> bool:
     """No random numbers, no memory that nobody has written, and no bytes that are another dtype's on purpose."""
-    name = function._schema.name.rpartition("::")[2]
+    name = operator_schema(function).name.rpartition("::")[2]
     return torch.Tag.nondeterministic_seeded not in function.tags and "empty" not in name and name != "set_"
 
 

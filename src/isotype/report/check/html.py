@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 import torch
 
+from isotype.contracts.contract import judged_by
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
@@ -337,6 +338,7 @@ def _setup(report: Record) -> list[tuple[str, str]]:
         ("details", "; ".join(setup.details)),
         ("weights", "; ".join(unquantized_experts(report.trace))),
         *time_rows(report),
+        ("contracts", judged_by(profile)),
         ("value ranges", ranges_words(report)),
         ("device figures", profile.source),
     ]

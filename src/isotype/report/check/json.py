@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from isotype.contracts.contract import doubts
+from isotype.contracts.contract import doubts, judged_by
 from isotype.core.dtypes import dtype_name
 from isotype.core.package import VERSION
 from isotype.report.check.record import Record, repair_outlook
@@ -51,6 +51,7 @@ def _encode(report: Record) -> dict[str, Any]:
         "time": _time(report.time),
         "operators": sum(call.repeats for call in trace.calls),
         "assumed": list(report.assumed),
+        "contracts": judged_by(trace.setup.profile),
         "doubts": doubts(trace.setup.profile),
         "not_traced": [*sharding_notes(trace.setup), *trace.notes],
         "failure": None

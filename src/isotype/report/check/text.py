@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from isotype.contracts.contract import doubts
+from isotype.contracts.contract import doubts, judged_by
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plain_name, plural
 from isotype.core.units import format_bytes
@@ -414,6 +414,7 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
         *(("weights", words) for words in unquantized_experts(report.trace)),
         ("FLOPs", flops_words(report)),
         *((label, words) for label, words in time_rows(report) if words),
+        ("contracts", judged_by(setup.profile)),
         *trust(report),
     ]
     found += _rows(rows, width)

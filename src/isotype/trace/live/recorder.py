@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks
-from isotype.contracts.contract import KINDS, contracts_for
+from isotype.contracts.contract import contracts_here
 from isotype.core.dtypes import autocast_dtype
 from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
@@ -59,8 +59,7 @@ class LiveRecorder(Recorder):
     def __init__(self, device: str, limit: float = math.inf, seconds: float = math.inf) -> None:
         super().__init__()
         self._limit, self._seconds, self._spent = limit, seconds, 0.0
-        kind = "rocm" if device == "cuda" and torch.version.hip else device
-        self.contracts = contracts_for(kind if kind in KINDS else "cpu")
+        self.contracts = contracts_here(device)
         self.autocast_device = device
         self.fault = ""
         self.failed: Call | None = None
