@@ -12,7 +12,7 @@ are the verdict (runs or crashes), the phase, and in the forward the failing mod
 A real crash counts when its message is about dtypes; another one drops the case, and is listed.
 
 Run: python benchmarks/agreement.py [--every 5] [--jobs 2] [--architectures a,b] [--faults a,b] [--healthy] [--real-only]
-     [--limit N] [--device cuda] [--real-cache build/agreement-real.json] [--json PATH] [--list]
+     [--limit N] [--device cuda] [--seconds-a-case 600] [--real-cache build/agreement-real.json] [--json PATH] [--list]
 Prints tables, every disagreement and one line of JSON; exits with 1 below 99.5 % agreement (with --healthy: also at one
 false alarm). Real outcomes are kept in the cache, since they change with the libraries and the faults only.
 """
@@ -23,7 +23,6 @@ import argparse
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import re
 import sys
@@ -47,6 +46,7 @@ from tests.reality import real_step  # noqa: E402
 from tests.zoo import ARCHITECTURES, LEFT_OUT  # noqa: E402
 
 from isotype.core.dtypes import parse_dtype  # noqa: E402
+from workers import Lost, run_all  # noqa: E402
 
 AGREEMENT = 0.995
 # (dtype of the model, autocast dtype)
@@ -64,6 +64,11 @@ ABOUT_DTYPES = re.compile(
     r"|Input type .* should be the same|shapes cannot be multiplied|dimensions of batch2",  # the last two: packed bytes used as a weight
     re.IGNORECASE,
 )
+
+BROKEN = re.compile(
+    r"^(?:AcceleratorError|RuntimeError): .*(?:CUDA|HIP) error|device-side assert|illegal memory access"
+)
+"""Ends of real steps after which a process can use its GPU no more."""
 
 
 @dataclass(frozen=True)
@@ -244,23 +249,30 @@ def _silence() -> None:
 
 
 def _all_of(
-    work: Callable[[Case], End], cases: Sequence[Case], jobs: int, title: str
+    work: Callable[[Case], End], cases: Sequence[Case], options: argparse.Namespace, title: str
 ) -> Iterable[tuple[Case, End]]:
-    """`work` of every case, in order, with a line of progress."""
+    """`work` of every case, as they come, with a line of progress; a worker that a case has broken is replaced."""
     started = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(jobs, initializer=_silence) as pool:
-        for done, pair in enumerate(zip(cases, pool.imap(work, cases, chunksize=4), strict=True), 1):
-            pace = (time.perf_counter() - started) / done
-            left = pace * (len(cases) - done)
-            if done % 25 == 0 or done == len(cases):
-                print(
-                    f"\r{title} {done}/{len(cases)}, {left:.0f} s left   ",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            yield pair
+    results = run_all(
+        work, cases, options.jobs, prepare=_silence, broken=is_broken, seconds=options.seconds_a_case
+    )
+    for done, (place, result) in enumerate(results, 1):
+        left = (time.perf_counter() - started) / done * (len(cases) - done)
+        if done % 25 == 0 or done == len(cases):
+            line = f"\r{title} {done}/{len(cases)}, {left:.0f} s left   "
+            print(line, end="", file=sys.stderr, flush=True)
+        yield cases[place], lost_end(work, result) if isinstance(result, Lost) else result
     print(file=sys.stderr)
+
+
+def is_broken(end: End) -> bool:
+    """Whether the step has broken its process's GPU: after an assertion there every later call fails."""
+    return bool(BROKEN.search(end.detail))
+
+
+def lost_end(work: Callable[[Case], End], lost: Lost) -> End:
+    """The end of a case whose process has died or was killed: no verdict of a real step, a lost prediction."""
+    return End("dropped" if work is really else "lost", detail=lost.reason)
 
 
 def real_outcomes(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[str, End]:
@@ -269,7 +281,7 @@ def real_outcomes(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[
     outcomes = _cached(arguments.real_cache, digest, arguments.keep_stale)
     missing = [case for case in cases if case.key not in outcomes]
     if missing:
-        for count, (case, end) in enumerate(_all_of(really, missing, arguments.jobs, "real steps"), 1):
+        for count, (case, end) in enumerate(_all_of(really, missing, arguments, "real steps"), 1):
             outcomes[case.key] = end
             if count % 200 == 0:
                 _store(arguments.real_cache, digest, outcomes)
@@ -353,7 +365,7 @@ def main() -> int:
     counted = [case for case in cases if outcomes[case.key].verdict in ("runs", "crashes")]
     rows = [
         Judged(case, outcomes[case.key], end, judged(outcomes[case.key], end))
-        for case, end in _all_of(predicted, counted, arguments.jobs, "predictions")
+        for case, end in _all_of(predicted, counted, arguments, "predictions")
     ]
     _show(rows)
     share = sum(row.result == "agree" for row in rows) / max(1, len(rows))
@@ -390,6 +402,9 @@ def _arguments() -> argparse.Namespace:
         "--limit", type=int, default=None, help="so many cases, spread evenly over all of them"
     )
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument(
+        "--seconds-a-case", type=float, default=600.0, help="a process that takes longer is killed"
+    )
     parser.add_argument("--real-only", action="store_true", help="only run and keep the real steps")
     parser.add_argument("--real-cache", type=Path, default=ROOT / "build/agreement-real.json")
     parser.add_argument(

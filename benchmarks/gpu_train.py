@@ -1,225 +1,363 @@
-"""A LoRA step of a random model of Llama-3-8B's shape on a GPU: isotype beside every trainer that is installed.
+"""LoRA steps of a random model of Llama-3-8B's shape on a GPU, by one peer on one storage: a line of JSON for each set-up.
 
-The same adapters (r 16 on every linear layer), data, seed and flags (gradient checkpointing, bf16) for isotype, TRL, TRL with
-Liger's kernels and unsloth, on weights in bf16 and in nf4; each in a process of its own, in turns. *step* is the median of all
-steps after the first two; FLOPs are those of frozen weights (forward, and gradient of the input) and of causal attention, not
-those that checkpointing computes again. The public mark for bf16 LoRA of Llama-3-8B is 12,473 tokens/s and 402 TFLOP/s on one
-H100 (NeMo Automodel, 4096 tokens a row).
+The same adapters (r 16 on every linear layer), data and seed for every peer: `isotype` and `trl` are their trainers, `trl+liger` TRL's with
+Liger's kernels, `loop` PEFT's layers in a loop of torch's own, `isotype-loop` isotype's fused layers in the same loop. Each set-up is
+rows × tokens, with gradient checkpointing and without. *step* is the median of all steps after the first two; FLOPs are those of frozen
+weights (forward, and gradient of the input) and of causal attention, not those that checkpointing computes again. The last step is
+profiled: how many kernels, their times, and the share of the step in which one ran. The public mark for bf16 LoRA of Llama-3-8B is
+12,473 tokens/s and 402 TFLOP/s on one H100 (NeMo Automodel, 4096 tokens a row, without checkpointing).
 
-Run: python benchmarks/gpu_train.py [--device cuda] [--storage none nf4] [--peers …] [--layers 32] [--rows 4] [--tokens 2048]
-     [--steps 8] [--out build/gpu] [--small]
-Prints a table and one line of JSON. `--device cpu --small` trains a toy, to see that it works.
+Run: python benchmarks/gpu_train.py PEER --storage none|nf4 [--device cuda] [--work build/gpu-work] [--layers 32] [--steps 8] [--small]
+`python benchmarks/gpu_train.py model` makes the model, of as many of the layers as the GPU has room for. `benchmarks/gpu.py` runs all peers.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import gc
 import json
-import os
+import shutil
 import statistics
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from step_clock import watch
+from gpu_parts.profiled import Steps
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = {"isotype": "isotype", "trl": "trl", "trl+liger": "liger_kernel", "unsloth": "unsloth"}
-"""Each peer and the package that it needs."""
+PEERS = ("isotype", "trl", "trl+liger", "isotype-loop", "loop")
+STORAGES = ("none", "nf4")
 WARM_UP = 2
+LORA: dict[str, Any] = {
+    "r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.0,
+    "task_type": "CAUSAL_LM",
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+_NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_LLAMA, _TOY = (4096, 14336, 32, 8, 128256), (64, 176, 4, 2, 512)
+_WORK = 10 * 2**30
+"""Bytes for a step's activations, logits and adapters beside the weights."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is trained; the same in the process of every peer."""
+class Setting:
+    """rows × tokens of a step, and whether activations are computed again in the backward."""
 
-    device: str
-    out: str
-    small: bool
-    layers: int
     rows: int
     tokens: int
+    checkpointing: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is trained; the same for every peer."""
+
+    device: str
+    work: Path
+    small: bool
+    layers: int
     steps: int
 
     @property
     def sizes(self) -> dict[str, int]:
         """Of the random model: Llama 3 8B's, or a toy's."""
-        sizes = (64, 176, 4, 2, 512) if self.small else (4096, 14336, 32, 8, 128256)
-        names = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "vocab_size",
-        )
-        return {**dict(zip(names, sizes, strict=True)), "num_hidden_layers": self.layers}
+        return {
+            **dict(zip(_NAMES, _TOY if self.small else _LLAMA, strict=True)),
+            "num_hidden_layers": self.layers,
+        }
+
+    @property
+    def model(self) -> Path:
+        """Where the model lies."""
+        return self.work / "speed-model"
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Without checkpointing first: some peers leave hooks behind that it needs."""
+        shapes = ((2, 64),) if self.small else ((4, 2048), (2, 512))
+        return tuple(Setting(*shape, checkpointing) for checkpointing in (False, True) for shape in shapes)
 
 
-def _save_random(asked: Asked, folder: Path) -> None:
+# ------------------------------------------------------------------------------------------ the model
+
+
+def weights(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """(weights of a layer, weights of the head; those of the embeddings are as many)"""
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    narrow = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    return hidden * (2 * hidden + 2 * narrow + 3 * inner), hidden * sizes["vocab_size"]
+
+
+def fitting_layers(sizes: Mapping[str, int], room: int) -> int:
+    """How many of the layers have room in so many bytes, in 16 bits; at least one."""
+    layer, head = weights(sizes)
+    return max(1, min(sizes["num_hidden_layers"], (room - 2 * 2 * head) // (2 * layer)))
+
+
+def make_model(request: Request) -> dict[str, Any]:
+    """Make a random model on the device and save it with a tokenizer; fewer layers where there is no room."""
     import transformers
     from tokenizers import Tokenizer, models
 
+    began = time.perf_counter()
+    shutil.rmtree(request.model, ignore_errors=True)
+    request.model.mkdir(parents=True)
+    rooms = {"its disk": shutil.disk_usage(request.work).free - 2**30}
+    if request.device == "cuda":
+        rooms["the GPU"] = torch.cuda.mem_get_info()[0] - _WORK
+    where = min(rooms, key=lambda name: rooms[name])
+    layers = fitting_layers(request.sizes, rooms[where])
     config = transformers.LlamaConfig(
-        **asked.sizes, max_position_embeddings=8192, rope_theta=5e5, pad_token_id=0
-    )
+        **{**request.sizes, "num_hidden_layers": layers}, max_position_embeddings=8192, rope_theta=5e5, pad_token_id=0
+    )  # fmt: skip
     torch.manual_seed(0)
-    with torch.device(asked.device):
+    with torch.device(request.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    vocabulary = {f"t{index}": index for index in range(asked.sizes["vocab_size"])}
+    model.save_pretrained(request.model)
+    vocabulary = {f"t{index}": index for index in range(request.sizes["vocab_size"])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="t1"))
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="t0", eos_token="t2"
-    ).save_pretrained(folder)
+    ).save_pretrained(request.model)
+    seconds = time.perf_counter() - began
+    text = f"{layers} of {request.layers} layers in {seconds:.0f} s"
+    if layers < request.layers:
+        text += f": there is room for no more, {rooms[where] / 2**30:.0f} GiB on {where}"
+    return {"layers": layers, "seconds": seconds, "text": text}
 
 
-def peer_run(peer: str, storage: str, asked: Asked) -> dict[str, Any]:
-    """Train as one peer: seconds of each step, memory, loss."""
-    seconds, losses = watch()
-    trainer = _trainer(peer, storage, asked)
-    if asked.device == "cuda":
+def layers_of(request: Request) -> int:
+    """The layers that the saved model has."""
+    config = json.loads((request.model / "config.json").read_text(encoding="utf-8"))
+    return int(config["num_hidden_layers"])
+
+
+# ------------------------------------------------------------------------------------------ peers
+
+
+class Peer:
+    """One way to train; the model is loaded once, for all set-ups."""
+
+    def __init__(self, name: str, storage: str, request: Request) -> None:
+        self.name, self.storage, self.request = name, storage, request
+        self.own = name.startswith("isotype")
+        self.policy: Any = None
+        self.masters: Any = None
+        began = time.perf_counter()
+        self.model = self._isotype_model() if self.own else self._plain_model()
+        _settle(request.device)
+        self.seconds_to_load = time.perf_counter() - began
+
+    def _isotype_model(self) -> Any:
+        import transformers
+
+        import isotype
+        from isotype.train.governed import masters_of
+
+        quantization = None if self.storage == "none" else self.storage
+        source = str(self.request.model)
+        self.policy = isotype.resolve_precision(source, "bfloat16", quantization, device=self.request.device)
+        model = isotype.load(source, self.policy)
+        transformers.set_seed(0)
+        model = isotype.add_lora(model, self.policy, **LORA)
+        self.masters = masters_of(model)
+        return model
+
+    def _plain_model(self) -> Any:
+        import peft
+        import transformers
+
+        more: dict[str, Any] = {}
+        if self.storage == "nf4":
+            more["quantization_config"] = transformers.BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+            )
+        if self.request.device == "cuda":
+            more["device_map"] = {"": 0}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.request.model, dtype=torch.bfloat16, **more
+        )
+        transformers.set_seed(0)
+        if self.name != "loop":
+            return model  # the trainer adds the adapter, and what it thinks belongs to it
+        model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return model
+
+    def steps(self, setting: Setting) -> Steps:
+        """Train with a set-up."""
+        steps = Steps(self.request.device, self.request.steps)
+        if self.name.endswith("loop"):
+            self._loop(setting, steps)
+        else:
+            self._train(setting, steps)
+        return steps
+
+    def _batches(self, setting: Setting) -> torch.Tensor:
+        shape = (self.request.steps, setting.rows, setting.tokens)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(3, self.request.sizes["vocab_size"], shape, generator=generator)
+
+    def _loop(self, setting: Setting, steps: Steps) -> None:
+        import isotype
+        from isotype.train.recompute import checkpoint_gradients
+
+        model, device = self.model, self.request.device
+        model.train()
+        model.config.use_cache = False
+        if setting.checkpointing:
+            checkpoint_gradients(
+                model, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}, adapters=True
+            )
+        if self.own:
+            print(isotype.fuse(model).summary, file=sys.stderr)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        for ids in self._batches(setting).to(device):
+            with steps:
+                with torch.autocast(device, torch.bfloat16):
+                    loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(trained, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.losses.append(float(loss.detach()))
+
+    def _train(self, setting: Setting, steps: Steps) -> None:
+        import peft
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        import isotype
+        from isotype.train.governed import enforce_trainer, governed
+
+        data = Dataset.from_dict({"input_ids": self._batches(setting).flatten(0, 1).tolist()})
+        arguments = SFTConfig(
+            output_dir=str(self.request.work / f"run-{self.name}-{self.storage}"), per_device_train_batch_size=setting.rows,
+            max_steps=self.request.steps, max_length=setting.tokens, learning_rate=1e-4, lr_scheduler_type="constant",
+            logging_steps=1, save_strategy="no", gradient_checkpointing=setting.checkpointing, bf16=True, seed=0, report_to="none",
+            disable_tqdm=True, use_cpu=self.request.device == "cpu", use_liger_kernel=self.name == "trl+liger",
+            dataset_kwargs={"skip_prepare_dataset": True}, dataloader_pin_memory=self.request.device == "cuda",
+        )  # fmt: skip
+        trainer_class = governed(SFTTrainer) if self.own else SFTTrainer
+        adapted = hasattr(self.model, "peft_config")
+        config = None if adapted else peft.LoraConfig(**LORA)
+        if self.own:
+            isotype.unfuse(self.model)
+        trainer = trainer_class(
+            self.model,
+            arguments,
+            train_dataset=data,
+            processing_class=_words(self.request.model),
+            peft_config=config,
+        )
+        if self.own:
+            enforce_trainer(trainer, self.policy, self.masters)
+            print(isotype.fuse(trainer.model).summary, file=sys.stderr)
+        self.model = trainer.model
+        trainer.add_callback(steps.callback())
+        trainer.train()
+
+
+def _words(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def _settle(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer.train()
-    step = statistics.median(seconds[WARM_UP:])
-    tokens = asked.rows * asked.tokens
-    sizes = asked.sizes
-    hidden, inner, heads = (
-        sizes[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    narrow = hidden * sizes["num_key_value_heads"] // heads
-    weights = asked.layers * hidden * (2 * hidden + 2 * narrow + 3 * inner) + hidden * sizes["vocab_size"]
+
+
+def rows_of(name: str, storage: str, request: Request) -> Iterator[dict[str, Any]]:
+    """A row for each set-up; one that has no room in the GPU's memory says so, and the others go on."""
+    if not (request.model / "config.json").is_file():
+        raise FileNotFoundError(f"no model in {request.model}: python benchmarks/gpu_train.py model makes it")
+    peer = Peer(name, storage, request)
+    for setting in request.settings:
+        row: dict[str, Any] = {"peer": name, "storage": storage, **vars(setting)}
+        row |= {"layers": layers_of(request), "seconds_to_load": round(peer.seconds_to_load, 2)}
+        title = f"{setting.rows} x {setting.tokens}, checkpointing {'on' if setting.checkpointing else 'off'}"
+        _settle(request.device)
+        try:
+            steps = peer.steps(setting)
+        except torch.OutOfMemoryError as error:
+            yield {**row, "failed": str(error)[:300], "text": f"{title}: out of memory"}
+            continue
+        row |= measures(steps, setting, request, layers_of(request))
+        peak = (
+            ""
+            if row["peak"] is None
+            else f", {row['peak'] / 2**30:.1f} GiB, reserved {row['reserved'] / 2**30:.1f}"
+        )
+        text = f"{title}: {row['step']:.3f} s, {row['tokens_per_second']:.0f} tokens/s, {row['tflops']:.1f} TFLOP/s{peak}"
+        yield {**row, "text": f"{text}; {row['launches']} kernels, busy {100 * row['busy']:.0f} %"}
+
+
+def measures(steps: Steps, setting: Setting, request: Request, layers: int) -> dict[str, Any]:
+    """What the steps of a set-up come to."""
+    step = statistics.median(steps.seconds[WARM_UP:])
+    tokens = setting.rows * setting.tokens
+    layer, head = weights(request.sizes)
     # Forward and gradient of the input, no gradient of frozen weights; scores and values of causal attention, backward too.
-    flops = 4 * weights * tokens + asked.layers * asked.rows * 6 * asked.tokens**2 * hidden
+    flops = 4 * (layers * layer + head) * tokens
+    flops += layers * setting.rows * 6 * setting.tokens**2 * request.sizes["hidden_size"]
+    on_gpu = request.device == "cuda"
     return {
         "step": step,
-        "seconds": seconds,
+        "seconds": steps.seconds,
         "tokens_per_second": tokens / step,
         "tflops": flops / step / 1e12,
-        "peak": torch.cuda.max_memory_allocated() if asked.device == "cuda" else None,
-        "losses": losses,
+        "peak": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "reserved": torch.cuda.max_memory_reserved() if on_gpu else None,
+        "losses": steps.losses,
+        **steps.profile(),
     }
 
 
-def _trainer(peer: str, storage: str, asked: Asked) -> Any:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    folder = Path(asked.out) / "model"
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(
-        3, asked.sizes["vocab_size"], (asked.rows * asked.steps, asked.tokens), generator=generator
+def parser() -> argparse.ArgumentParser:
+    """Of the arguments."""
+    found = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    found.add_argument("peer", choices=["model", *PEERS])
+    found.add_argument("--storage", choices=STORAGES, default="none")
+    found.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    found.add_argument("--work", type=Path, default=ROOT / "build" / "gpu-work")
+    found.add_argument("--layers", type=int, default=32)
+    found.add_argument(
+        "--steps",
+        type=int,
+        default=8,
+        help=f"of each set-up; the first {WARM_UP} and the last are not counted",
     )
-    data = Dataset.from_dict({"input_ids": ids.tolist()})
-    lora: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
-    lora["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    arguments = SFTConfig(
-        output_dir=str(Path(asked.out) / f"run-{peer}-{storage}"), per_device_train_batch_size=asked.rows,
-        max_steps=asked.steps, max_length=asked.tokens, learning_rate=1e-4, lr_scheduler_type="constant", logging_steps=1,
-        save_strategy="no", gradient_checkpointing=True, bf16=True, seed=0, report_to="none", disable_tqdm=True,
-        use_cpu=asked.device == "cpu", use_liger_kernel=peer == "trl+liger", dataset_kwargs={"skip_prepare_dataset": True},
-    )  # fmt: skip
-    if peer == "isotype":
-        return _isotype_trainer(folder, storage, asked, arguments, data, lora)
-    if peer == "unsloth":
-        from unsloth import FastLanguageModel
-
-        model, words = FastLanguageModel.from_pretrained(
-            str(folder), max_seq_length=asked.tokens, dtype=torch.bfloat16, load_in_4bit=storage == "nf4"
-        )
-        lora.pop("task_type")
-        model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing="unsloth", **lora)
-        return SFTTrainer(model, arguments, train_dataset=data, processing_class=words)
-    import peft
-    import transformers
-
-    quantized = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    more = {"quantization_config": quantized} if storage == "nf4" else {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map={"": 0} if asked.device == "cuda" else None, **more
-    )
-    return SFTTrainer(model, arguments, train_dataset=data, peft_config=peft.LoraConfig(**lora))
-
-
-def _isotype_trainer(
-    folder: Path, storage: str, asked: Asked, arguments: Any, data: Any, lora: dict[str, Any]
-) -> Any:
-    import transformers
-    from trl import SFTTrainer
-
-    import isotype
-    from isotype.train.governed import enforce_trainer, governed, masters_of
-
-    policy = isotype.resolve_precision(
-        str(folder), "bfloat16", None if storage == "none" else storage, device=asked.device
-    )
-    model = isotype.load(str(folder), policy)
-    transformers.set_seed(0)
-    model = isotype.add_lora(model, policy, **lora)
-    masters = masters_of(model)
-    words = transformers.AutoTokenizer.from_pretrained(folder)
-    trainer = governed(SFTTrainer)(model, arguments, train_dataset=data, processing_class=words)
-    enforce_trainer(trainer, policy, masters)
-    print(isotype.fuse(trainer.model).summary, file=sys.stderr)
-    return trainer
-
-
-def compare(asked: Asked, peers: list[str], storages: list[str]) -> list[dict[str, Any]]:
-    """Rows of the table."""
-    rows = []
-    for storage in storages:
-        for peer in peers:
-            command = [sys.executable, __file__, "--peer", peer, storage, json.dumps(asdict(asked))]
-            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            result = json.loads(lines[-1]) if lines else {"failed": done.stderr[-2000:]}
-            rows.append({"peer": peer, "storage": storage, **result})
-            print(_line(rows[-1]), flush=True)
-    return rows
-
-
-def _line(row: dict[str, Any]) -> str:
-    name = f"{row['storage']:<6} {row['peer']:<10}"
-    if "failed" in row:
-        return f"{name} failed: {row['failed'].strip().splitlines()[-1][:200]}"
-    peak = "" if row["peak"] is None else f"{row['peak'] / 2**30:>7.1f} GiB"
-    return f"{name} {row['step']:>8.3f} s {row['tokens_per_second']:>9.0f} tokens/s {row['tflops']:>7.1f} TFLOP/s {peak}"
+    found.add_argument("--small", action="store_true", help="a toy model")
+    return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--storage", nargs="+", choices=["none", "nf4"], default=["none", "nf4"])
-    parser.add_argument("--peers", nargs="+", choices=NEEDS)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--small", action="store_true", help="a toy model")
-    parser.add_argument("--peer", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.peer:
-        print(json.dumps(peer_run(given.peer[0], given.peer[1], Asked(**json.loads(given.peer[2])))))
+    options = parser().parse_args()
+    if options.steps < WARM_UP + 2:
+        parser().error(f"--steps {options.steps}: the first {WARM_UP} and the last are not counted")
+    layers = 2 if options.small else options.layers
+    request = Request(options.device, options.work.resolve(), options.small, layers, options.steps)
+    if options.peer == "model":
+        print(json.dumps(make_model(request)))
         return 0
-    if given.steps <= WARM_UP:
-        parser.error(f"--steps {given.steps}: the first {WARM_UP} are not counted")
-    layers, rows, tokens = (2, 2, 64) if given.small else (given.layers, given.rows, given.tokens)
-    asked = Asked(given.device, str(given.out.resolve()), given.small, layers, rows, tokens, given.steps)
-    if not (given.out / "model" / "config.json").is_file():
-        _save_random(asked, given.out / "model")
-    missing = [peer for peer, package in NEEDS.items() if importlib.util.find_spec(package) is None]
-    peers = given.peers or [peer for peer in NEEDS if peer not in missing]
-    made = compare(asked, peers, given.storage)
-    print(json.dumps({"rows": made, "not_installed": missing}))
-    return int(any("failed" in row for row in made))
+    for row in rows_of(options.peer, options.storage, request):
+        print(json.dumps(row), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
