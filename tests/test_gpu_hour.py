@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -279,10 +280,8 @@ def test_the_share_in_which_a_kernel_runs_counts_nothing_twice() -> None:
     assert profiled.table([("a", 0, 1), ("b", 0, 5), ("a", 3, 1)]) == [["b", 1, 5e-9], ["a", 2, 2e-9]]
 
 
-def test_kernels_are_compared_with_float64(options: Options) -> None:
+def test_kernels_are_compared_with_float64() -> None:
     """The compiled loops are right; off by a percent they are found."""
-    import torch
-
     (module,) = kernels.candidates("cpu").values()
     for case in kernels.cases(small=True):
         if kernels.has("loops", case, torch.float32):
@@ -292,6 +291,25 @@ def test_kernels_are_compared_with_float64(options: Options) -> None:
     )
     case = kernels.Case("rotary", (2, 3, 5, 20))
     assert min(kernels.errors(wrong, case, torch.float32, "cpu")) > 5e-3
+
+
+def test_a_kernel_that_raises_or_is_wrong_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others go on."""
+
+    def norm(*operands: Any) -> Any:
+        raise RuntimeError("no kernel image is available\nfor this GPU")
+
+    (module,) = kernels.candidates("cpu").values()
+    broken = Namespace(**{**vars(module), "rms_norm": norm, "rotate": lambda x, *_, back=False: 2 * x})
+    monkeypatch.setattr(kernels, "candidates", lambda device: {"loops": broken})
+    monkeypatch.setattr(kernels, "DTYPES", [torch.float32])
+    rows: list[Any] = []
+    with pytest.raises(kernels.WrongError, match="other numbers than float64: rms_norm"):
+        rows.extend(kernels.rows(Options("cpu", "", "", small=True)))
+    failed = {row["operation"]: row.get("failed") for row in rows}
+    assert failed["rms_norm"] == "RuntimeError: no kernel image is available"
+    assert failed["gated"] is None
+    assert " at (" in str(failed["rotary"])
 
 
 def test_peaks_are_read_from_the_results(tmp_path: Path) -> None:

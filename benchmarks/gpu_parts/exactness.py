@@ -25,7 +25,7 @@ class WrongError(Exception):
 
 def limits(options: Options) -> dict[str, float]:
     """Job -> seconds."""
-    return {"layers": 120.0, "kernels": 90.0, "switching": 60.0, "small adapters": 60.0, "host time": 60.0}
+    return {"layers": 120.0, "kernels": 150.0, "switching": 60.0, "small adapters": 60.0, "host time": 60.0}
 
 
 def run(options: Options, name: str) -> Iterator[Row]:

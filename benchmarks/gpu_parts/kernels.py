@@ -104,23 +104,34 @@ def rows(options: Options) -> Iterator[Row]:
                 groups.setdefault((case.operation, case.detail), []).append(case)
         for (operation, detail), some in groups.items():
             for dtype in (dtype for dtype in DTYPES if has(name, some[0], dtype)):
-                worst = {case.shape: max(errors(module, case, dtype, options.device)) for case in some}
-                error = max(worst.values())
-                row: dict[str, Any] = {"kernel": name, "operation": operation, "detail": detail}
-                row |= {"dtype": str(dtype), "error": error, "shapes": [[*shape] for shape in worst]}
-                text = f"{operation} {detail} {dtype} by {name}: {error:.1e}".replace("  ", " ")
-                if error > TOLERANCES[dtype]:
-                    shape = max(worst, key=lambda shape: worst[shape])
-                    row["failed"] = f"{error:.1e} at {shape}"
-                    wrong.append(f"{operation} {detail} {dtype} by {name} at {shape}")
-                if dtype == torch.bfloat16:
-                    row["seconds"] = times(module, Case(operation, (), detail), options)
-                    text += "; " + ", ".join(
-                        f"{key} {1e6 * one:.0f} µs" for key, one in row["seconds"].items()
-                    )
+                row, text = _row(name, module, some, dtype, options)
+                if "failed" in row:
+                    wrong.append(f"{operation} {detail} {dtype} by {name}: {row['failed']}")
                 yield {**row, "text": text}
     if wrong:
         raise WrongError(f"other numbers than float64: {'; '.join(wrong)}")
+
+
+def _row(
+    name: str, module: Any, some: Sequence[Case], dtype: torch.dtype, options: Options
+) -> tuple[dict[str, Any], str]:
+    """The row of a candidate, operation and dtype, with its text."""
+    operation, detail = some[0].operation, some[0].detail
+    row: dict[str, Any] = {"kernel": name, "operation": operation, "detail": detail, "dtype": str(dtype)}
+    title = f"{operation} {detail} {dtype} by {name}".replace("  ", " ")
+    try:
+        worst = {case.shape: max(errors(module, case, dtype, options.device)) for case in some}
+        if dtype == torch.bfloat16:
+            row["seconds"] = times(module, Case(operation, (), detail), options)
+    except Exception as failure:  # noqa: BLE001 - a compiler, a driver or a launch raises whatever it likes; the others go on
+        row["failed"] = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"[:300]
+        return row, f"{title}: {row['failed']}"
+    error = max(worst.values())
+    row |= {"error": error, "shapes": [[*shape] for shape in worst]}
+    if error > TOLERANCES[dtype]:
+        row["failed"] = f"{error:.1e} at {max(worst, key=lambda shape: worst[shape])}"
+    clock = ", ".join(f"{key} {1e6 * one:.0f} µs" for key, one in row.get("seconds", {}).items())
+    return row, f"{title}: {error:.1e}" + (f"; {clock}" if clock else "")
 
 
 def _numbers(device: str, dtype: torch.dtype, *shapes: Sequence[int]) -> list[torch.Tensor]:
