@@ -41,6 +41,7 @@ from isotype.compat.torch import (
     is_traced,
     is_transformed,
     last_node_number,
+    loss_scale,
     mark_as_parameter,
     node_number,
     operator_packet,
@@ -359,3 +360,15 @@ def test_torch_still_refuses_functions_without_setup_context() -> None:
 def test_modules_still_keep_their_compiled_call_in_an_attribute() -> None:
     assert getattr(nn.Module, COMPILED_CALL) is None
     assert not is_compiled(nn.Linear(1, 1))
+
+
+def test_the_loss_scale_is_had_without_waiting() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    assert loss_scale(scaler) == 64.0  # before the first backward it lies with the host
+    scaler.scale(torch.ones(()))
+    scale = loss_scale(scaler)
+    assert isinstance(scale, torch.Tensor)
+    assert scale.shape == ()
+    assert scale.item() == scaler.get_scale() == 64.0
+    assert loss_scale(None) is None
+    assert loss_scale(torch.amp.GradScaler("cpu", enabled=False)) is None

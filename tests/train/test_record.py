@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +20,10 @@ from rich.console import Console
 
 from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
+from isotype.train.callback import PrecisionCallback
+from isotype.train.governed import governed
 from isotype.train.progress import ProgressView
-from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
+from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, StepValues, memory_meter
 from tests.train.test_governed import build
 from tests.train.tiny import save_chat_model
 
@@ -174,11 +179,10 @@ def test_the_report_is_kept_now_and_then_at_little_cost(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("scaled", "stops"), [(True, False), (False, True)])
 def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, stops):
-    scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 65536.0) if scaled else None
     arguments = SimpleNamespace(fp16=scaled, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1.0)
     trainer = SimpleNamespace(
-        step_so_far=lambda: (2.0, float("inf")),
-        accelerator=SimpleNamespace(scaler=scaler, optimizer_step_was_skipped=False),
+        step_values=lambda: StepValues(1, 2.0, float("inf"), 65536.0 if scaled else None),
+        accelerator=SimpleNamespace(optimizer_step_was_skipped=False),
         last_checkpoint=lambda: None,
         take_step_measures=lambda: StepMeasures(1, 2.0, float("inf"), 0),
         args=arguments,
@@ -192,3 +196,77 @@ def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, 
         recorder.on_pre_optimizer_step(arguments, state, None)
     assert "the gradient is not finite" in str(caught.value)
     assert "--save_steps N" in str(caught.value)
+
+
+class Reads:
+    """Calls of isotype's own, however deep in torch, by which the host waits for a tensor's values; by file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_file: Counter[str] = Counter()
+        for name in ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"):
+            method = getattr(torch.Tensor, name)
+            monkeypatch.setattr(torch.Tensor, name, self._counted(method))
+
+    def _counted(self, method: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
+                frame = frame.f_back
+            if "/isotype/" in frame.f_code.co_filename:
+                self.by_file[Path(frame.f_code.co_filename).stem] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_host_waits_once_a_step(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaled: bool
+) -> None:
+    trainer = build(path, tmp_path, max_steps=3, save_strategy="no")
+    if scaled:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+        trainer.accelerator.native_amp = True
+    reads: list[Counter[str]] = []
+
+    class Steps(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            reads.append(Counter())
+            counted.by_file = reads[-1]
+
+    policy = trainer.model.precision_policy
+    policy = replace(policy, compute=torch.float16, loss_scaling=True) if scaled else policy
+    keeper = PrecisionCallback(policy, check=None, watch=False)
+    for name in ("on_train_begin", "on_train_end", "on_save", "on_step_end"):
+        setattr(keeper, name, lambda *_, **__: None)
+    trainer.add_callback(Steps())
+    trainer.add_callback(keeper)
+    counted = Reads(monkeypatch)
+    recorder, _ = recorded(trainer)
+    assert [step.loss_scale for step in recorder.steps] == ([65536.0] * 3 if scaled else [None] * 3)
+    # What is read of the last step's end and of the training's is not counted: saving and looking at weights.
+    assert [step["governed"] for step in reads[:-1]] == [1, 1]
+    assert all(set(step) == {"governed"} for step in reads[:-1])
+
+
+def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
+    reduced: list[list[float]] = []
+
+    def reduce(values: torch.Tensor, reduction: str) -> torch.Tensor:
+        assert reduction == "sum"
+        reduced.append(values.tolist())
+        return values + torch.tensor([30.0, 3.0, 1.0])  # the other process: 30 tokens, a loss of 3, a signal
+
+    trainer: Any = governed(transformers.Trainer).__new__(governed(transformers.Trainer))
+    trainer.args = SimpleNamespace(device=torch.device("cpu"))
+    trainer.accelerator = SimpleNamespace(num_processes=2, reduce=reduce, scaler=None)
+    trainer._step_tokens, trainer._step_loss = 10, torch.tensor(1.0)
+    assert trainer.step_values() == StepValues(40, 2.0, None, None)
+    assert trainer.step_values().tokens == 40
+    assert reduced == [[10.0, 1.0, 0.0]]
+    assert trainer.stop_asked
+    trainer.asks_to_stop = lambda: True
+    trainer.take_step_measures()
+    trainer._step_loss = torch.tensor(1.0)
+    trainer.step_values()
+    assert reduced[-1] == [0.0, 1.0, 1.0]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.formats.staged import BUFFER, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted
@@ -52,18 +54,32 @@ class Placement:
         return self.modules[path] if path in self.modules else model.get_submodule(path)
 
 
+class Tensors(Protocol):
+    """Where the tensors of files are read."""
+
+    def tensor(self, header: TensorHeader) -> torch.Tensor:
+        """A tensor as it is stored."""
+
+
 def fill(
-    model: nn.Module, weights: WeightMap, placement: Placement, *, shown: bool = True
+    model: nn.Module,
+    weights: WeightMap,
+    placement: Placement,
+    *,
+    shown: bool = True,
+    staging: int | None = None,
 ) -> tuple[set[str], dict[str, str]]:
     """Give every tensor of a model that the checkpoint has its values.
 
-    Peak memory is the filled model and the largest tensor. A tensor that is taken as it is stored stays mapped.
+    Peak memory is the filled model and the largest tensor. A tensor that is taken as it is stored stays mapped. Where weights go to
+    a GPU a thread reads ahead of them, into two pinned buffers, which come on top.
 
     Args:
         model: on the meta device; its quantized layers are bitsandbytes' already.
         weights: what each tensor is made of.
         placement: what becomes of each.
         shown: whether a progress bar may come.
+        staging: bytes of each buffer that is read into; None: `staged.BUFFER` where a weight goes to a GPU, else none are used.
 
     Returns:
         The names that were filled, and of those whose values are not finite what is wrong.
@@ -74,21 +90,59 @@ def fill(
     broken: dict[str, str] = {}
     bar = Bar("loading", shown)
     bar.total = len(sources)
+    pinned = _to_gpu(sources, placement)
+    size = staging or (BUFFER if pinned else None)
+    read = _mapped(sources, files) if size is None else _staged(sources, files, placement, size, pinned)
     try:
-        for source, after in zip(sources, [*sources[1:], None], strict=True):
-            if after is not None:
-                files.ahead(_headers(after))
-            placed = _place(model, source, files, placement)
-            filled.update(placed)
-            broken |= not_finite(
-                (name, value) for name, value in placed.items() if isinstance(value, nn.Parameter)
-            )
-            if not any(files.holds(value) for value in placed.values()):
-                files.release(_headers(source))
-            bar.advance()
+        with closing(read):
+            for source, tensors in read:
+                placed = _place(model, source, tensors, placement)
+                filled.update(placed)
+                broken |= not_finite(
+                    (name, value) for name, value in placed.items() if isinstance(value, nn.Parameter)
+                )
+                if tensors is files and not any(files.holds(value) for value in placed.values()):
+                    files.release(_headers(source))
+                bar.advance()
     finally:
         bar.close()
     return filled, broken
+
+
+def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[Source, Tensors], None, None]:
+    """Each source with the mapped files, the system reading ahead of it."""
+    for source, after in zip(sources, [*sources[1:], None], strict=True):
+        if after is not None:
+            files.ahead(_headers(after))
+        yield source, files
+
+
+def _staged(
+    sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
+) -> Generator[tuple[Source, Tensors], None, None]:
+    """Each source with the buffer that its tensors are in; with the mapped files where they fit into none."""
+    # What is saved quantized becomes the weight as it lies where it is on its device already, and would lie in a buffer.
+    work = [
+        (source, () if _is_saved(source, placement) and not pinned else tuple(_headers(source)))
+        for source in sources
+    ]
+    with closing(staged(work, size, pinned=pinned)) as read:
+        for source, tensors in read:
+            yield (
+                source,
+                tensors if tensors is not None and tensors.at.keys() >= {*_headers(source)} else files,
+            )
+
+
+def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
+    devices = {torch.device(placement.device(source.target)).type for source in sources}
+    return bool(devices & {"cuda", "xpu"})
+
+
+def _is_saved(source: Source, placement: Placement) -> bool:
+    """Whether a weight is saved in the quantized format that its layer takes."""
+    first, _ = source.tensors[0]
+    return first.form in _BNB and bool(first.constants) and source.target in placement.quantized
 
 
 def _headers(source: Source) -> Iterator[TensorHeader]:
@@ -96,13 +150,11 @@ def _headers(source: Source) -> Iterator[TensorHeader]:
         yield from tensor.parts
 
 
-def _place(
-    model: nn.Module, source: Source, files: MappedFiles, placement: Placement
-) -> dict[str, torch.Tensor]:
+def _place(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> dict[str, torch.Tensor]:
     """Read, convert and place what a source makes; returns the placed tensors by name."""
     target = source.target
     first, _ = source.tensors[0]
-    if first.form in _BNB and first.constants and target in placement.quantized:
+    if _is_saved(source, placement):
         return {target: _put(model, target, _saved(model, target, first, files, placement), placement)}
     dtype = (
         placement.plain if target in placement.quantized else placement.dtypes.get(target, placement.plain)
@@ -114,7 +166,7 @@ def _place(
 def read_source(
     model: nn.Module,
     source: Source,
-    files: MappedFiles,
+    files: Tensors,
     dtype: torch.dtype,
     packing: Packing,
     turn: Turn | None,
@@ -189,7 +241,7 @@ def _quantized(layer: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def _saved(
-    model: nn.Module, name: str, tensor: StoredTensor, files: MappedFiles, placement: Placement
+    model: nn.Module, name: str, tensor: StoredTensor, files: Tensors, placement: Placement
 ) -> torch.Tensor:
     """The weight of a bitsandbytes layer that was saved quantized, with its state."""
     layer: Any = placement.owner(model, name)

@@ -299,3 +299,14 @@ COMPILER: Final = "torch._dynamo"
 def has_compiler() -> bool:
     """Whether torch's compiler has been imported."""
     return COMPILER in sys.modules
+
+
+def loss_scale(scaler: Any) -> torch.Tensor | float | None:
+    """The loss scale of a GradScaler, float32 `[]` on its device, not waited for; None of none, or of one that is off.
+
+    `GradScaler.get_scale()` waits for the device; the tensor that it reads is None before the first backward.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: torch.Tensor | None = scaler._scale
+    return float(scaler.get_scale()) if scale is None else scale.reshape(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._policy = policy  # of the current run
         self._checked = False
         self._scale: float | None = None
+        self._skips: bool | None = False
         self.watch = watch
         self._steps: StepWatch | None = None
         self._reductions = ExitStack()
@@ -118,9 +120,23 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Raises:
             TrainingError: loss or gradient are not finite, see `isotype.ranges.nonfinite.verdict`.
         """
-        self._scale = _loss_scale(kwargs["optimizer"])
+        self._scale, self._skips = self._read_scale(kwargs["optimizer"])
         if self._steps is not None:
             self._look(self._steps, args, state.global_step + 1, kwargs["lr_scheduler"])
+
+    def _read_scale(self, optimizer: Any) -> tuple[float | None, bool | None]:
+        """(the loss scale, whether the GradScaler is about to skip the step); None where that shows only afterwards.
+
+        Of a trainer of ours both are among the values that it reads once a step.
+        """
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is None or not scaler.is_enabled():
+            return None, False
+        trainer = _calling_trainer()
+        if not hasattr(trainer, "step_values"):
+            return float(scaler.get_scale()), None
+        values = trainer.step_values()
+        return values.scale, None if values.grad_norm is None else not math.isfinite(values.grad_norm)
 
     def _look(self, steps: StepWatch, args: Any, step: int, schedule: Any) -> None:
         loss, norm = steps.step_so_far()
@@ -146,8 +162,11 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         accelerate 1.15 takes a step for skipped if GradScaler did not call the optimizer; but a fused optimizer is
         always called and skips by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
         """
-        after = _loss_scale(kwargs["optimizer"])
-        if self._scale is not None and after is not None and after < self._scale:
+        skipped = self._skips
+        if skipped is None:
+            after = _loss_scale(kwargs["optimizer"])
+            skipped = self._scale is not None and after is not None and after < self._scale
+        if skipped:
             kwargs["optimizer"]._is_overflow = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from isotype.checkpoint.values.finite import all_finite
 from isotype.checkpoint.written import require_readable
+from isotype.compat.torch import loss_scale
 from isotype.core.errors import PrecisionError, Problem, SaveError
 from isotype.core.files import write_whole
 from isotype.core.staging import (
@@ -37,7 +38,7 @@ from isotype.train.compilation import take_compilation
 from isotype.train.diverged import not_finite
 from isotype.train.head import use_own_head
 from isotype.train.recompute import needs_input_gradients
-from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
+from isotype.train.record import MemoryMeter, StepMeasures, StepValues, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 from isotype.train.sharded import Sharded, has_shards
 
@@ -50,6 +51,8 @@ class _Governed:
         in_checkpoint: writes what else belongs into the folder of a checkpoint.
         goes_on: the command that goes on from a checkpoint; None in a script.
         compilation: arguments of `torch.compile` for the model's blocks; None where nothing is to be compiled.
+        asks_to_stop: whether this process was asked to stop.
+        stop_asked: whether one of all processes was, when the values of the last step were read.
     """
 
     _staging: Path | None = None
@@ -59,11 +62,14 @@ class _Governed:
     _step_tokens: torch.Tensor | int = 0
     _step_loss: torch.Tensor | None = None
     _step_norm: torch.Tensor | float | None = None
+    _values: StepValues | None = None
+    stop_asked: bool = False
     _flops_of_value: int | None = None
     card: Callable[[], str] | None = None
     in_checkpoint: Callable[[Path], object] | None = None
     goes_on: Callable[[Path], str] | None = None
     compilation: Mapping[str, Any] | None = None
+    asks_to_stop: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -150,39 +156,42 @@ class _Governed:
         self._step_norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
         return self._step_norm
 
-    def take_step_measures(self: Any) -> StepMeasures:
-        """The measures of the optimizer step that has just ended; the next step starts from zero.
+    def step_values(self: Any) -> StepValues:
+        """The values of the optimizer step that is under way, read once: the one time in a step that it waits for the device.
 
-        Every process has to call it: where there are several, they bring their tokens and losses together.
+        Every process has to call it: where there are several, they bring their tokens, losses and wishes to stop together.
         """
+        if self._values is not None:
+            values: StepValues = self._values
+            return values
         device = self.args.device
         # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
         wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-        parts = (self._step_tokens, self._step_loss, self._step_norm)
-        values = torch.stack(
+        scale = loss_scale(self.accelerator.scaler)
+        parts = (self._step_tokens, self._step_loss, self.asks_to_stop(), self._step_norm, scale)
+        read = torch.stack(
             [torch.as_tensor(math.nan if v is None else v, dtype=wide, device=device) for v in parts]
         )
-        if self.accelerator.num_processes > 1:
-            values[:2] = self.accelerator.reduce(values[:2], reduction="sum")
-            values[1] /= self.accelerator.num_processes
-        tokens, loss, norm = values.tolist()  # the one time in a step that its measures wait for the device
-        memory = 0 if self._memory is None else self._memory.peak()
-        measures = StepMeasures(int(tokens), loss, None if self._step_norm is None else norm, memory)
-        self._step_tokens, self._step_loss, self._step_norm = 0, None, None
-        return measures
-
-    def step_so_far(self: Any) -> tuple[float, float | None]:
-        """(loss, gradient norm) of the step whose update comes next, over all processes; the norm None without one."""
-        values = torch.stack(
-            [
-                torch.as_tensor(0.0 if v is None else v, device=self.args.device)
-                for v in (self._step_loss, self._step_norm)
-            ]
+        count = self.accelerator.num_processes
+        if count > 1:
+            read[:3] = self.accelerator.reduce(read[:3], reduction="sum")
+        tokens, loss, stops, norm, scaled = read.tolist()
+        self.stop_asked = stops > 0
+        self._values = StepValues(
+            int(tokens),
+            loss / count,
+            None if self._step_norm is None else norm,
+            None if scale is None else scaled,
         )
-        if self.accelerator.num_processes > 1:
-            values = self.accelerator.reduce(values, reduction="mean")
-        loss, norm = values.tolist()
-        return loss, None if self._step_norm is None else norm
+        return self._values
+
+    def take_step_measures(self: Any) -> StepMeasures:
+        """The measures of the optimizer step that has just ended; the next step starts from zero."""
+        values = self.step_values()
+        memory = 0 if self._memory is None else self._memory.peak()
+        measures = StepMeasures(values.tokens, values.loss, values.grad_norm, memory, values.scale)
+        self._step_tokens, self._step_loss, self._step_norm, self._values = 0, None, None, None
+        return measures
 
     def _check_trained(self: Any) -> None:
         """Raise TrainingError, in every process, rather than save weights that are not finite in one."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+
+import torch
 
 from isotype.checkpoint.resolve import resolve_request
 from isotype.precision.decide import PrecisionRequest
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.ranges.measure import measure_ranges
+from isotype.train.launched import from_first, processes
 
 WHEN = ("measure", "known")
 """`measure`: measure a checkpoint whose weights are on this machine and that nobody has measured; `known`: do not."""
@@ -29,5 +34,32 @@ def policy_by_ranges(
     Raises:
         PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`.
     """
-    measure = partial(measure_ranges, source, revision=revision) if when == "measure" else None
+    profile = device_profile(device)
+    measure = partial(_measured, source, revision, profile) if when == "measure" else None
     return resolve_request(source, request, device, revision, measure=measure)
+
+
+def policy_of_run(
+    source: str, request: PrecisionRequest, device: str, revision: str | None = None, *, when: str = "measure"
+) -> tuple[PrecisionPolicy, Ranges | None]:
+    """`policy_by_ranges` for one of the processes of a run: the first measures, and all decide by what it has found."""
+    if processes() == 1:
+        return policy_by_ranges(source, request, device, revision, when=when)
+    _, ranges = from_first(lambda: policy_by_ranges(source, request, device, revision, when=when))
+    known = None if ranges is None else lambda: ranges
+    return resolve_request(source, request, device, revision, measure=known)
+
+
+def _measured(source: str, revision: str | None, profile: DeviceProfile) -> Ranges:
+    """Measured on the GPU that is about to train, block by block; on the CPU where there is none, or no room on it."""
+    if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
+        return measure_ranges(source, revision=revision)
+    device = torch.device(profile.name)
+    try:
+        return measure_ranges(source, revision=revision, device=device)
+    except torch.OutOfMemoryError:
+        note = f"measured on the CPU: there was no room on {profile.title}"
+    finally:
+        torch.get_device_module(device).empty_cache()  # what is free decides what else is done
+    ranges = measure_ranges(source, revision=revision)
+    return replace(ranges, notes=(*ranges.notes, note))

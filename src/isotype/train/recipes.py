@@ -34,7 +34,7 @@ from isotype.train import describe
 from isotype.train.assistant import labelled_rows, labels_kept
 from isotype.train.compilation import compile_blocks
 from isotype.train.cures import cure_by_name
-from isotype.train.device import take_one_gpu, training_device
+from isotype.train.device import take_one_gpu, training_device, wait_less
 from isotype.train.early import early_stopping, not_the_best
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
@@ -47,7 +47,7 @@ from isotype.train.governed import (
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
-from isotype.train.ranges import policy_by_ranges
+from isotype.train.ranges import policy_of_run
 from isotype.train.recompute_choice import Choice
 from isotype.train.recompute_of_run import SAVED_AS, take_choice
 from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
@@ -104,6 +104,7 @@ def run(settings: Settings, console: Console) -> Outcome:
         settings = replace(settings, sharding=take_sharding(settings.training, settings.model))
         profile = training_device(settings)
         take_one_gpu(settings, console)
+        wait_less(settings, profile)
         rewards = _rewards(settings)
     with _output_directory(settings):
         with interrupts_kept():
@@ -131,7 +132,7 @@ def _run(
         saved = None if resume is None else PrecisionPolicy.read(resume)
         when = extra.ranges if saved is None else "known"
         revision = settings.model.model_revision
-        policy, _ = policy_by_ranges(source, settings.precision, extra.device, revision, when=when)
+        policy, _ = policy_of_run(source, settings.precision, extra.device, revision, when=when)
         policy = with_ranges_of(policy, saved)
         check_policy(settings, policy)
         check_weights(settings.model.model_name_or_path)

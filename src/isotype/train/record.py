@@ -37,6 +37,24 @@ class StepMeasures:
     loss: float
     grad_norm: float | None
     memory_bytes: int
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What is read of an optimizer step before its update, all at once.
+
+    Attributes:
+        tokens: that its losses are computed on, over all processes.
+        loss: of the step, over all processes.
+        grad_norm: of its gradients before clipping, None where it was not measured.
+        scale: the loss scale that its backward ran with, None without one.
+    """
+
+    tokens: int
+    loss: float
+    grad_norm: float | None
+    scale: float | None = None
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -119,13 +137,11 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         Raises:
             TrainingError: loss or gradient are not finite, see `Verdict`.
         """
-        loss, norm = self.trainer.step_so_far()
-        scaler = self.trainer.accelerator.scaler
-        scaled = scaler is not None and scaler.is_enabled()
-        what = self._watch.verdict.of(loss, norm, scaler.get_scale if scaled else None)
+        values = self.trainer.step_values()
+        loss, norm, scale = values.loss, values.grad_norm, values.scale
+        what = self._watch.verdict.of(loss, norm, None if scale is None else lambda: float(scale))
         if what is None:
             return
-        scale = float(scaler.get_scale()) if scaled else None
         step = state.global_step + 1
         self.steps.append(self._record(step))
         if self._headroom is not None:
@@ -144,8 +160,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def _record(self, step: int) -> StepRecord:
         measures = self.trainer.take_step_measures()
-        accelerator = self.trainer.accelerator
-        scaler = accelerator.scaler
         return StepRecord(
             step=step,
             loss=measures.loss,
@@ -154,8 +168,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             tokens=measures.tokens,
             seconds=time.perf_counter() - self._began,
             memory_bytes=measures.memory_bytes,
-            loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None,
-            skipped=bool(accelerator.optimizer_step_was_skipped),
+            loss_scale=measures.loss_scale,
+            skipped=bool(self.trainer.accelerator.optimizer_step_was_skipped),
         )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

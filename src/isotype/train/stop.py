@@ -41,10 +41,15 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if _agreed(trainer, stopped):
+            # Of several processes this comes with what is read of every step; the signal is looked for where somebody has one.
+            alone = trainer.accelerator.num_processes == 1
+            if (alone or trainer.stop_asked) and _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
-        on_evaluate = on_step_end  # a signal during an evaluation need not wait for one more step
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # A signal during an evaluation need not wait for one more step.
+            if _agreed(trainer, stopped):
+                control.should_save = control.should_training_stop = True
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if _agreed(trainer, stopped):
@@ -65,6 +70,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         yield stopped
         return
     trainer.add_callback(Stop)
+    trainer.asks_to_stop = lambda: bool(stopped)
     before = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stopped

@@ -38,7 +38,7 @@ class StepRecord:
         memory_bytes: the most memory in use during the step, in this process, 0 where it was not measured: on a
             GPU what torch had allocated there; else the largest resident size of the process among samples 20 ms
             apart, which misses shorter peaks.
-        loss_scale: the GradScaler's scale, None without loss scaling.
+        loss_scale: the GradScaler's scale that the step ran with, None without loss scaling.
         skipped: whether the GradScaler skipped the optimizer step.
         metrics: what the trainer logged after the step beside loss, norm and rate, by its own names
             (`rewards/margins`).

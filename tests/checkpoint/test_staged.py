@@ -1,0 +1,199 @@
+"""Two buffers and a thread that reads ahead: the same bits as from mapped files, in bounded memory, and no thread left behind."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import isotype
+from isotype.checkpoint import fill as filling
+from isotype.checkpoint import streaming
+from isotype.checkpoint.formats import staged as staging
+from isotype.checkpoint.formats.headers import read_file_headers
+from isotype.checkpoint.formats.staged import staged
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.core.errors import CheckpointError
+from tests.models import tiny_model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A file of tensors of every size and many dtypes."""
+    tensors = {
+        "small": torch.arange(7, dtype=torch.int16),
+        "weight": torch.randn(33, 5),
+        "half": torch.randn(3, 40).bfloat16(),
+        "large": torch.randn(50, 40),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "last": torch.randn(11, 13).half(),
+    }
+    save_file(tensors, tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors", tensors
+
+
+def work_of(path: Path) -> list[tuple[str, list[TensorHeader]]]:
+    return [(header.name, [header]) for header in read_file_headers(path)]
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "isotype-reader"]
+
+
+@pytest.mark.parametrize("size", [1024, 4096, 1 << 20])
+def test_every_tensor_comes_in_its_order_and_what_fits_comes_in_a_buffer(
+    saved: tuple[Path, dict[str, torch.Tensor]], size: int
+) -> None:
+    path, tensors = saved
+    work = work_of(path)
+    order = []
+    for name, there in staged(work, size, pinned=False):
+        order.append(name)
+        (header,) = dict(work)[name]
+        assert (there is None) == (header.bytes > size)
+        if there is not None:
+            read = there.tensor(header)
+            assert read.dtype == tensors[name].dtype
+            assert torch.equal(read, tensors[name])
+    assert order == [name for name, _ in work]
+    assert not readers()
+
+
+def test_two_buffers_are_all_the_memory_there_is(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def buffer(size: int, pinned: bool) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging, "_buffer", buffer)
+    places = {there.buffer.data_ptr() for _, there in staged(work_of(saved[0]), 1024, pinned=False) if there}
+    assert sizes == [1024, 1024]
+    assert len(places) == 2
+
+
+def test_the_thread_reads_ahead_and_waits_for_a_buffer(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = threading.Event()
+    fills = itertools.count(1)
+    fill = staging._fill
+
+    def watched(*args: Any) -> Any:
+        if next(fills) == 3:
+            ahead.set()  # the third group is begun while the first is being used: two are filled
+        return fill(*args)
+
+    monkeypatch.setattr(staging, "_fill", watched)
+    small = [(name, headers) for name, headers in work_of(saved[0]) if headers[0].bytes]
+    reading = staged(small * 3, 1024, pinned=False)
+    _, first = next(reading)
+    assert ahead.wait(20)
+    kept = None if first is None else first.buffer.clone()
+    if first is not None and kept is not None:
+        assert torch.equal(first.buffer, kept)
+    reading.close()
+    assert not readers()
+
+
+def test_a_file_that_ends_too_early_is_named_where_its_tensors_are_waited_for(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    path, _ = saved
+    work = work_of(path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors") as raised:
+        list(staged(work, 4096, pinned=False))
+    assert "of its" in str(raised.value)
+    assert not readers()
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        list(staged(work, 4096, pinned=False))
+    assert not readers()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, MemoryError])
+def test_what_ends_the_caller_ends_the_thread(
+    saved: tuple[Path, dict[str, torch.Tensor]], interrupt: type[BaseException]
+) -> None:
+    def use() -> None:
+        reading = staged(work_of(saved[0]) * 4, 1024, pinned=False)
+        try:
+            next(reading)
+            raise interrupt
+        finally:
+            reading.close()
+
+    with pytest.raises(interrupt):
+        use()
+    assert not readers()
+
+
+def test_where_no_memory_can_be_pinned_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = torch.empty
+
+    def refusing(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("no more pages can be locked\nand more")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    assert staging._buffer(64, pinned=True).numel() == 65
+    assert caplog.messages == [
+        "weights are copied to the GPU out of pageable memory, more slowly: no more pages can be locked"
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ a whole model
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+def test_a_model_has_the_same_bits_as_from_mapped_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "bfloat16", quantization, device="cpu")
+    mapped = isotype.load(tmp_path, policy).state_dict()
+    used: list[int] = []
+    real = filling.staged
+
+    def watched(work: Any, size: int, **kwargs: Any) -> Any:
+        used.append(size)
+        return real(work, size, **kwargs)
+
+    monkeypatch.setattr(filling, "staged", watched)
+    monkeypatch.setattr(streaming, "fill", partial(filling.fill, staging=1 << 14))
+    read = isotype.load(tmp_path, policy)
+    assert used == [1 << 14]
+    assert read.state_dict().keys() == mapped.keys()
+    for name, value in read.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == mapped[name].dtype
+            assert torch.equal(value, mapped[name]), name
+    # None lies in a buffer, which the next tensors are read into.
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in read.parameters())
+    assert not readers()
+
+
+def test_buffers_are_used_where_weights_go_to_a_gpu() -> None:
+    class To:
+        def __init__(self, device: Any) -> None:
+            self.device = lambda _: device
+
+    class Source:
+        target = "weight"
+
+    for device, gpu in (("cpu", False), (torch.device("cuda", 1), True), ("xpu:0", True)):
+        assert filling._to_gpu([Source()], To(device)) == gpu  # type: ignore[list-item, arg-type]

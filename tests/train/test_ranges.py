@@ -1,0 +1,104 @@
+"""Value ranges for float16: measured on the device that trains, and by one process of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from isotype.precision.decide import PrecisionRequest
+from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.train import launched, ranges
+from isotype.train.ranges import policy_by_ranges, policy_of_run
+from tests.train.test_recompute import Processes
+
+REQUEST = PrecisionRequest("float16", None)
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The devices that are measured on; the policy is what `measure` returns, None where there is nothing to ask."""
+    devices: list[Any] = []
+
+    def measure(source: str, *, revision: str | None, device: torch.device | None = None) -> SimpleNamespace:
+        devices.append(device)
+        return SimpleNamespace(source=source, number=len(devices), notes=())
+
+    def resolve(*_: Any, measure: Callable[[], Any] | None) -> tuple[Any, Any]:
+        found = measure() if measure is not None else None
+        return found, found
+
+    monkeypatch.setattr(ranges, "measure_ranges", measure)
+    monkeypatch.setattr(ranges, "resolve_request", resolve)
+    return devices
+
+
+def on(monkeypatch: pytest.MonkeyPatch, profile: DeviceProfile) -> None:
+    monkeypatch.setattr(ranges, "device_profile", lambda _: profile)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(empty_cache=lambda: None))
+
+
+@pytest.mark.parametrize(
+    ("name", "present", "device"),
+    [
+        ("t4", True, torch.device("cuda", 0)),
+        ("t4", False, None),  # a profile: there is no such card here
+        ("mi300x", True, torch.device("cuda", 0)),
+        ("cpu", True, None),
+    ],
+)
+def test_it_is_measured_where_it_is_trained(
+    measurements: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    present: bool,
+    device: torch.device | None,
+) -> None:
+    profile = device_profile(name)
+    on(
+        monkeypatch,
+        replace(profile, present=present, name="cuda:0") if present and name != "cpu" else profile,
+    )
+    policy_by_ranges("model", REQUEST, name)
+    assert measurements == [device]
+
+
+def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
+    measurements: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, replace(device_profile("t4"), present=True, name="cuda:0"))
+    measure = ranges.measure_ranges
+
+    def full(source: str, *, revision: str | None, device: torch.device | None = None) -> Any:
+        if device is not None:
+            measurements.append(device)
+            raise torch.OutOfMemoryError("none left")
+        return measure(source, revision=revision)
+
+    monkeypatch.setattr(ranges, "measure_ranges", full)
+    monkeypatch.setattr(ranges, "replace", lambda found, notes: SimpleNamespace(notes=notes))
+    _, found = policy_by_ranges("model", REQUEST, "t4")
+    assert measurements == [torch.device("cuda", 0), None]
+    assert found is not None
+    assert found.notes == ("measured on the CPU: there was no room on NVIDIA T4",)
+
+
+def test_one_process_of_a_run_measures_and_all_decide_by_it(
+    measurements: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Processes()
+    monkeypatch.setattr(launched, "distributed", two)
+    monkeypatch.setattr(ranges, "processes", lambda: 2)
+    results = two.both(lambda _: policy_of_run("model", REQUEST, "cpu"))
+    assert measurements == [None]
+    assert [found.number for _, found in results] == [1, 1]
+
+
+def test_a_run_of_one_process_asks_nobody(measurements: list[Any]) -> None:
+    policy, found = policy_of_run("model", REQUEST, "cpu", when="known")
+    assert policy is found is None
+    assert measurements == []
