@@ -161,8 +161,8 @@ class _Governed:
 
         Every process has to call it: where there are several, they bring their tokens, losses and wishes to stop together.
         """
-        if self._values is not None:
-            values: StepValues = self._values
+        values: StepValues | None = self._values
+        if values is not None:
             return values
         device = self.args.device
         # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
@@ -170,20 +170,27 @@ class _Governed:
         scale = loss_scale(self.accelerator.scaler)
         parts = (self._step_tokens, self._step_loss, self.asks_to_stop(), self._step_norm, scale)
         read = torch.stack(
-            [torch.as_tensor(math.nan if v is None else v, dtype=wide, device=device) for v in parts]
+            [
+                torch.as_tensor(v, dtype=wide, device=device)
+                if isinstance(v, torch.Tensor)
+                # A number is written by the device itself: to copy it there would wait for the device.
+                else torch.full((), math.nan if v is None else float(v), dtype=wide, device=device)
+                for v in parts
+            ]
         )
         count = self.accelerator.num_processes
         if count > 1:
             read[:3] = self.accelerator.reduce(read[:3], reduction="sum")
         tokens, loss, stops, norm, scaled = read.tolist()
         self.stop_asked = stops > 0
-        self._values = StepValues(
+        values = StepValues(
             int(tokens),
             loss / count,
             None if self._step_norm is None else norm,
             None if scale is None else scaled,
         )
-        return self._values
+        self._values = values
+        return values
 
     def take_step_measures(self: Any) -> StepMeasures:
         """The measures of the optimizer step that has just ended; the next step starts from zero."""

@@ -153,7 +153,7 @@ def _fill(
     if buffer is None:
         raise _StoppedError
     tensors, end = StagedTensors(buffer), 0
-    memory = memoryview(buffer.numpy())
+    memory = buffer.numpy().data
     for header in (header for _, headers in group for header in headers or ()):
         if stop.is_set():
             raise _StoppedError
