@@ -37,9 +37,9 @@ from peer_suites.hub import make_hub  # noqa: E402
 PARTS = ("architectures", "peft", "trl")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the parts that are asked for; 1 where fusing alone changes something."""
-    options = _options()
+    options = options_of(arguments)
     names = architectures.chosen(options.only.split(",") if options.only else [])
     if options.list:
         print("\n".join(names))
@@ -71,12 +71,13 @@ def main() -> int:
     return int(failed)
 
 
-def _options() -> argparse.Namespace:
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """What a command line asks for; all parts where it names none."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "isotype-peers"
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS), help="all by default")
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all by default")
     parser.add_argument("--only", default="", help="names of architectures, with commas")
     parser.add_argument(
         "--modes", default=",".join(architectures.MODES), help="of architectures, with commas"
@@ -91,7 +92,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("-k", default="", help="pytest's expression for tests of PEFT and TRL")
     parser.add_argument("--cache", type=Path, default=cache, help=f"where tiny models are made ({cache})")
     parser.add_argument("--json", type=Path, help="also write every result here")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    options.parts = options.parts or list(PARTS)
+    return options
 
 
 if __name__ == "__main__":

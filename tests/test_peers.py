@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import peers as benchmark
 from tests import peers
 from tests.pairwise import pairwise
 from tests.peers import LABELS, MODES, PADDINGS, WAYS, Case, Peers, distances, generate_cases, step_cases
+from tests.zoo import ARCHITECTURES
 
 _DECODERS = ("llama", "gpt2", "gemma3_text", "qwen3_moe")
 _OTHERS = ("bart-s2s", "t5-s2s", "bert-cls")
@@ -95,3 +97,9 @@ def test_every_axis_is_a_case() -> None:
     assert len(generate_cases("llama")) == 2 * len(WAYS)
     assert not generate_cases("bert-cls")
     assert {case.padding for case in step_cases("whisper-s2s")} == {"none"}
+
+
+def test_the_benchmark_runs_whole_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.options_of([]).parts == list(benchmark.PARTS)
+    assert benchmark.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == list(ARCHITECTURES)
