@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from benchmarks import peers as benchmark
+from benchmarks.peer_suites.suites import Comparison, why_stopped
+
 from tests import peers
 from tests.pairwise import pairwise
 from tests.peers import LABELS, MODES, PADDINGS, WAYS, Case, Peers, distances, generate_cases, step_cases
@@ -103,3 +104,14 @@ def test_the_benchmark_runs_whole_without_arguments(capsys: pytest.CaptureFixtur
     assert benchmark.options_of([]).parts == list(benchmark.PARTS)
     assert benchmark.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == list(ARCHITECTURES)
+
+
+def test_a_file_that_does_not_run_is_no_success() -> None:
+    """PEFT's tests import diffusers: without it no file of theirs was collected, and nothing was broken."""
+    output = "E   ModuleNotFoundError: No module named 'diffusers'\nERROR tests/test_a.py\n1 error in 9 s\n"
+    assert why_stopped(2, output, 60) == "status 2 | ModuleNotFoundError: No module named 'diffusers'"
+    assert why_stopped(-1, "..", 60) == "more than 60 s | .."
+    assert not any(why_stopped(status, "", 60) for status in (0, 1, 5))
+    ends = Comparison("test_a.py", {}, {}, ("plain: status 2",))
+    assert not ends.broken
+    assert not ends.good

@@ -53,6 +53,8 @@ TRL_FILES = (
     "test_reward_trainer.py",
 )
 OUTCOMES = ("passed", "failed", "skipped", "lost")
+_WHOLE = (0, 1, 5)
+"""pytest's status where all tests passed, some failed, none was chosen."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class Comparison:
 
     Attributes:
         plain, fused: test -> (outcome, reason).
+        stopped: why pytest did not come to the end of the file, of each run that did not.
     """
 
     file: str
     plain: Mapping[str, tuple[str, str]]
     fused: Mapping[str, tuple[str, str]]
+    stopped: tuple[str, ...] = ()
 
     @property
     def broken(self) -> dict[str, str]:
@@ -73,6 +77,11 @@ class Comparison:
         passed = [test for test, (outcome, _) in self.plain.items() if outcome == "passed"]
         ends = {test: self.fused.get(test, ("lost", "it did not end")) for test in passed}
         return {test: reason for test, (outcome, reason) in ends.items() if outcome != "passed"}
+
+    @property
+    def good(self) -> bool:
+        """Whether both runs came to the end of the file, and fusing broke nothing."""
+        return not self.stopped and not self.broken
 
     @property
     def unlike(self) -> dict[str, tuple[str, str]]:
@@ -107,9 +116,24 @@ def compare(
         run = _Run(Path(scratch), environment, expression, seconds)
         with ThreadPoolExecutor(jobs) as pool:
             both = [(name, pool.submit(run, name, "0"), pool.submit(run, name, "1")) for name in files]
-            comparisons = [_shown(Comparison(name, one.result(), two.result())) for name, one, two in both]
+            comparisons = [_shown(_compared(name, one.result(), two.result())) for name, one, two in both]
     _shown_all(comparisons)
     return comparisons
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One run of a file: test -> (outcome, reason), and why pytest stopped before its end; "" where it did not."""
+
+    outcomes: dict[str, tuple[str, str]]
+    stopped: str = ""
+
+
+def _compared(file: str, plain: Ended, fused: Ended) -> Comparison:
+    stopped = tuple(
+        f"{how}: {run.stopped}" for how, run in (("plain", plain), ("fused", fused)) if run.stopped
+    )
+    return Comparison(file, plain.outcomes, fused.outcomes, stopped)
 
 
 @dataclass(frozen=True)
@@ -119,7 +143,7 @@ class _Run:
     expression: str
     seconds: float
 
-    def __call__(self, file: str, fuse: str) -> dict[str, tuple[str, str]]:
+    def __call__(self, file: str, fuse: str) -> Ended:
         outcomes = self.folder / f"{file}.{fuse}.jsonl"
         outcomes.touch()
         paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -143,7 +167,8 @@ class _Run:
         ]
         chosen = ["-k", self.expression] if self.expression else []
         command = [sys.executable, "-m", "pytest", *options, *chosen, f"tests/{file}"]
-        with (self.folder / f"{file}.{fuse}.log").open("w") as log:
+        log_path = self.folder / f"{file}.{fuse}.log"
+        with log_path.open("w") as log:
             try:
                 ended = subprocess.run(
                     command, cwd=self.folder, env=environment, stdout=log, stderr=log, timeout=self.seconds
@@ -151,19 +176,31 @@ class _Run:
             except subprocess.TimeoutExpired:
                 ended = -1
         rows = [json.loads(line) for line in outcomes.read_text().splitlines()]
-        if ended not in (0, 1, 5):
-            said = (self.folder / f"{file}.{fuse}.log").read_text().strip().splitlines()[-3:]
-            print(
-                f"{file} ended with {ended} ({'fused' if fuse == '1' else 'plain'}): {' | '.join(said)}",
-                flush=True,
-            )
-        return {test: (outcome, reason) for test, outcome, reason in rows}
+        stopped = why_stopped(ended, log_path.read_text(), self.seconds)
+        return Ended({test: (outcome, reason) for test, outcome, reason in rows}, stopped)
+
+
+def why_stopped(status: int, output: str, seconds: float) -> str:
+    """Why pytest did not come to the end of a file; "" where every test ran, or was left out.
+
+    Args:
+        status: pytest's, -1 for what ran out of its `seconds`.
+        output: what it printed.
+    """
+    if status in _WHOLE:
+        return ""
+    lines = output.strip().splitlines()
+    errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
+    why = f"more than {seconds:.0f} s" if status < 0 else f"status {status}"
+    return " | ".join([why, *(errors or lines)[-3:]])
 
 
 def _shown(comparison: Comparison) -> Comparison:
     print(_row(comparison.file, [comparison]), flush=True)
     for test, reason in comparison.broken.items():
         print(f"    broken  {test.partition('::')[2]}: {reason}", flush=True)
+    for why in comparison.stopped:
+        print(f"    stopped  {why}", flush=True)
     for test, (plain, fused) in comparison.unlike.items():
         print(f"    unlike  {test.partition('::')[2]}: {plain} | fused: {fused}", flush=True)
     return comparison

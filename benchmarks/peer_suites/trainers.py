@@ -36,16 +36,16 @@ that cancels to a tenth of its terms."""
 
 @dataclass(frozen=True)
 class Ended:
-    """How one training ended: its losses and adapters, or the error."""
+    """How one training ended: its losses and by how much the adapters changed, or the error."""
 
     losses: tuple[float, ...] = ()
-    adapters: Any = None
+    changes: Any = None
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One trainer in one variant: the largest relative difference of a loss, that of the adapters, or the error."""
+    """One trainer in one variant: the largest relative difference of a loss, that of the adapters' changes, or the error."""
 
     method: str
     variant: str
@@ -78,7 +78,7 @@ def _compared(case: tuple[str, str]) -> Row:
         return Row(method, variant, verdict=verdict, detail=plain.error or fused.error)
     pairs = zip(plain.losses, fused.losses, strict=True)
     loss = max(abs(one - other) / max(abs(one), 1e-2) for one, other in pairs)
-    adapters = float((plain.adapters - fused.adapters).norm() / plain.adapters.norm())
+    adapters = float((plain.changes - fused.changes).norm() / plain.changes.norm())
     verdict = "same" if loss <= _LOSS and adapters <= _ADAPTERS and len(plain.losses) == _STEPS else "differs"
     return Row(method, variant, loss, adapters, verdict)
 
@@ -129,11 +129,15 @@ def _run(method: str, settings: dict[str, Any], folder: Path, *, fuse: bool) -> 
     )
     if fuse:
         assert isotype.fuse(trainer.model).fused
+    former = _adapters(trainer.model)
     transformers.set_seed(4)
     trainer.train()
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    trained = [each.detach().flatten() for each in trainer.model.parameters() if each.requires_grad]
-    return Ended(losses, torch.cat(trained))
+    return Ended(losses, _adapters(trainer.model) - former)
+
+
+def _adapters(model: Any) -> torch.Tensor:
+    return torch.cat([each.detach().double().flatten() for each in model.parameters() if each.requires_grad])
 
 
 def _own(method: str) -> dict[str, Any]:
