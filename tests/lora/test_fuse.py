@@ -597,6 +597,21 @@ def test_dora_with_dropout_is_left_in_training_and_fused_in_evaluation() -> None
     torch.testing.assert_close(model(**batch).logits, plain.eval()(**batch).logits)
 
 
+def test_cached_norms_of_dora_are_pefts() -> None:
+    """`DoraCaching` is switched on and off while the model stays fused: its caches are filled, and the results the same."""
+    model, batch = adapted("llama", use_dora=True).eval(), tiny_batch("llama")
+    fuse(model)
+    fused = model(**batch).logits
+    caches = [each._dora_cache for each in model.modules() if hasattr(each, "_dora_cache")]
+    with peft.helpers.DoraCaching():
+        cached = model(**batch).logits
+        assert all(caches)
+    torch.testing.assert_close(cached, fused, rtol=1e-5, atol=1e-6)
+    model(**batch)
+    assert not any(caches)
+    torch.testing.assert_close(model(**batch).logits, fused, rtol=0, atol=0)
+
+
 def test_the_preflight_follows_a_fused_model() -> None:
     model, batch = adapted("llama", torch.bfloat16).train(), tiny_batch("llama")
     plain = isotype.check(model, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -73,7 +74,19 @@ def _why_not_adapters(layer: Any) -> str | None:
             return "it has DoRA with lora_bias"
         if dora and layer.training and _dropout(layer, name):
             return "it has DoRA with dropout"
+        if dora and _caches(layer):
+            return "its DoRA norms are cached (peft.helpers.DoraCaching)"
     return None
+
+
+def _caches(layer: Any) -> bool:
+    """Whether PEFT keeps the norms of DoRA's layers from one call to the next, or has yet to forget those that it kept.
+
+    Only its own path fills and clears its caches: what stayed in them would be read again when an adapter has changed.
+    """
+    dora = sys.modules.get("peft.tuners.lora.dora")
+    enabled = not layer.training and getattr(dora, "ENABLE_DORA_CACHING", False)
+    return enabled or any(getattr(each, "_dora_cache", None) for each in layer.lora_magnitude_vector.values())
 
 
 def _active(layer: Any) -> list[str]:
@@ -228,4 +241,5 @@ def _settings(
         [*map(_SHAPE, tensors)],
         base.weight.requires_grad,
         _lost(base),
+        _caches(layer),
     )
