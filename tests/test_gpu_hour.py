@@ -247,6 +247,18 @@ def test_commands_of_other_programs_parse(options: Options, monkeypatch: pytest.
 # ------------------------------------------------------------------------------------------ what parts count
 
 
+def test_the_last_line_of_pytest_is_counted() -> None:
+    command = suite.command(Options("cpu", "", "", small=True), "CUDA hidden")
+    assert "-q" not in command, "pyproject.toml has one, with two pytest counts nothing"
+    assert suite.counts_of("F.\nFAILED a - b\n1 failed, 12 passed, 3 skipped in 4.00s\n") == {
+        "failed": 1,
+        "passed": 12,
+        "skipped": 3,
+    }
+    with pytest.raises(suite.CommandError, match="pytest counted nothing: ERROR: no such file"):
+        suite.counts_of("ERROR: no such file")
+
+
 def test_differences_to_the_cpu() -> None:
     steps = [{"loss": 4.0, "grad_norm": 1.0}, {"loss": 3.9, "grad_norm": 0.9}]
     assert smoke.differences("sft", steps, steps) == []

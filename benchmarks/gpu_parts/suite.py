@@ -42,7 +42,7 @@ def command(options: Options, name: str) -> list[str]:
             "0",
         )
     # Not warnings as errors: libraries of other versions give other ones.
-    more = ["-p", "no:cacheprovider", "-n", jobs, "-q", "-rfE", "-W", "default", "-m", _MARKS]
+    more = ["-p", "no:cacheprovider", "-n", jobs, "-rfE", "-W", "default", "-m", _MARKS]
     return [sys.executable, "-m", "pytest", *more, *(f"tests/{path}" for path in paths)]
 
 
@@ -53,10 +53,21 @@ def run(options: Options, name: str) -> Iterator[Row]:
     failing = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", printed, re.MULTILINE)
     for test, reason in failing:
         yield {"failed": test, "reason": reason[:300], "text": f"{test}: {reason[:100]}"}
-    counts = re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", printed.splitlines()[-1])
-    if not counts:
-        raise CommandError(f"pytest counted nothing: {printed[-1000:]}")
-    row = {kind: int(count) for count, kind in counts}
-    yield {**row, "text": ", ".join(f"{count} {kind}" for count, kind in counts)}
+    counts = counts_of(printed)
+    yield {**counts, "text": ", ".join(f"{count} {kind}" for kind, count in counts.items())}
     if failing:
         raise CommandError(f"{len(failing)} tests fail")
+
+
+def counts_of(printed: str) -> dict[str, int]:
+    """What pytest's last line counts: passed, failed, skipped, …
+
+    Raises:
+        CommandError: it counts nothing, as where pytest itself has failed.
+    """
+    counts = re.findall(
+        r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed)", printed.strip().rpartition("\n")[2]
+    )
+    if not counts:
+        raise CommandError(f"pytest counted nothing: {printed[-1000:]}")
+    return {kind: int(count) for count, kind in counts}
