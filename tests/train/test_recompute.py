@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -236,6 +237,18 @@ def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
     assert peaks[0] < trace.memory.peak <= peaks[1]
     # PEFT writes the modules of one folded model into a config that an adapter is made by.
     assert plan.lora.target_modules == "all-linear"
+
+
+def test_a_check_says_what_the_other_choice_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, command = plan_of(*parse_options([str(model), "--device", "l4", "--dtype", "bfloat16"]))
+
+    def note() -> str:
+        notes = step.check_plan(plan, command, ("forward", "backward")).trace.notes
+        return next(note for note in notes if note.startswith("gradient checkpointing"))
+
+    assert "at least" not in note(), "a step of a few MiB asks no question of memory"
+    monkeypatch.setattr(step, "_PART_OF_ROOM", 0.0)
+    assert re.search(r"off \(auto\): .*; with every layer [\d.]+ [KM]iB, [\d.e-]+ s at least", note()), note()
 
 
 def run(model: Path, data: Path, out: Path, *more: object) -> tuple[recipes.Outcome, str]:

@@ -26,6 +26,8 @@ from isotype.preflight.from_trainer import CHECKPOINTING
 from isotype.preflight.request import DEFAULT_PHASES, StepRequest
 from isotype.preflight.run import run, trace_of
 from isotype.report.check.report import Report
+from isotype.report.text import format_duration
+from isotype.rules.kit.step_time import step_time
 from isotype.trace.fold import fold
 from isotype.trace.record import Trace
 from isotype.train.fit import fitting
@@ -39,6 +41,10 @@ from isotype.train.weightless import weightless_model
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Of one value: 4 bits, and 8 for the scale of 32 (OCP MX specification 1.0, 5.2)."""
+
+
+_PART_OF_ROOM = 0.25
+"""Of the memory that a step may take: what takes less without is far from needing its layers computed again."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +117,39 @@ class PlannedStep:
         """Bytes at its peak."""
         return run(self.request(arguments, rows, tokens), verify=False).memory.peak
 
+    def alternative(self, choice: Choice) -> str:
+        """What the step takes by the other choice, all layers or none, as a clause; "" where memory is no question.
+
+        It is one where the step takes a good part of what it may without: only there is the other step traced, too.
+        """
+        room = room_of(device_profile(self.plan.device)).size
+        if room is None or self.plan.unforeseen:
+            return ""
+        every = choice.arguments is None
+        try:
+            if self._foresee(None) < _PART_OF_ROOM * room:
+                return ""
+            trace = self._foreseen(CHECKPOINTING if every else None)
+        except NotForeseenError:
+            return ""
+        time = step_time(trace)
+        least = "" if time is None else f", {format_duration(time.seconds)} at least"
+        return (
+            f"; {'with every layer' if every else 'without'} {format_bytes(steady_peak(trace.memory))}{least}"
+        )
+
     def _foresee(self, arguments: Mapping[str, Any] | None) -> int:
+        return steady_peak(self._foreseen(arguments).memory)
+
+    def _foreseen(self, arguments: Mapping[str, Any] | None) -> Trace:
         rows, tokens = self.plan.rows, self.plan.longest or row_length(self.plan, self.config)
-        trace = trace_of(self.request(arguments, rows, tokens))
-        if trace.failure is not None:
-            raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
-        self._traces[repr(arguments), rows, tokens] = trace
-        return steady_peak(trace.memory)
+        key = (repr(arguments), rows, tokens)
+        if key not in self._traces:
+            trace = trace_of(self.request(arguments, rows, tokens))
+            if trace.failure is not None:
+                raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
+            self._traces[key] = trace
+        return self._traces[key]
 
 
 def choice_of(plan: Plan, policy: PrecisionPolicy) -> Choice:
@@ -159,13 +191,21 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
             details=(*report.trace.setup.details, *_dequantized(config, report.trace)),
         ),
         model=plan.source,
-        notes=(*report.trace.notes, *plan.notes, *_notes(plan, model, length), *fusion, *_chosen(chosen)),
+        notes=(
+            *report.trace.notes,
+            *plan.notes,
+            *_notes(plan, model, length),
+            *fusion,
+            *_chosen(chosen, step),
+        ),
     )
     return replace(report, trace=trace)
 
 
-def _chosen(choice: Choice | None) -> tuple[str, ...]:
-    return () if choice is None else (f"gradient checkpointing {choice.words} (auto): {choice.reason}",)
+def _chosen(choice: Choice | None, step: PlannedStep) -> tuple[str, ...]:
+    if choice is None:
+        return ()
+    return (f"gradient checkpointing {choice.words} (auto): {choice.reason}{step.alternative(choice)}",)
 
 
 def _source(plan: Plan) -> Any:
