@@ -103,6 +103,9 @@ def test_lora_layers_are_fused_unless_it_is_not_wanted(model, data, tmp_path):
         losses[name] = [step.loss for step in outcome.record.steps]
         assert ("fused: " in text) == (name in ("fused", "told"))
         assert ("together: q_proj k_proj v_proj (2 times)" in text) == (name == "told")
+        reported = dict(outcome.record.settings)
+        assert ("fused" in reported) == ("attention" in reported) == (name in ("fused", "told"))
+        assert reported.get("fused", "").startswith("14 of 14 LoRA layers" if "fused" in reported else "")
     assert losses["fused"] == losses["told"] == pytest.approx(losses["plain"], rel=1e-2)
 
 

@@ -244,6 +244,7 @@ class RunFacts:
         lengths: of the training rows, where they are known.
         earlier: the report of the run up to the checkpoint that it goes on from.
         choice: of the layers that are computed again in the backward.
+        fusion: what computes in functions of ours; None where nothing was fused.
     """
 
     settings: Settings
@@ -256,6 +257,7 @@ class RunFacts:
     lengths: Lengths | None = None
     earlier: RunRecord | None = None
     choice: Choice | None = None
+    fusion: FusionReport | None = None
 
 
 def record(
@@ -288,7 +290,7 @@ def record(
         parameters_total=total,
         parameters_trainable=trainable,
         weight_bytes=weight_bytes(trainer.model),
-        settings=(*_hyperparameters(settings), *_allocator(run.profile)),
+        settings=(*_hyperparameters(settings), *_allocator(run.profile), *_kernels(run.fusion)),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
@@ -322,6 +324,15 @@ def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
     if settings.extra.early_stopping_patience is not None:
         rows.append(("early_stopping_patience", str(settings.extra.early_stopping_patience)))
     return tuple((name, value) for name, value in rows if value)
+
+
+def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
+    """What computes in functions of ours, by which kernels, and what does not and why."""
+    if fusion is None or not (fusion.fused or fusion.left):
+        return []
+    rows = [("fused", fusion.summary.removeprefix("fused: ")), ("attention", str(fusion.attention))]
+    taken = [line.partition(": ")[2] for line in str(fusion).splitlines() if line.startswith("kernels: ")]
+    return rows + [("kernels", line) for line in (*taken, *fusion.fallbacks)]
 
 
 def _allocator(profile: DeviceProfile) -> tuple[tuple[str, str], ...]:

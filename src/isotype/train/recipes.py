@@ -22,7 +22,7 @@ from isotype.core.heap import freed_memory_kept
 from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover
-from isotype.lora.fuse import fuse
+from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.gpu.reductions import float32_reductions
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile
@@ -213,6 +213,7 @@ class _Built:
     trainer: Any
     asked: tuple[Sample, Prompt] | None
     choice: Choice
+    fusion: FusionReport | None = None
     notes: tuple[str, ...] = ()
     lengths: Lengths | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -271,17 +272,19 @@ def _build(
     if changes:
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
         console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
+    fusion = None
     if trainer.compilation is not None:
         text = str(compile_blocks(trainer.model, trainer.compilation))
         console.print(wrapped(text, console), highlight=False, markup=False, soft_wrap=True)
     elif settings.extra.fuse and settings.sharding is None:
-        describe.show_fusion(console, fuse(trainer.model), settings.extra)
+        fusion = fuse(trainer.model)
+        describe.show_fusion(console, fusion, settings.extra)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
     notes = tuple(note for note in (*said, cut, dropped, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
-    built = _Built(trainer, asked, choice, notes, lengths)
+    built = _Built(trainer, asked, choice, fusion, notes, lengths)
     if resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
@@ -400,6 +403,7 @@ def _train(
             built.lengths,
             earlier,
             built.choice,
+            built.fusion,
         )
         record_of = partial(describe.record, facts)
         trainer.goes_on = partial(resume_command, settings)
