@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import isotype
-from isotype.lora import kernels
+from isotype.lora import kernels, weights
+from isotype.lora.logits import Head
+from isotype.lora.loss import log_probs
 from isotype.trace.fake import twin
 from tests.models import quiet
 
@@ -134,12 +136,15 @@ def start() -> None:
     backend.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     backend.get_rng_state = lambda *_: torch.empty(0, dtype=torch.uint8)
     backend.set_rng_state = lambda *_: None
+    backend.mem_get_info = lambda *_: (80 << 30, 80 << 30)
     twin._CPU = torch.device(DEVICE, 0)
     there: Any = kernels
     there.DEVICES = (*kernels.DEVICES, DEVICE)
     # On the CPU's build torch's fused norm is a composition; a Triton kernel stands for it: one launch, the same bytes.
     there.TABLE = {**kernels.TABLE, "rms_norm": ("triton",)}
     there._why_not = lambda name, kind: None
+    of_weights: Any = weights
+    of_weights.has_kernel = lambda operator, kind: operator == "bitsandbytes::gemm_4bit"
 
 
 def one_attention() -> None:
@@ -173,7 +178,7 @@ def one_attention() -> None:
     transformers.AttentionMaskInterface.register("fake_gpu", lambda *args, **kwargs: None)
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def adapted(
@@ -244,6 +249,9 @@ def step(model: Any, tokens: int = 32, *, checkpointing: bool = False) -> Launch
         ).requires_grad_()
         launches = Launches()
         positions = torch.arange(tokens, device=DEVICE)[None]
+        # What the first step alone does: with more rows than go to bitsandbytes' 4-bit product.
+        with torch.no_grad():
+            backbone(inputs_embeds=x.detach().expand(1 + weights.FEW, -1, -1), use_cache=False)
         with launches:
             hidden = backbone(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
             hidden.backward(torch.empty_like(hidden))
@@ -251,6 +259,33 @@ def step(model: Any, tokens: int = 32, *, checkpointing: bool = False) -> Launch
     gradients = [p.grad for p in copy.parameters() if p.requires_grad]
     assert gradients
     assert all(grad is not None and grad.device.type == DEVICE for grad in gradients)
+    return launches
+
+
+def generated(model: Any, rows: int) -> Launches:
+    """What the layers launch for some rows of one token each, without gradients."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        copy: Any = twin.twin_of(model, mode)
+        backbone = copy.get_base_model().model
+        x = torch.empty(rows, 1, backbone.config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+        launches = Launches()
+        positions = torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE)
+        with launches:
+            backbone(inputs_embeds=x, position_ids=positions, use_cache=False)
+    return launches
+
+
+def loss(tokens: int, vocabulary: int) -> Launches:
+    """What the loss of a frozen head launches, forward and backward."""
+    with FakeTensorMode():
+        weight = torch.empty(vocabulary, 64, dtype=torch.bfloat16, device=DEVICE)
+        hidden = torch.empty(tokens, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        targets = torch.empty(tokens, dtype=torch.int64, device=DEVICE)
+        launches = Launches()
+        with launches:
+            result = log_probs(Head(weight), hidden, targets, ("entropy", "is_top1"))
+            result.log_probs.backward(torch.empty_like(result.log_probs))
     return launches
 
 
@@ -278,6 +313,13 @@ def main() -> None:
                 "kernels": launches.kernels,
                 "faults": launches.faults,
             }
+    extra = {
+        "few rows": generated(models["nf4"], 8),
+        "many rows": generated(models["nf4"], 65),
+        "few rows, DoRA": generated(models["DoRA"], 8),
+        "loss": loss(4096, 128_256),
+    }
+    results |= {name: {"kernels": each.kernels, "faults": each.faults} for name, each in extra.items()}
     print(json.dumps(results))
 
 

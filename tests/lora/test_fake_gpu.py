@@ -44,3 +44,26 @@ def test_what_lies_between_the_products_is_one_kernel_each(launches: dict[str, A
 def test_gradients_of_adapters_are_not_rounded_on_their_way(launches: dict[str, Any], case: str) -> None:
     """Products have float32 results: nothing is copied from 16 bits into a gradient."""
     assert "aten.copy_" not in launches[case]["kernels"]
+
+
+def test_constants_of_double_quantization_are_dequantized_once(launches: dict[str, Any]) -> None:
+    """Seven weights in each of two layers, read forward and backward: one kernel each."""
+    kernels = launches["nf4"]["kernels"]
+    assert kernels["bitsandbytes.dequantize_4bit"] == 28
+    assert "bitsandbytes.dequantize_blockwise" not in kernels
+
+
+def test_few_rows_without_gradients_dequantize_no_weight(launches: dict[str, Any]) -> None:
+    few, many = (launches[name]["kernels"] for name in ("few rows", "many rows"))
+    assert (few["bitsandbytes.gemm_4bit"], few.get("bitsandbytes.dequantize_4bit")) == (14, None)
+    assert (many["bitsandbytes.dequantize_4bit"], many.get("bitsandbytes.gemm_4bit")) == (14, None)
+
+
+@pytest.mark.parametrize("case", ["few rows", "many rows", "few rows, DoRA", "loss"])
+def test_so_do_generation_and_the_loss(launches: dict[str, Any], case: str) -> None:
+    assert launches[case]["faults"] == []
+
+
+def test_chunks_of_the_loss_are_those_of_a_gpu(launches: dict[str, Any]) -> None:
+    """1 GiB at 128,256 * (2 + 4 + 4) bytes a token: 5 chunks of 4,096 tokens, of two products each."""
+    assert launches["loss"]["kernels"]["aten.mm"] == 10

@@ -414,3 +414,34 @@ def test_a_copy_follows_its_weight() -> None:
     del base, layer, matrix
     gc.collect()
     assert weights.bytes == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4-double"])
+@pytest.mark.parametrize("variant", ["lora", "two", "none"])
+def test_few_rows_times_packed_weights(
+    kind: str, variant: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU without gradients: two layers, one of which is left to a dequantized weight. No dtype but bfloat16 rounds more."""
+    torch.manual_seed(0)
+    bases, matrices = zip(*(base_layer(kind, 9, 64, torch.bfloat16) for _ in range(2)), strict=True)
+    layers = [Layer(base, (1.0,) * bias, VARIANTS[variant]) for base in bases]
+    tensors = [each for layer in layers for each in tensors_of(layer, 9, 64)]
+    seen: list[Any] = []
+
+    def in_4_bits(_: DenseWeights, layer: Any, x: torch.Tensor) -> bool:
+        seen.append(layer)
+        return layer is bases[0]
+
+    monkeypatch.setattr(DenseWeights, "in_4_bits", in_4_bits)
+    x = torch.randn(3, 64).bfloat16()
+    with torch.no_grad():
+        spec = Spec(tuple(layers), DenseWeights(), torch.bfloat16, torch.float32, keep=False)
+        outputs = lora_linear(spec, (x,), tensors)
+    wanted = expected(layers, matrices, x.double(), double(tensors))
+    assert [error(y, exact) < TOLERANCES[torch.bfloat16] for y, exact in zip(outputs, wanted, strict=True)] == [
+        True, True
+    ]  # fmt: skip
+    assert seen == list(bases)
+    lora_linear(Spec(tuple(layers), DenseWeights(), torch.bfloat16, torch.float32), (x,), tensors)
+    assert seen == list(bases), "what a backward follows is dequantized"

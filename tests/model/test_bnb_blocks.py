@@ -86,3 +86,42 @@ def test_it_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "lib", ops.lib.library)
     codes, state = functional.quantize_4bit(torch.randn(8, 96), quant_type="nf4")
     assert not torch.allclose(functional.dequantize_4bit(codes, state), by_hand(codes, state), atol=1e-3)
+
+
+@pairwise(
+    "form, blocksize, nested, biased, dtype",
+    ("nf4", "fp4"),
+    (64, 128),
+    (False, True),
+    (False, True),
+    (torch.float32, torch.bfloat16, torch.float16),
+)
+def test_products_with_packed_weights_and_constants_in_float32(
+    form: str, blocksize: int, nested: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    """Tolerance, of the norm: what is multiplied is the weight rounded to the dtype, and the sum is rounded once more."""
+    torch.manual_seed(0)
+    weight, x, bias = torch.randn(33, 256), torch.randn(5, 256).to(dtype), torch.randn(33).to(dtype)
+    codes, state = functional.quantize_4bit(
+        weight, blocksize=blocksize, quant_type=form, compress_statistics=nested
+    )
+    state.dtype = dtype
+    exact_weight = by_hand(codes, state).double()
+    exact = x.double() @ exact_weight.t() + (bias.double() if biased else 0)
+    y = bnb_blocks.product_4bit(x, codes, state, bias if biased else None)
+    assert y.dtype == dtype
+    assert (y - exact).norm() / exact.norm() < max(torch.finfo(dtype).eps, 1e-6)
+    if nested:
+        single = bnb_blocks.with_float32_constants(state)
+        assert torch.equal(dequantize_4bit(codes, single), dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize(
+    ("columns", "second", "taken"), [(256, 256, True), (96, 256, False), (256, 64, False)]
+)
+def test_what_bitsandbytes_would_warn_of_or_refuse_is_not_handed_to_it(
+    columns: int, second: int, taken: bool
+) -> None:
+    _, state = functional.quantize_4bit(torch.randn(8, columns), blocksize=64, compress_statistics=True)
+    state.state2.blocksize = second
+    assert bnb_blocks.multiplies(state) is taken

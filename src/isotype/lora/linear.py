@@ -26,9 +26,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from isotype.core.dtypes import NoAutocast
+from isotype.lora.dropout import dropped, mask_of
 from isotype.lora.gates import Gate
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.weights import DenseWeights, shape_of
+from isotype.model.bnb_blocks import product_4bit
+from isotype.model.quantized import quantization_state
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,9 @@ class _LoraLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with NoAutocast(first.device.type):
             x = _product(spec, _factors(spec, first, second))
-            masks = tuple(_mask(adapter, first) for layer in spec.layers for adapter in layer.adapters)
+            masks = tuple(
+                mask_of(adapter.dropout, first) for layer in spec.layers for adapter in layer.adapters
+            )
             each = _owned(spec, tensors, [None] * len(spec.layers))
             down = None if any(mask is not None for mask in masks) else _stacked(each, x.dtype)
             hidden = _hidden(spec, x, each, masks, down)
@@ -257,23 +262,6 @@ def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _mask(adapter: Adapter, first: torch.Tensor) -> torch.Tensor | None:
-    """What dropout leaves of X, as booleans `[rows, in]`; None where it drops nothing.
-
-    Random numbers are drawn in the order of memory: in that of the input that was given, a transposed one say, they are the
-    numbers that `nn.Dropout` draws.
-    """
-    if not adapter.dropout:
-        return None
-    drawn = torch.empty_like(first, dtype=torch.bool).bernoulli_(1 - adapter.dropout)
-    return drawn.reshape(-1, first.shape[-1])
-
-
-def _dropped(x: torch.Tensor, mask: torch.Tensor | None, adapter: Adapter) -> torch.Tensor:
-    # A probability of 1 leaves nothing, and nothing to scale up.
-    return x if mask is None else x * mask * (1 / max(1 - adapter.dropout, torch.finfo(x.dtype).tiny))
-
-
 def _adapters(each: Sequence[_Own]) -> list[tuple[Adapter, torch.Tensor]]:
     """Every adapter with its A, in the order of the columns of X Aᵀ."""
     return [pair for own in each for pair in zip(own.layer.adapters, own.down, strict=True)]
@@ -298,7 +286,7 @@ def _hidden(
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
         return hidden
     parts = [
-        _dropped(x, mask, adapter) @ own.to(x.dtype).t()
+        dropped(x, mask, adapter.dropout) @ own.to(x.dtype).t()
         for (adapter, own), mask in zip(_adapters(each), masks, strict=True)
     ]
     return torch.cat(parts, dim=1) if parts else x.new_empty(x.shape[0], 0)
@@ -327,6 +315,14 @@ def _output(
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
     """Write outputs that were returned without their numbers: all in one call of the compiled loops, where none is cast after."""
+    if not spec.keep:
+        whole = []
+        for each in products:
+            if spec.weights.in_4_bits(each.own.layer.base, each.x):
+                _write_few(each)
+            else:
+                whole.append(each)
+        products = whole
     cast = spec.result not in (spec.working, torch.float32)
     for group in [products] if spec.compiled and not cast else [[each] for each in products]:
         outs = [torch.empty_like(each.out, dtype=spec.working) if cast else each.out for each in group]
@@ -338,6 +334,15 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
             write_sums(sums, compiled=spec.compiled)
         if cast:
             group[0].out.copy_(outs[0])
+
+
+def _write_few(product: _Product) -> None:
+    """Few rows without a backward, times a weight that stays packed; what is summed by it is rounded before the adapters' product is added."""
+    own, base = product.own, product.own.layer.base
+    y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)
+    if own.scaled_up is not None:
+        y = torch.addmm(y, _columns(product.hidden, own), own.scaled_up.t())
+    product.out.copy_(y)
 
 
 def _weight(spec: Spec, own: _Own, stack: ExitStack, *, keep: bool) -> torch.Tensor:
@@ -453,7 +458,7 @@ def _add_dropped(
     adapters = _adapters(each)
     parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters], 1)
     for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
-        d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter))
+        d_x.add_(dropped(part @ down.to(part.dtype), mask, adapter.dropout))
 
 
 def _through_down(
@@ -479,7 +484,7 @@ def _through_down(
         places, _split(d_hidden, ranks, 1), adapters, masks, strict=True
     ):
         each_down = x.new_empty(down.shape, dtype=_summed(x))
-        write_sums([Sum(each_down, ((part.t(), _dropped(x, mask, adapter)),))], compiled=spec.compiled)
+        write_sums([Sum(each_down, ((part.t(), dropped(x, mask, adapter.dropout)),))], compiled=spec.compiled)
         found[place] = each_down.to(down.dtype)
 
 

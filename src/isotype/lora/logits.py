@@ -9,9 +9,15 @@ from math import ceil
 import torch
 
 from isotype.compat.torch import FakeTensor
+from isotype.lora.gpu.memory import total_memory
 from isotype.lora.loops.products import Sum, is_used, write_sums
 
-_ROWS = 384  # tokens of a chunk: with more, a product is no faster
+SCRATCH = 64 << 20
+"""Bytes that the logits of one chunk may take on a CPU, and on a GPU of which torch does not tell the memory."""
+
+_ROWS = 384  # tokens of a chunk on a CPU: with more, a product is no faster
+# On a GPU every chunk reads the whole head again, and launches its kernels again.
+_ROWS_OF_A_GPU, _SCRATCH_OF_A_GPU, _SHARE_OF_A_GPU = 2048, 1 << 30, 64
 _PART = 16 << 20  # bytes of the weight that are cast at a time
 _BLOCK = 3 << 19  # bytes of float32 that one core's softmax works on at a time: they stay in its cache
 # What rows of gradients are multiplied by before a product in float16, so that small probabilities are not subnormal. The
@@ -45,7 +51,7 @@ class Call:
     Attributes:
         scale, softcap, temperature: as in `Head`.
         working: dtype of the products.
-        scratch: bytes for the logits of one chunk.
+        scratch: bytes for the logits of one chunk; None: by the device, see `buffers_for`.
         outputs: what is wanted besides the log-probabilities.
         gradients: which results a backward may come through.
         differentiated: whether there may be a backward at all.
@@ -55,7 +61,7 @@ class Call:
     softcap: float | None
     temperature: float
     working: torch.dtype
-    scratch: int
+    scratch: int | None
     outputs: tuple[str, ...]
     gradients: frozenset[str]
     differentiated: bool
@@ -86,13 +92,18 @@ class Buffers:
 
 
 def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
-    """Scratch for `tokens` tokens; `slope`: where there is a soft cap."""
+    """Scratch for `tokens` tokens; `slope`: where there is a soft cap.
+
+    Where the call does not say: on a CPU 64 MiB and 384 rows, on a GPU 1 GiB or a 64th of its memory, and 2048 rows.
+    """
     vocabulary = weight.shape[0]
     slope = slope and call.softcap is not None
     on_cpu = weight.device.type == "cpu"
     # Elsewhere a block is a whole chunk: what counts there is the number of kernels.
     wide = 0 if on_cpu else 4 * (1 + other + slope)
-    rows = min(_ROWS, max(1, call.scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
+    scratch = _scratch_on(weight.device) if call.scratch is None else call.scratch
+    most = _ROWS if on_cpu else _ROWS_OF_A_GPU
+    rows = min(most, max(1, scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
     rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size
     block = min(rows, max(1, torch.get_num_threads() * _BLOCK // (4 * vocabulary))) if on_cpu else rows
 
@@ -105,6 +116,11 @@ def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, s
         block_of(other),
         block_of(slope),
     )
+
+
+def _scratch_on(device: torch.device) -> int:
+    memory = total_memory(device)
+    return SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
 
 
 def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:

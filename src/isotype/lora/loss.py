@@ -31,9 +31,6 @@ from isotype.lora.softmax import gradient, softmax
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
 """What `log_probs` computes besides, where it is asked for. All but the last two can be differentiated."""
 
-SCRATCH = 64 << 20
-"""Bytes that the logits of one chunk may take."""
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -42,12 +39,12 @@ class Precision:
     Attributes:
         compute: dtype of the products; None: autocast's where it is on, else the weight's.
         working: dtype that they run in, where it is another one: float32 on a device that only emulates `compute`.
-        scratch: bytes for the logits of one chunk.
+        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, on a GPU 1 GiB or a 64th of its memory.
     """
 
     compute: torch.dtype | None = None
     working: torch.dtype | None = None
-    scratch: int = SCRATCH
+    scratch: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,16 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor, has_kernel, storage_of, version_of
+from isotype.lora.gpu.memory import total_memory
 from isotype.lora.workspace import Workspace
-from isotype.model.bnb_blocks import dequantize_4bit
+from isotype.model.bnb_blocks import dequantize_4bit, multiplies, with_float32_constants
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
+
+FEW = 64
+"""Rows up to which bitsandbytes' 4-bit product may take the place of a dequantized weight: tokens that are generated."""
+
+_SHARE = 64  # of a GPU's memory that the constants of blocks may take
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
@@ -82,6 +88,10 @@ class DenseWeights:
         # Each layer that found no room -> the bytes that it asked for: asked again for every product.
         self._refused: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._refused_at = (self.budget, 0)
+        # Each 4-bit layer -> (which constants of its blocks, in 8 bits; what dequantizes with them in float32).
+        self._constants: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity | None, Any]]
+        self._constants = weakref.WeakKeyDictionary()
+        self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
         """The weight `[out_features, in_features]` of `layer` in `dtype`, until the stack is closed.
@@ -95,11 +105,41 @@ class DenseWeights:
     def _written(self, layer: Any, dtype: torch.dtype, *, keep: bool) -> Iterator[torch.Tensor]:
         device = layer.weight.device.type
         if kind_of(layer) == "linear4bit" and not has_kernel("bitsandbytes::dequantize_4bit.out", device):
-            yield dense(layer, dtype)
+            yield _dequantized(layer, dtype, state=self._state(layer))
         else:
             with self.workspace.borrow(shape_of(layer), dtype, layer.weight.device, keep=keep) as out:
-                _write(layer, out)
+                _write(layer, out, self._state(layer) if kind_of(layer) == "linear4bit" else None)
                 yield out
+
+    def _state(self, layer: Any) -> Any:
+        """The quantization state of a 4-bit layer, on a GPU with its blocks' constants in float32 as long as they fit.
+
+        Of double quantization, the constants are two more kernels for each product, and a sixteenth of a byte for each weight.
+        """
+        state, memory = quantization_state(layer), total_memory(layer.weight.device)
+        if memory is None or not state.nested:
+            return state
+        former, identity = self._constants.get(layer), _memory_of(state.absmax, torch.float32)
+        if former is not None and former[0] == identity is not None:
+            return former[1]
+        size = 4 * state.absmax.numel()
+        if former is None:
+            if self._constants_bytes + size > memory // _SHARE:
+                return state
+            self._constants_bytes += size
+        with torch.inference_mode(False), torch.no_grad():
+            single = with_float32_constants(state)
+        self._constants[layer] = identity, single
+        return single
+
+    def in_4_bits(self, layer: Any, x: torch.Tensor) -> bool:
+        """Whether X Wᵀ of these few rows is bitsandbytes' product with the packed weight: a matter of reading a quarter of the memory."""
+        device = x.device.type
+        if kind_of(layer) != "linear4bit" or not 0 < x.shape[0] <= FEW or device == "cpu":
+            return False
+        if not has_kernel("bitsandbytes::gemm_4bit", device) or x.dtype not in _MULTIPLIED:
+            return False
+        return layer not in self._copies and multiplies(quantization_state(layer))
 
     def keep(self, layer: Any, dtype: torch.dtype) -> None:
         """Keep a dense copy of the weight if it needs one and the budget has room."""
@@ -156,12 +196,17 @@ class DenseWeights:
         return DenseWeights, (self.budget,)  # a copy of the model makes its own
 
 
+_MULTIPLIED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of X that bitsandbytes multiplies
+
 # What tells whether a weight is still the one that was copied.
 _Identity = tuple[int, int, torch.dtype]
 
 
 def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:
-    weight = codes_of(layer) if kind_of(layer) == "linear8bit" else layer.weight
+    return _memory_of(codes_of(layer) if kind_of(layer) == "linear8bit" else layer.weight, dtype)
+
+
+def _memory_of(weight: torch.Tensor, dtype: torch.dtype) -> _Identity | None:
     version = version_of(weight)
     fake = isinstance(weight, FakeTensor)  # which has no memory, only a storage
     where = storage_of(weight) if fake else weight.data_ptr()
@@ -173,10 +218,10 @@ def _oriented(layer: Any) -> torch.Tensor:
     return weight.t() if _transposed(layer) else weight
 
 
-def _write(layer: Any, out: torch.Tensor) -> None:
+def _write(layer: Any, out: torch.Tensor, state: Any = None) -> None:
     kind = kind_of(layer)
     if kind == "linear4bit":
-        _dequantized(layer, out.dtype, out)
+        _dequantized(layer, out.dtype, out, state)
     elif kind == "linear8bit":
         scales = row_scales(layer)
         assert scales is not None, "a layer without row scales is not fused"
@@ -185,8 +230,10 @@ def _write(layer: Any, out: torch.Tensor) -> None:
         out.copy_(_oriented(layer))
 
 
-def _dequantized(layer: Any, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    state = quantization_state(layer)
+def _dequantized(
+    layer: Any, dtype: torch.dtype, out: torch.Tensor | None = None, state: Any = None
+) -> torch.Tensor:
+    state = quantization_state(layer) if state is None else state
     if state.dtype != dtype:  # what the layer's own kernel takes; here the product decides
         state = copy.copy(state)
         state.dtype = dtype

@@ -9,6 +9,7 @@ rows of one block each. tests/model/test_bnb_blocks.py says when this can go.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import re
 from collections.abc import Callable
@@ -26,6 +27,47 @@ def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None =
     dequantize_by_blocks()
     made: torch.Tensor = functional.dequantize_4bit(weight, state, out=out)
     return made
+
+
+def with_float32_constants(state: Any) -> Any:
+    """A double-quantized state as one whose blocks' constants are in float32: the same values, four bytes a block."""
+    from bitsandbytes import functional
+
+    single = copy.copy(state)
+    constants = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    single.absmax, single.nested, single.state2, single.offset = constants.float(), False, None, None
+    return single
+
+
+def multiplies(state: Any) -> bool:
+    """Whether bitsandbytes' `gemm_4bit` has a kernel for weights of a state, and would not warn and dequantize them."""
+    return state.shape[1] % state.blocksize == 0 and (not state.nested or state.state2.blocksize == 256)
+
+
+def product_4bit(
+    x: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X Wᵀ + b by `bitsandbytes::gemm_4bit`, `[rows, out]` in x's dtype; no derivatives.
+
+    Args:
+        x: `[rows, in]` in float32, bfloat16 or float16.
+        weight: the packed codes.
+        state: of a weight that `multiplies`.
+        bias: `[out]` in x's dtype.
+    """
+    nested: dict[str, torch.Tensor] = {}
+    constants = state.absmax
+    if state.nested:
+        constants = state.state2.absmax
+        nested = {
+            "absmax_8bit": state.absmax,
+            "absmax_code": state.state2.code,
+            "absmax_offset": state.offset,
+        }
+    product: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+        x, weight.view(-1, 1), state.shape, constants, state.blocksize, state.quant_type, bias=bias, **nested
+    )
+    return product
 
 
 def dequantize_by_blocks() -> None:
