@@ -338,7 +338,8 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
 
 def _write_few(product: _Product) -> None:
     """Few rows without a backward, times a weight that stays packed; what is summed by it is rounded before the adapters' product is added."""
-    own, base = product.own, product.own.layer.base
+    own = product.own
+    base: Any = own.layer.base
     y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)
     if own.scaled_up is not None:
         y = torch.addmm(y, _columns(product.hidden, own), own.scaled_up.t())
