@@ -115,3 +115,13 @@ def test_a_file_that_does_not_run_is_no_success() -> None:
     ends = Comparison("test_a.py", {}, {}, ("plain: status 2",))
     assert not ends.broken
     assert not ends.good
+
+
+def test_where_plain_peft_gives_nan_only_more_of_it_is_a_difference() -> None:
+    """gemma3n's rows that begin with padding: PEFT's gradients are NaN, and fused fewer of them are."""
+    nan, case = float("nan"), Case("llama", "eval", "left", "whole")
+    judged = Peers.__new__(Peers)._judged
+    plain = {"loss": torch.ones(()), "a": torch.tensor([nan, nan, 1.0])}
+    for values, verdict in (([nan, 2.0, 1.0], "skipped"), ([nan, nan, nan], "differs")):
+        fused = {"loss": torch.ones(()), "a": torch.tensor(values)}
+        assert judged(case, plain, fused).verdict == verdict
