@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from isotype.lora import kernels
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
     BitsandbytesStatus,
@@ -26,6 +27,7 @@ from isotype.report.doctor import (
     cost_here,
     doctor_json,
     format_rate,
+    kernel_rows,
     render_doctor,
     verdict,
 )
@@ -343,3 +345,18 @@ def test_a_cpu_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.compiler_here() == (
         f"{sys.executable} is there: attention, LoRA layers, norms and the loss are compiled at the first step"
     )
+
+
+def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(operation: str, device: torch.device, dtype: torch.dtype, detail: str) -> kernels.Kernel:
+        assert (device, dtype) == (torch.device("cuda", 0), F16)
+        reasons = () if operation == "rms_norm" else ("triton: Triton is not installed",)
+        return kernels.Kernel("torch" if reasons else "aten", None, reasons)
+
+    monkeypatch.setattr(kernels, "chosen", chosen)
+    card = device_profile("t4")
+    rows = dict(kernel_rows(replace(card, present=True, name="cuda:0")))
+    assert rows["rms norm"] == "aten"
+    assert rows["gated"] == "torch (triton: Triton is not installed)"
+    assert kernel_rows(card)  # foreseen
+    assert kernel_rows(device_profile("cpu")) == []

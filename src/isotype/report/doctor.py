@@ -17,6 +17,7 @@ from rich.text import Text
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.core.units import format_bytes
+from isotype.lora import kernels
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
@@ -112,6 +113,23 @@ def verdict(report: DoctorReport) -> str:
     if status.works:
         return f"Ready for {dtype} LoRA and QLoRA on {title}"
     return f"Ready for {dtype} LoRA on {title}, not for QLoRA: bitsandbytes: {status.message}"
+
+
+def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
+    """What computes between the products on a GPU, in the best dtype: tried where the GPU is here, else as it is foreseen."""
+    kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
+    if kind not in kernels.DEVICES:
+        return []
+    rows = []
+    for operation in kernels.TABLE:
+        if profile.present:
+            detail = "silu" if operation == "gated" else ""
+            kernel = kernels.chosen(operation, torch.device(profile.name), profile.best_dtype(), detail)
+        else:
+            kernel = kernels.foreseen(operation, kind)
+        why = f" ({'; '.join(kernel.reasons)})" if kernel.reasons else ""
+        rows.append((operation.replace("_", " "), f"{kernel.name}{why}"))
+    return rows
 
 
 # -------------------------------------------------------------------------------------------------------- render
@@ -220,6 +238,7 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     console.print()
     found: list[tuple[Text | str, Text | str]] = [("bitsandbytes", _bitsandbytes_line(report.bitsandbytes))]
     found += [("C++", report.compiler)] if report.compiler else []
+    found += kernel_rows(profile)
     console.print(_grid(found))
     problems = _problems(report)
     if problems:
@@ -279,4 +298,5 @@ def doctor_json(report: DoctorReport) -> dict[str, Any]:
         "fix": pip_command(report.incompatibilities, report.missing),
         "bitsandbytes": asdict(report.bitsandbytes),
         "compiler": report.compiler or None,
+        "kernels": dict(kernel_rows(report.profile)),
     }
