@@ -66,3 +66,13 @@ def test_nothing_stays_of_a_run_that_raises() -> None:
     with pytest.raises(RuntimeError, match="shape"), in_evaluation(model):
         model(torch.ones(4)) @ torch.ones(2, 3)
     assert state(model) == before
+
+
+def test_what_code_asks_of_a_model_without_weights_is_answered() -> None:
+    with in_evaluation(nn.Linear(2, 2, device="meta")):
+        numbers = torch.ones(3, device="meta")
+        assert (numbers == 1).all()
+        assert numbers.sum().item() == 1.0
+        assert numbers.long().sum().item() == 1
+        assert torch.equal(numbers, numbers)
+        assert torch.ones(3).sum().item() == 3

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from isotype.cli.main import main
 from isotype.core.errors import DataError
@@ -77,7 +78,7 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     assert status == 0
     found = json.loads(out)["setup"]
     assert found["batch"]["input_ids"] == [5, longest + 6]  # of 8 rows asked for there are 5
-    counted = f"counted by the tokenizer of {model} (64 tokens)"
+    counted = f"counted by the tokenizer of {model} (a vocabulary of 64)"
     assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens; {counted}"
     assert found["details"] == [
         "LoRA r 16 alpha 32 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
@@ -99,8 +100,29 @@ def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path):
     plan, _ = plan_of(*parse_options(argv))
     assert plan.length is not None
     assert 8 < plan.length < 40
-    assert plan.data.endswith("of embedded:smollm2 (49,152 tokens)")
+    assert "of embedded:smollm2 (a vocabulary of 49,152)" in plan.data
     assert not any("tokenizer" in note for note in plan.notes)
+
+
+def test_what_the_rows_are_read_as_is_said_of_the_data(model, tmp_path):
+    """Not among what was not traced: nothing is missing."""
+    turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
+    data = save_rows(tmp_path / "chats.jsonl", [{"conversations": turns}] * 2)
+    argv = ["sft", "--model_name_or_path", str(model), "--dataset_name", str(data)]
+    plan, _ = plan_of(*parse_options(argv))
+    assert plan.data.startswith("the longest of 2 rows has ")
+    assert "2 of 'human' as user" in plan.data
+    assert plan.notes == ()
+
+
+def test_a_check_sees_which_layers_the_training_fuses_together(capsys, tmp_path):
+    """Llama asks what its mask holds, which a model without weights cannot say: this run was given up, and a line said so."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(**sizes, intermediate_size=48, use_cache=False).save_pretrained(tmp_path)
+    assert (
+        main(["check", "sft", "--model_name_or_path", str(tmp_path), "--device", "cpu-avx2", "--json"]) == 0
+    )
+    assert "fused one by one" not in capsys.readouterr().out
 
 
 def test_check_reads_columns_and_holds_rows_back_as_the_training_does(capsys, model, tmp_path):

@@ -23,6 +23,9 @@ from isotype.compat.torch import (
 from isotype.core.random_states import random_states_kept
 
 _CONTAINERS = (dict, OrderedDict, list, set)
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
+"""Operators whose results are numbers of Python's, which no tensor without memory has."""
 _PLACED = (PARAMETERS, CHILDREN)
 """What a sharded model takes out and puts in as it runs, in step with what its hooks remember."""
 
@@ -33,7 +36,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
     Put back are modes, attributes of modules and what containers among them hold, and the values of parameters and buffers: routers
     keep the capacity of the first batch they see, positions the longest length, caches the last keys, and PEFT's Arrow changes adapters
-    in its first forward.
+    in its first forward. Of a model on the meta device, what code branches on (`if mask.all():`) is true, and a number is one.
     """
     restorers = [restore for module in model.modules() for restore in _restorers(module)]
     writes = _Writes(model)
@@ -48,7 +51,8 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what a parameter or buffer holds before an operator writes into it, into a view of it or into its `.data`."""
+    """Keeps what a parameter or buffer holds before an operator writes into it, into a view of it or into its `.data`, and answers
+    for tensors on the meta device, which have no values."""
 
     supports_higher_order_operators = True
 
@@ -61,6 +65,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._held[tensor.untyped_storage().data_ptr()].append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NUMBERS and args[0].is_meta:
+            return _number(args[0]) if func is _ITEM else True
         schema = operator_schema(func)  # operators of higher order have none
         if schema is not None and schema.is_mutable:
             arguments = {
@@ -85,6 +91,10 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give every tensor that was written into its values again."""
         for tensor, values in self._saved:
             tensor.copy_(values)
+
+
+def _number(tensor: torch.Tensor) -> bool | float:
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

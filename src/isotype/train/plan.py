@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.arguments import Parser
 from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
+from isotype.core.names import plural
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
 from isotype.preflight.from_trainer import CHECKPOINTING, checkpointing
@@ -94,7 +95,7 @@ class Plan:
         attention: attention implementation, None for transformers' choice.
         notes: what is not traced as asked.
         ranges: whether value ranges are measured, see `isotype.train.ranges.WHEN`.
-        data: what the rows' lengths say, "" where no data set was opened.
+        data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
         fuse: whether the training fuses its LoRA layers.
     """
 
@@ -432,7 +433,8 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
         )
     check_tokenizer(settings, source, tokenizer, data)
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS)
-    plan = replace(plan, notes=(*plan.notes, *said, *plain_turns(settings, tokenizer, data)))
+    said += plain_turns(settings, tokenizer, data)
+    plan = replace(plan, data="; ".join(said))
     rows = data[script.dataset_train_split]
     found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
     if options.length is not None:
@@ -443,15 +445,15 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
         return plan
     limit = getattr(training, "max_length", None)
     longest = found.longest + plan.completion
-    told = f"the longest of {len(found.tokens):,} rows has {longest:,} tokens"
+    told = f"the longest of {plural(len(found.tokens), 'row')} has {plural(longest, 'token')}"
     told += f", with a completion of {plan.completion:,}" if plan.completion else ""
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    counted = f"counted by the tokenizer of {plan.source} ({len(words):,} tokens)"
+    counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
     cut = found.cut(limit)
     return replace(
         plan,
         length=longest if limit is None else min(longest, limit),
-        data=f"{cut or told}; {counted}",
+        data="; ".join((cut or told, counted, *said)),
     )
 
 
