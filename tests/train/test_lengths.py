@@ -82,7 +82,7 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens; {counted}"
     assert found["details"] == [
         "LoRA r 16 alpha 32 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
-        "gradient checkpointing",
+        "no gradient checkpointing",
     ]
     argv = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--max_length", 16]
     plan, _ = plan_of(*parse_options([str(each) for each in argv]))
