@@ -25,7 +25,7 @@ import agreement as script  # noqa: E402
 import gpu  # noqa: E402
 import gpu_train  # noqa: E402
 from gpu_parts import agreement, contracts, exactness, kernels, profiled, smoke, speed, suite  # noqa: E402
-from gpu_parts.commands import Options  # noqa: E402
+from gpu_parts.commands import Options, call  # noqa: E402
 from gpu_parts.runner import Job, Results, Runner, kill_group, summary  # noqa: E402
 from tests.faulty_work import end, is_assert  # noqa: E402
 
@@ -257,6 +257,14 @@ def test_the_last_line_of_pytest_is_counted() -> None:
     }
     with pytest.raises(suite.CommandError, match="pytest counted nothing: ERROR: no such file"):
         suite.counts_of("ERROR: no such file")
+
+
+def test_a_command_that_fails_says_why_in_its_first_line() -> None:
+    code = "import sys; sys.exit('error: no such model\\n  = help  name another')"
+    with pytest.raises(suite.CommandError) as error:
+        call([sys.executable, "-c", code])
+    assert str(error.value).splitlines()[0].endswith("ended with 1: error: no such model")
+    assert call([sys.executable, "-c", "import sys; print('x'); sys.exit(1)"], judges=True) == "x\n"
 
 
 def test_differences_to_the_cpu() -> None:

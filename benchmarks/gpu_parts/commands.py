@@ -63,7 +63,10 @@ def call(
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, check=False)
     if done.returncode and not (judges and done.stdout.strip()):
         end = (done.stderr.strip() or done.stdout.strip())[-2500:]
-        raise CommandError(f"{' '.join(command[:5])} … ended with {done.returncode}:\n{end}")
+        why = [line for line in end.splitlines() if "rror" in line] or end.splitlines() or ["nothing printed"]
+        raise CommandError(
+            f"{' '.join(command[1:4])} … ended with {done.returncode}: {why[-1].strip()}\n{end}"
+        )
     sys.stderr.write(done.stderr[-2500:])
     return done.stdout
 
