@@ -21,6 +21,7 @@ test: $(VENV)/.installed  ## lint, types and the whole test suite
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.private_names
 	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; wait $$types && exit $$tests
 
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
@@ -36,6 +37,7 @@ lint: $(VENV)/.installed  ## fix what can be fixed, show the rest
 types: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.private_names
 
 bench: $(VENV)/.installed  ## print the figures that README and docs quote
 	$(BIN)/python benchmarks/parity.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.match import match, unknown_quantization
+from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.model.quantized import constant_bytes, is_int8
 from isotype.precision.facts import ModelFacts, QuantizationFacts
@@ -112,7 +113,7 @@ def _of_module(model: Any) -> ModelFacts:
 
 def _adapter_prefixes(model: nn.Module) -> tuple[str, ...]:
     """How the names of adapter parameters begin; none without adapters."""
-    if not getattr(model, "peft_config", None) and not getattr(model, "_hf_peft_config_loaded", False):
+    if not getattr(model, "peft_config", None) and not has_own_adapters(model):
         return ()
     return (getattr(getattr(model, "base_model", None), "prefix", None) or "lora_", "modules_to_save")
 
@@ -214,12 +215,10 @@ def _is_named(model: nn.Module, config: Any) -> bool:
 
 
 def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    def gather(attribute: str) -> tuple[str, ...]:
-        return tuple(
-            sorted({name for module in model.modules() for name in getattr(module, attribute, None) or ()})
-        )
+    def gather(patterns: Callable[[Any], Any]) -> tuple[str, ...]:
+        return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))
 
-    return gather("_keep_in_fp32_modules"), gather("_keep_in_fp32_modules_strict")
+    return gather(pinned), gather(pinned_strictly)
 
 
 def quantization_of(config: Any) -> QuantizationFacts | None:
@@ -329,8 +328,8 @@ def _of_file(path: Path) -> ModelFacts:
         architecture=getattr(cls, "__name__", None),
         weight_dtypes=counts,
         trained_dtype=trained,
-        pinned=tuple(sorted(getattr(cls, "_keep_in_fp32_modules", None) or ())),
-        pinned_strict=tuple(sorted(getattr(cls, "_keep_in_fp32_modules_strict", None) or ())),
+        pinned=tuple(sorted(pinned(cls) or ())),
+        pinned_strict=tuple(sorted(pinned_strictly(cls) or ())),
         parameters=sum(tensor.elements for tensor in headers.tensors),
         parameter_bytes=sum(tensor.bytes for tensor in headers.tensors),
         notes=tuple(notes),

@@ -24,6 +24,8 @@ from isotype.checkpoint.streaming import can_stream, headers_of, stream
 from isotype.checkpoint.values.finite import not_finite, refuse
 from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.compat.hub import asking
+from isotype.compat.transformers import DTYPE_PLAN, LOAD, is_auto_class, pin, pinned, pinned_strictly, rename
+from isotype.compat.transformers import subclass as loading_class
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.range_boundaries import float32_by_ranges
@@ -89,7 +91,8 @@ def load(
         model.requires_grad_(False)
     note_quantization(model, policy)
     if headers is not None:
-        model.name_or_path = model.config._name_or_path = str(path)  # an adapter names its base by this
+        model.name_or_path = str(path)  # an adapter names its base by this
+        rename(model.config, str(path))
     if isinstance(source, str):
         model.loaded_commit = commit_of(source, kwargs.get("revision"))  # an adapter remembers it
     enforce_model(model, policy)
@@ -151,7 +154,7 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
     Raises:
         CheckpointError: the config names no class that transformers has.
     """
-    if model_class is not None and not hasattr(model_class, "_model_mapping"):
+    if model_class is not None and not is_auto_class(model_class):
         return model_class
     found = class_of(config, model_class)
     if found is not None:
@@ -179,19 +182,18 @@ def pinning(cls: Any, policy: PrecisionPolicy | None = None) -> Any:
     def post_init(self: Any) -> None:
         super(subclass, self).post_init()
         # The quantizer skips the modules named here; a strict pin must not be quantized either.
-        strict = {name.removesuffix(".weight") for name in self._keep_in_fp32_modules_strict}
-        self._keep_in_fp32_modules = self._keep_in_fp32_modules | strict
+        strict = {name.removesuffix(".weight") for name in pinned_strictly(self)}
+        pin(self, pinned(self) | strict)
 
     def dtype_plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
         if dtype == torch.float32:
             return {}
-        names = self._keep_in_fp32_modules | self._keep_in_fp32_modules_strict
+        names = pinned(self) | pinned_strictly(self)
         if policy is not None:
             names |= float32_by_ranges(self, policy)
         return dict.fromkeys(names, torch.float32)
 
-    subclass: Any = type(cls.__name__, (cls,), {"post_init": post_init, "_get_dtype_plan": dtype_plan})
-    subclass.__module__ = cls.__module__
+    subclass = loading_class(cls, **{"post_init": post_init, DTYPE_PLAN: dtype_plan})
     return subclass
 
 
@@ -218,18 +220,14 @@ def _streaming(
             info, found = stream(model, headers_of(source, files), settings, policy, packing, deferred)
             loaded = info, None
         else:
-            loaded = super(subclass, subclass)._load_pretrained_model(
-                model, state_dict, files, settings, *rest, **more
-            )
+            theirs = getattr(super(subclass, subclass), LOAD)
+            loaded = theirs(model, state_dict, files, settings, *rest, **more)
             # Not the buffers: a mask may well hold infinity.
             found = not_finite(model.named_parameters())
         broken.update(found)
         return loaded
 
-    subclass: Any = type(
-        cls.__name__, (pinning(cls, policy),), {"_load_pretrained_model": staticmethod(load_weights)}
-    )
-    subclass.__module__ = cls.__module__
+    subclass = loading_class(pinning(cls, policy), **{LOAD: staticmethod(load_weights)})
     return subclass
 
 

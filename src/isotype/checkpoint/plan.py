@@ -17,6 +17,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import Match, WrongShape, match, unknown_quantization
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source, steps
+from isotype.compat.transformers import pinned
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import dtypes_to_load
@@ -214,7 +215,7 @@ def quantized_weights(model: Any) -> frozenset[str]:
 
     skipped: Sequence[str] = ()
     if hasattr(model, "all_tied_weights_keys"):
-        skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        skipped = HfQuantizer.get_modules_to_not_convert(model, None, pinned(model))
     return frozenset(
         f"{name}.weight"
         for name, module in model.named_modules()

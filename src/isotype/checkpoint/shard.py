@@ -24,6 +24,7 @@ from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
 from isotype.checkpoint.values.finite import require_finite
 from isotype.checkpoint.weightless import model_config, skeleton, store
 from isotype.compat.torch import own_parameters
+from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import base_name
 from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
@@ -90,7 +91,8 @@ def load_sharded(
     found.require_complete()
     stored = StoredWeights(model, headers, found.weights)
     _start_fresh(model, found.initialised)
-    model.name_or_path = model.config._name_or_path = str(path)
+    model.name_or_path = str(path)
+    rename(model.config, str(path))
     fill_buffers(model, stored)
     model = store(model, policy)
     if adapt is not None:
@@ -108,7 +110,7 @@ def _start_fresh(model: Any, names: Iterable[str]) -> None:
         module = model.get_submodule(path)
         for name, parameter in module.named_parameters(recurse=False):
             own_parameters(module)[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
-        model._init_weights(module)
+        draw(model, module)
 
 
 def _files(path: str | Path, revision: str | None) -> Path:

@@ -19,6 +19,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_f
 from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import Packing
+from isotype.compat.transformers import mark_as_loaded
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_pinned, places
@@ -89,7 +90,7 @@ def stream(
     filled |= set() if deferred is None else deferred.names
     for name in filled:
         # transformers draws values for what has not this mark.
-        model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        mark_as_loaded(model.get_parameter_or_buffer(name))
     return _info(expected - filled, found), broken
 
 

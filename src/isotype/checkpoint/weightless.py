@@ -29,6 +29,7 @@ from isotype.checkpoint.load import (
 )
 from isotype.checkpoint.locate import resolve_source
 from isotype.compat.torch import own_parameters
+from isotype.compat.transformers import set_attention
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
 from isotype.model.quantize import quantize_blank
@@ -98,7 +99,7 @@ def skeleton(
     for name, value in settings.items():
         setattr(config, name, value)
     if attn_implementation is not None:
-        config._attn_implementation = attn_implementation
+        set_attention(config, attn_implementation)
     config.dtype = policy.plain
     pinned = pinning(cls)
     try:

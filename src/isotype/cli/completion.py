@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from isotype.compat.standard import actions_of, add_action
 from isotype.core.arguments import Parser
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -73,8 +74,8 @@ def _bare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     import shtab
 
     bare = argparse.ArgumentParser(add_help=False)
-    for action in parser._actions:
-        bare._add_action(action)
+    for action in actions_of(parser):
+        add_action(bare, action)
         if any(word in action.dest for word in ("path", "dir", "dataset_name", "adapter", "config", "model")):
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # what shtab reads
     return bare

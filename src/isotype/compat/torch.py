@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
+from torch.nn import attention
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -310,3 +311,19 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
         return None
     scale: torch.Tensor | None = scaler._scale
     return float(scaler.get_scale()) if scale is None else scale.reshape(())
+
+
+SDPA_SETTER: Final = "_sdpa_kernel"
+AUTOCAST_CAST: Final = "_cast"
+"""The function of `torch.amp.autocast_mode` that `custom_fwd(cast_inputs=…)` casts by."""
+
+
+def sdpa_setter() -> Callable[..., Any]:
+    """What `torch.nn.attention.sdpa_kernel` chooses kernels by."""
+    setter: Callable[..., Any] = attention._sdpa_kernel
+    return setter
+
+
+def sdpa_backends() -> list[Any]:
+    """The kernels that attention may take now."""
+    return list(attention._cur_sdpa_kernel_backends())

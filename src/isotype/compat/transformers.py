@@ -1,18 +1,234 @@
-"""transformers (5.20 to 5.23): how many GPUs a process trains on.
+"""transformers (5.20 to 5.23): names of models, configs and the Trainer that are not public, under names of ours.
 
-`TrainingArguments._n_gpu` is every visible GPU where no launcher was used; the Trainer would wrap the model in `nn.DataParallel`, which TRL's
-trainers refuse, after the weights were loaded (`args.n_gpu > 1` in trl/trainer/sft_trainer.py). There is no argument for it; the Trainer sets
-the same attribute for models that are split over devices. tests/train/test_launched.py fails where it is gone.
+Nothing of transformers is imported here: the functions read what a model, a config or a trainer carries.
+tests/compat/test_transformers.py fails where one is gone or means something else.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+# -------------------------------------------------------------------------------------------------------- models
+
+DTYPE_PLAN: Final = "_get_dtype_plan"
+"""The method of a model class that says which parameters are loaded in another dtype."""
+LOAD: Final = "_load_pretrained_model"
+"""The function of a model class that fills a model from files."""
+
+
+def pinned(model: Any) -> Any:
+    """Patterns of what a model, or its class, keeps in float32 where float16 is asked for; None without any."""
+    return getattr(model, "_keep_in_fp32_modules", None)
+
+
+def pinned_strictly(model: Any) -> Any:
+    """Patterns of what a model, or its class, keeps in float32 whatever is asked for; None without any."""
+    return getattr(model, "_keep_in_fp32_modules_strict", None)
+
+
+def pin(model: Any, patterns: set[str]) -> None:
+    """Set the patterns of `pinned`, which the quantizer leaves alone, too."""
+    model._keep_in_fp32_modules = patterns
+
+
+def is_auto_class(cls: Any) -> bool:
+    """Whether a class chooses another by the config, as `AutoModelForCausalLM` does."""
+    return hasattr(cls, "_model_mapping")
+
+
+def mapping_of(auto_class: Any) -> Any:
+    """Config class -> model class of an auto class."""
+    return auto_class._model_mapping
+
+
+def name_of(config: Any) -> Any:
+    """The path or hub id that a config was loaded from."""
+    return config._name_or_path
+
+
+def rename(config: Any, name: str) -> None:
+    """Let a config name another path or hub id: adapters and trainers read it."""
+    config._name_or_path = name
+
+
+def has_own_adapters(model: Any) -> bool:
+    """Whether transformers itself has put adapters into a model (`load_adapter`)."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def may_be_missing(model: Any) -> Iterable[str]:
+    """Patterns of tensors that a checkpoint of the model may lack."""
+    return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+
+
+def may_be_surplus(model: Any) -> Iterable[str]:
+    """Patterns of tensors of a checkpoint that the model ignores."""
+    return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+
+def never_saved(model: Any) -> set[str]:
+    """Names of tensors that the model leaves out when it is saved."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def draw(model: Any, module: Any) -> None:
+    """Give a module the fresh values that its model's author draws."""
+    model._init_weights(module)
+
+
+def mark_as_loaded(tensor: Any) -> None:
+    """transformers draws values for every parameter and buffer without this mark."""
+    tensor._is_hf_initialized = True
+
+
+def conversions(model: Any) -> list[Any] | None:
+    """What loading did to the tensors, which saving reverses; None where nothing is noted."""
+    noted: list[Any] | None = getattr(model, "_weight_conversions", None)
+    return noted
+
+
+def set_conversions(model: Any, steps: list[Any]) -> None:
+    """Replace what `conversions` returns."""
+    model._weight_conversions = steps
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of a config's attention implementation; None for a config without."""
+    name: str | None = getattr(config, "_attn_implementation", None)
+    return name
+
+
+def set_attention(config: Any, name: Any) -> None:
+    """Choose the attention implementation before a model is built."""
+    config._attn_implementation = name
+
+
+def takes_attention(model: Any) -> bool:
+    """Whether a model's attention goes through the registry, so that another can be put there."""
+    return bool(model._can_set_attn_implementation())
+
+
+def mark_as_sharded(model: Any) -> None:
+    """`generate` then goes on until every process has its end."""
+    model._is_fsdp_managed_module = True
+
+
+# ------------------------------------------------------------------------------------------------------- Trainer
+
+GRADIENT_NORM: Final = "_get_grad_norm"
+"""The method of a trainer that it asks once a step, with gradients unscaled, for the norm before clipping."""
+PREPARE_INPUTS: Final = "_prepare_inputs"
+"""The method of a trainer that makes a batch of what its loader gives."""
+
+
+class TrainerSteps:
+    """The private steps of transformers' Trainer under names that a subclass may override and call.
+
+    Goes before the Trainer among the bases. The Trainer calls its own names; each calls ours, whose default is the Trainer's.
+    """
+
+    def run_epoch(self: Any, **options: Any) -> None:
+        """Train one epoch."""
+        super()._run_epoch(**options)  # type: ignore[misc]
+
+    def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The norm of the step's gradients before clipping, asked for once a step with gradients unscaled."""
+        return super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+
+    def folder_of_run(self: Any, trial: Any) -> str:
+        """The folder in which checkpoints are put."""
+        return str(super()._get_output_dir(trial))  # type: ignore[misc]
+
+    def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        """Save a checkpoint."""
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
+    def push_checkpoint(self: Any, folder: str) -> None:
+        """Upload a checkpoint, in a thread."""
+        super()._push_from_checkpoint(folder)  # type: ignore[misc]
+
+    def write_optimizer(self: Any, folder: str) -> None:
+        """Save the states of the optimizer and of the schedule."""
+        super()._save_optimizer_and_scheduler(folder)  # type: ignore[misc]
+
+    def read_weights(self: Any, folder: str, model: Any = None) -> None:
+        """Load the weights of a checkpoint."""
+        super()._load_from_checkpoint(folder, model)  # type: ignore[misc]
+
+    def read_best_weights(self: Any) -> None:
+        """Load the weights of the best checkpoint."""
+        super()._load_best_model()  # type: ignore[misc]
+
+    def read_optimizer(self: Any, folder: str | None) -> None:
+        """Load the states of the optimizer and of the schedule."""
+        super()._load_optimizer_and_scheduler(folder)  # type: ignore[misc]
+
+    def gradients_stay_local(self: Any) -> AbstractContextManager[None]:
+        """Within it the gradients of a sharded model are not brought together."""
+        deferred: AbstractContextManager[None] = super()._defer_fsdp_gradient_reduction()  # type: ignore[misc]
+        return deferred
+
+    def _run_epoch(self: Any, **kwargs: Any) -> None:
+        self.run_epoch(**kwargs)
+
+    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.gradient_norm(*args, **kwargs)
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        return str(self.folder_of_run(trial))
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        self.write_checkpoint(model, trial)
+
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        self.push_checkpoint(checkpoint_folder)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        self.write_optimizer(output_dir)
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.read_weights(resume_from_checkpoint, model)
+
+    def _load_best_model(self: Any) -> None:
+        self.read_best_weights()
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        self.read_optimizer(checkpoint)
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self: Any) -> Iterator[None]:
+        with self.gradients_stay_local():
+            yield
 
 
 def train_on_first_gpu(training: Any) -> int:
-    """Let a process without a launcher train on the first GPU that it sees; returns how many it leaves to others."""
+    """Let a process without a launcher train on the first GPU that it sees; returns how many it leaves to others.
+
+    `TrainingArguments._n_gpu` is every visible GPU where no launcher was used; the Trainer would wrap the model in `nn.DataParallel`, which
+    TRL's trainers refuse, after the weights were loaded (`args.n_gpu > 1` in trl/trainer/sft_trainer.py). There is no argument for it; the
+    Trainer sets the same attribute for models that are split over devices. tests/train/test_launched.py fails where it is gone.
+    """
     left = int(training.n_gpu) - 1
     if left > 0:
         training._n_gpu = 1
     return max(0, left)
+
+
+OVERRIDDEN: Final = tuple(
+    name for name in vars(TrainerSteps) if name.startswith("_") and not name.startswith("__")
+)
+"""The Trainer's methods that `TrainerSteps` overrides."""
+
+
+def misfits(trainer: type) -> list[str]:
+    """What `TrainerSteps` overrides and a trainer's class does not have: its steps would be left out without a word."""
+    return [f"{trainer.__name__} has no method {name}" for name in OVERRIDDEN if not hasattr(trainer, name)]
+
+
+def subclass(cls: Any, **members: Any) -> Any:
+    """A class below `cls` under the same name and module, for one load: the model is given `cls` again when it has been filled."""
+    made: Any = type(cls.__name__, (cls,), members)
+    made.__module__ = cls.__module__
+    return made

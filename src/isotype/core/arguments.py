@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from isotype.compat.standard import ValueParser, actions_of
 from isotype.core.errors import Problem, UsageError
 from isotype.core.renamed import RENAMED, renamed
 
@@ -54,7 +55,7 @@ _AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match (.*)")
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(ValueParser):
     """argparse, but values that an argument does not take are kept as `problems` and parsing goes on.
 
     `parse_args` raises them, with the names that nobody knows, as one error; who calls `parse_known_args` judges
@@ -101,10 +102,10 @@ class Parser(argparse.ArgumentParser):
 
     def known_names(self) -> list[str]:
         """The long names, one a meaning."""
-        return [action.option_strings[0] for action in self._actions if action.option_strings]
+        return [action.option_strings[0] for action in actions_of(self) if action.option_strings]
 
     def _unknown_name(self, name: str) -> Problem:
-        former = renamed(name, [action.dest for action in self._actions])
+        former = renamed(name, [action.dest for action in actions_of(self)])
         if former is not None:
             return former
         meant = closest(name, self.known_names())
@@ -124,17 +125,17 @@ class Parser(argparse.ArgumentParser):
 
     # argparse: the hooks that judge one value. They raise, and one error would hide the others.
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+    def value_of(self, action: argparse.Action, text: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)
+            return super().value_of(action, text)
         except argparse.ArgumentError:
             kind = _KINDS.get(getattr(action.type, "__name__", ""), "another value")
-            self.problems.append(_wrong_value(action, arg_string, kind, self._choices(action)))
+            self.problems.append(_wrong_value(action, text, kind, self._choices(action)))
             return _Wrong()
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def require_choice(self, action: argparse.Action, value: Any) -> None:
         try:
-            super()._check_value(action, value)
+            super().require_choice(action, value)
         except argparse.ArgumentError:
             if not isinstance(value, _Wrong):
                 self.problems.append(_wrong_value(action, value, "", self._choices(action)))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from isotype.compat.accelerate import HOOK
 from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
 from isotype.lora.linear import Adapter, Layer
 from isotype.model.boundary import boundary_of
@@ -189,7 +190,7 @@ class _Parts(NamedTuple):
 
     def offloaded(self) -> bool:
         """Whether hooks of accelerate's fetch weights for each call."""
-        return any("_hf_hook" in part and not _only_places(part["_hf_hook"]) for part in self.called)
+        return any(HOOK in part and not _only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
         """Whether a part has hooks, but for those of a recorder; those of the layer itself are called whatever its path."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from isotype.compat.hub import asking
+from isotype.compat.transformers import rename
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.walk import is_tuner_layer, places
@@ -84,7 +85,8 @@ def remember_base(model: Any, config: Any) -> None:
     if not name or settings is None:
         return
     if Path(name).exists():
-        base.name_or_path = settings._name_or_path = str(Path(name).resolve())
+        base.name_or_path = str(Path(name).resolve())
+        rename(settings, base.name_or_path)
     elif config.revision is None:
         config.revision = getattr(base, "loaded_commit", None)
 

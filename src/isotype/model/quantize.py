@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from isotype.compat.bitsandbytes import quantized_on
+
 _PIECE = 1 << 19
 """Elements that are in work at a time: float32, they stay in the caches, and are enough for all of torch's threads."""
 _UNDECIDED = 0x80
@@ -206,4 +208,4 @@ def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
     dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}
-    layer.weight = type(old)(dense, requires_grad=False, **settings)._quantize("meta")
+    layer.weight = quantized_on(type(old)(dense, requires_grad=False, **settings), "meta")

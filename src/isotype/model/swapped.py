@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from isotype.compat.accelerate import FORWARD_BEFORE
+
 
 class Swapped:
     """Marks the classes made here.
@@ -60,7 +62,7 @@ def _like(member: Any, original: Any) -> Callable[..., Any]:
 def swap(module: nn.Module, cls: Any) -> None:
     """Give `module` the class `cls`: one made by `swapped_class`, or the original one."""
     module.__class__ = cls
-    for name in ("forward", "_old_forward"):  # accelerate's hooks keep the method that they call
+    for name in ("forward", FORWARD_BEFORE):  # accelerate's hooks keep the method that they call
         method = module.__dict__.get(name)
         if isinstance(method, types.MethodType) and method.__self__ is module:
             module.__dict__[name] = types.MethodType(cls.forward, module)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.transformers import attention_of
 from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.model.adapters import adapter_words
@@ -113,7 +114,7 @@ class StepRequest:
             else self.gradient_checkpointing or None,
             autocast_eval=self.autocast_eval,
             checkpoint_dtype=_checkpoint_dtype(config),
-            attention=getattr(config, "_attn_implementation", None),
+            attention=attention_of(config),
             batch=_shapes(self.inputs),
             details=(*adapter_words(self.model), _checkpointing_words(self)),
             incompatible=incompatible_here(profile.kind) if profile.present else (),

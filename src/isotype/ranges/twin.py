@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from isotype.compat.accelerate import FORWARD_BEFORE, HOOK
 from isotype.compat.torch import (
     COMPILED_CALL,
     COMPILER,
@@ -174,11 +175,11 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
     """Take off what belongs to a run, not to the function: boundaries, accelerate's hooks, compilation, modes."""
     set_boundary(module, None)
     own = vars(module)
-    if "_hf_hook" in own:
-        own.pop("_hf_hook")
+    if HOOK in own:
+        own.pop(HOOK)
         own.pop("forward", None)
-        if "_old_forward" in own:
-            own["forward"] = own.pop("_old_forward")
+        if FORWARD_BEFORE in own:
+            own["forward"] = own.pop(FORWARD_BEFORE)
     own.pop(COMPILED_CALL, None)
     own["training"] = False
     if own.get("gradient_checkpointing"):

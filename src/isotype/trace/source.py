@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from isotype.compat.standard import frame_above
 from isotype.core.package import PACKAGE
 
 # A folder ends in a separator: torchvision, torchtune and torch_geometric lie beside torch and are not it.
@@ -35,7 +35,7 @@ def asking_line() -> Any:
 
     None where torch's own modules asked alone: who called the preflight asked for the whole step.
     """
-    frame = sys._getframe(2)
+    frame = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_filename == _STEP:
             return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.standard import frame_above
 from isotype.compat.torch import MODULE_CALL
 from isotype.trace.record import Origin
 from isotype.trace.source import is_library
@@ -79,7 +79,7 @@ class DtypeReads:
     def note(self, origin: Origin) -> None:
         """The dtype that `origin` made has been read off its tensor by the code that runs now."""
         self._count += 1
-        for frame in _frames(sys._getframe(1)):
+        for frame in _frames(frame_above(1)):
             call = call_of(frame)
             if call is not None:
                 read = _Read(
@@ -91,7 +91,7 @@ class DtypeReads:
         """Who made the `dtype` that the innermost call of the model's code names; None where the code chose it."""
         if not self._reads:
             return None
-        frame = next(_frames(sys._getframe(1)), None)
+        frame = next(_frames(frame_above(1)), None)
         arguments = () if frame is None else _arguments(frame.f_code, frame.f_lasti)
         named = [each for each in arguments if each.keyword == "dtype"]
         read = None if frame is None else self._in(frame, named or arguments, dtype, _MOST_CALLERS)

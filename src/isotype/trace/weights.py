@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from isotype.checkpoint.values.finite import all_finite
 from isotype.compat.torch import FakeTensor
+from isotype.compat.transformers import pinned, pinned_strictly
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, kind_of, places
 from isotype.trace.fold import repeats_of
@@ -129,8 +130,8 @@ def _pinned_patterns(model: Any) -> tuple[str, ...]:
     """The patterns of transformers' `_keep_in_fp32_modules` and its strict form, of the model and of what it wraps."""
     patterns: set[str] = set()
     for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-            patterns |= set(getattr(module, attribute, None) or ())
+        for read in (pinned, pinned_strictly):
+            patterns |= set(read(module) or ())
     return tuple(sorted(patterns))
 
 

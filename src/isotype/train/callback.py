@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +17,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from isotype.compat.accelerate import mark_as_skipped
+from isotype.compat.standard import frame_above
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.lora.gpu.reductions import float32_reductions
@@ -167,7 +168,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             after = _loss_scale(kwargs["optimizer"])
             skipped = self._scale is not None and after is not None and after < self._scale
         if skipped:
-            kwargs["optimizer"]._is_overflow = True
+            mark_as_skipped(kwargs["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the first step: masters and optimizer state are in the master dtype."""
@@ -207,7 +208,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 def _calling_trainer() -> Any:
     """The trainer whose callback runs: callbacks are given its model and its arguments, but neither batch nor loss."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = frame_above(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]

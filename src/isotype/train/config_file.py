@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from isotype.compat.standard import actions_of
 from isotype.core.arguments import closest
 from isotype.core.errors import Problem, UsageError
 from isotype.core.renamed import renamed
@@ -51,7 +52,7 @@ def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
         )
     for name, value in (values.pop("env", None) or {}).items():
         os.environ[name] = str(value)
-    known = {action.dest for action in parser._actions}
+    known = {action.dest for action in actions_of(parser)}
     unknown = [str(key) for key in values if key not in known]
     if unknown:
         raise UsageError(
@@ -64,7 +65,7 @@ def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
 
 def _yaml_choices(parser: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """YAML reads a bare `no` as false; where "no" is one of an argument's choices, that is what was meant."""
-    with_no = {action.dest for action in parser._actions if "no" in (action.choices or ())}
+    with_no = {action.dest for action in actions_of(parser) if "no" in (action.choices or ())}
     return {name: "no" if value is False and name in with_no else value for name, value in values.items()}
 
 

@@ -114,13 +114,13 @@ class _Governed:
         whole = whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
-    def _run_epoch(self: Any, **kwargs: Any) -> None:
+    def run_epoch(self: Any, **kwargs: Any) -> None:
         self._free_inputs()
         # A run that goes on from its last step has no step left; transformers 5.23 looks only after one more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(**kwargs)  # type: ignore[misc]
+        super().run_epoch(**kwargs)  # type: ignore[misc]
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own, and adds the loss of this micro-batch to the step's."""
@@ -151,9 +151,9 @@ class _Governed:
             self._step_tokens = self._step_tokens + count_tokens(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
-    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The Trainer comes here once a step, with gradients unscaled; what it returns is the norm before clipping.
-        self._step_norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+        self._step_norm = super().gradient_norm(*args, **kwargs)  # type: ignore[misc]
         return self._step_norm
 
     def step_values(self: Any) -> StepValues:
@@ -213,19 +213,19 @@ class _Governed:
                 self.last_checkpoint(),
             )
 
-    def _get_output_dir(self: Any, trial: Any) -> str:
+    def folder_of_run(self: Any, trial: Any) -> str:
         if self._staging is not None:
             return str(self._staging)
-        return str(super()._get_output_dir(trial))  # type: ignore[misc]
+        return str(super().folder_of_run(trial))  # type: ignore[misc]
 
-    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+    def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
         """Build the checkpoint aside, bring it to the disk, then rename it: it is whole or not there."""
         self._check_trained()
-        run_dir = Path(super()._get_output_dir(trial))  # type: ignore[misc]
+        run_dir = Path(super().folder_of_run(trial))  # type: ignore[misc]
         name = f"checkpoint-{self.state.global_step}"
         built, final = run_dir / STAGING / name, run_dir / name
         with self._staged(run_dir, "checkpoint"):
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super().write_checkpoint(model, trial)  # type: ignore[misc]
             if self.state.best_model_checkpoint == str(built):
                 self.state.best_model_checkpoint = str(final)
                 if self.args.should_save:
@@ -243,7 +243,7 @@ class _Governed:
         if self.args.should_save:
             self._rotate(run_dir, final)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
+            self.push_checkpoint(str(final))
 
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
         """Write `card()`, the run as a model card, where the trainer would write a form to be filled in."""
@@ -252,10 +252,10 @@ class _Governed:
         elif self.args.should_save:
             write_whole(Path(self.args.output_dir) / "README.md", self.card())
 
-    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+    def push_checkpoint(self: Any, checkpoint_folder: str) -> None:
         # An upload reads its files later, in a thread: only from where they stay.
         if self._staging is None:
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+            super().push_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _rotate(self: Any, run_dir: Path, newest: Path) -> None:
         """Delete the oldest checkpoints beyond `save_total_limit`, but never the newest or the best one."""

@@ -22,6 +22,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from isotype.compat.torch import FakeTensor
+from isotype.compat.trl import head_arguments, is_fused_forward
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.registered import sides_of
 from isotype.lora.fused import working_dtype
@@ -146,18 +147,12 @@ def _asked(forward: Any) -> tuple[bool, dict[str, Any]] | None:
 
     TRL keeps them in the closure of its forward and nowhere else.
     """
-    function = inspect.unwrap(forward, stop=_is_trl)
+    function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function
-    if not _is_trl(function):
+    if not is_fused_forward(function):
         return None
-    held = inspect.getclosurevars(function).nonlocals
-    return outermost, {name: held[name] for name in ("temperature", "cast_lm_head_to_fp32", "outputs")}
-
-
-def _is_trl(function: Any) -> bool:
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code is not None and code.co_qualname.startswith("add_fused_lm_head.")
+    return outermost, head_arguments(function)
 
 
 def _smoothing(trainer: Any) -> float:

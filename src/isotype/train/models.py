@@ -17,6 +17,7 @@ from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.shard import load_sharded
 from isotype.compat.hub import asking
+from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model
@@ -145,7 +146,7 @@ def _sharded(
 ) -> Any:
     model = load_sharded(path, policy, adapt, reshard=sharding.reshard, **kwargs)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base._is_fsdp_managed_module = True  # `generate` then goes on until every process has its end
+    mark_as_sharded(base)  # `generate` then goes on until every process has its end
     # TRL casts the masters of a model with these to bfloat16, which no assignment to `.data` undoes where they are sharded.
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
     return model

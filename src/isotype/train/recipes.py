@@ -17,6 +17,7 @@ from rich.console import Console
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.compat.hub import asking
+from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
 from isotype.core.heap import freed_memory_kept
 from isotype.core.interrupt import interrupts_kept, signal_of
@@ -323,14 +324,14 @@ def _found_again(model: Any, source: Path | str, revision: str | None) -> Iterat
     whatever the revision, and not at all from a GGUF file.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
-    named = config._name_or_path
-    config._name_or_path = (
-        str(local_snapshot(source, revision) or source) if isinstance(source, str) else str(source)
+    named = name_of(config)
+    rename(
+        config, str(local_snapshot(source, revision) or source) if isinstance(source, str) else str(source)
     )
     try:
         yield
     finally:
-        config._name_or_path = named
+        rename(config, named)
 
 
 def _name_on_hub(settings: Settings, source: Path | str) -> str | None:

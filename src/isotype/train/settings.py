@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from isotype.compat.standard import actions_of
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import Method
@@ -235,7 +236,7 @@ def training_parser(method: Method) -> Any:
     # argparse: the compute dtype is decided by isotype, and LoRA is what isotype is for.
     parser.set_defaults(dtype="auto", use_peft=True, lora_target_modules="all-linear")
     parser.set_defaults(lora_task_type=method.task_type)
-    for action in parser._actions:
+    for action in actions_of(parser):
         if action.dest == "bf16":
             action.nargs, action.const = "?", True  # `--bf16` alone works as `--fp16` does
         if action.dest == "dtype":
@@ -259,4 +260,6 @@ def training_parser(method: Method) -> Any:
 
 def _unset_namespace(parser: argparse.ArgumentParser) -> argparse.Namespace:
     # argparse fills in defaults only for names that the namespace lacks, so what stays _UNSET was not typed.
-    return argparse.Namespace(**{action.dest: _UNSET for action in parser._actions if action.dest != "help"})
+    return argparse.Namespace(
+        **{action.dest: _UNSET for action in actions_of(parser) if action.dest != "help"}
+    )

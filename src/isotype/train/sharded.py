@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from isotype.compat.transformers import TrainerSteps
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import base_name, listed
 from isotype.model.shard import is_sharded
@@ -156,7 +157,7 @@ def shard_optimizer(optimizer: Any) -> None:
                 )
 
 
-class Sharded:
+class Sharded(TrainerSteps):
     """Mixin over `transformers.Trainer`: with a sharded model it saves and resumes as above; with another, a sharded run's checkpoint."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -174,31 +175,31 @@ class Sharded:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+    def write_optimizer(self: Any, output_dir: str) -> None:
         if not has_shards(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super().write_optimizer(output_dir)
             return
         save_state(Path(output_dir) / SHARDS, self.model, self.optimizer)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    def read_weights(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
         if (checkpoint / SHARDS).is_dir():
             load_weights(checkpoint / SHARDS, self.model)
         elif has_shards(self.model):
             put_weights(self.model, saved_weights(checkpoint, self.model))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super().read_weights(resume_from_checkpoint, model)
 
-    def _load_best_model(self: Any) -> None:
+    def read_best_weights(self: Any) -> None:
         best = Path(self.state.best_model_checkpoint)
         if (best / SHARDS).is_dir():
             load_weights(best / SHARDS, self.model)
         else:
-            super()._load_best_model()  # type: ignore[misc]
+            super().read_best_weights()
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+    def read_optimizer(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         saved = Path(checkpoint)
@@ -206,15 +207,15 @@ class Sharded:
             load_optimizer(saved / SHARDS, self.model, self.optimizer)
             self.lr_scheduler.load_state_dict(torch.load(saved / SCHEDULER_NAME, weights_only=True))
             return
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        super().read_optimizer(checkpoint)
         shard_optimizer(self.optimizer)
 
-    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+    def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = super().gradient_norm(*args, **kwargs)
         return whole_tensor(norm) if isinstance(norm, torch.Tensor) else norm
 
     @contextmanager
-    def _defer_fsdp_gradient_reduction(self: Any) -> Iterator[None]:
+    def gradients_stay_local(self: Any) -> Iterator[None]:
         # The Trainer's own asks the config how transformers has sharded the model.
         self.model.set_requires_gradient_sync(False)
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.transformers import GRADIENT_NORM, PREPARE_INPUTS
 from isotype.core.random_states import RandomStates
 from isotype.ranges.nonfinite.again import first_nonfinite
 from isotype.ranges.nonfinite.record import NonFinite
@@ -63,7 +64,7 @@ class StepWatch:
     def attach(self) -> None:
         """Begin to keep."""
         self._replace("compute_loss", self._around_loss)
-        self._replace("_get_grad_norm", self._around_norm)
+        self._replace(GRADIENT_NORM, self._around_norm)
 
     def detach(self) -> None:
         """Leave the trainer as it was, and let go of the batches."""
@@ -110,7 +111,9 @@ class StepWatch:
             return Again(why_not="DeepSpeed runs the backward by itself")
         self.detach()
         before = dict(vars(trainer))
-        trainer._prepare_inputs = _as_it_is  # what a batch was made into; completions are not generated again
+        setattr(
+            trainer, PREPARE_INPUTS, _as_it_is
+        )  # what a batch was made into; completions are not generated again
 
         def step() -> Iterator[torch.Tensor]:
             for batch in batches:

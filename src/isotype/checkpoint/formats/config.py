@@ -12,6 +12,7 @@ from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.json_file import read_json
+from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem
 
 # How building a model class from a config that does not fit it fails.
@@ -117,7 +118,7 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
         transformers.MODEL_MAPPING,
     )
     if auto_class is not None:
-        mappings = (auto_class._model_mapping,)
+        mappings = (mapping_of(auto_class),)
     else:
         for name in config.architectures or ():
             if hasattr(transformers, name):

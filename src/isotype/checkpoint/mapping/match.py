@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
 from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
+from isotype.compat.transformers import may_be_missing, may_be_surplus
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed, plural, starred
 from isotype.precision.facts import QuantizationFacts
@@ -162,9 +163,7 @@ def _aliases(model: Any) -> dict[str, list[str]]:
 def _may_be_initialised(model: Any, name: str) -> str:
     if name.endswith(_COUNTERS):
         return "a counter, which starts at 0"
-    if any(
-        re.search(pattern, name) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    ):
+    if any(re.search(pattern, name) for pattern in may_be_missing(model)):
         return f"{type(model).__name__} may initialise it (_keys_to_ignore_on_load_missing)"
     saved = getattr(getattr(model, "config", None), "architectures", None) or ()
     prefix = getattr(model, "base_model_prefix", "")
@@ -175,7 +174,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 def _ignored(model: Any, name: str) -> bool:
     """Whether transformers ignores a surplus tensor without a word."""
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns = list(may_be_surplus(model))
     # Saved by older versions; models compute them now (`_adjust_missing_and_unexpected_keys`).
     patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     return any(re.search(pattern, name) for pattern in patterns)

@@ -13,6 +13,7 @@ from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
 from isotype.checkpoint.deferred import Block, outermost_blocks
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
 from isotype.checkpoint.merge.written_model import WrittenModel
+from isotype.compat.transformers import never_saved
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.core.names import base_name
@@ -251,7 +252,7 @@ def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:
     """The tensors of a model that a checkpoint of it holds, without values; what several names share by one of them."""
-    left_out = set(model._keys_to_ignore_on_save or ())
+    left_out = never_saved(model)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     kept: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)

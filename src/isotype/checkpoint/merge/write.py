@@ -22,6 +22,7 @@ from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.written import require_readable
 from isotype.compat.torch import own_state
+from isotype.compat.transformers import name_of, never_saved
 from isotype.core.cache import why_unusable
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, QUANTIZATIONS
 from isotype.core.errors import Problem, SaveError, UsageError
@@ -132,7 +133,7 @@ def write_merged(
             given = "no tokenizer that can be read as tokenizer.json"
             fix = "copy tokenizer.json beside the adapter"
             raise UsageError("a GGUF file holds its tokenizer", [Problem(given, "a fast tokenizer", fix)])
-        name = Path(str(config._name_or_path)).stem or "model"
+        name = Path(str(name_of(config))).stem or "model"
         values = (each for part in merging.parts() for each in part.items())
         tensors = Tensors(config, shapes, values)
         if stored not in LLAMA_CPP_TYPES:
@@ -205,7 +206,7 @@ def write_model(
         dtype: that the config names.
         room: for the header of a file of weights.
     """
-    left_out = set(model._keys_to_ignore_on_save or ())
+    left_out = never_saved(model)
     shards = Shards(directory, room)
     try:
         for part in parts:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.transformers import conversions, set_conversions
 from isotype.model.walk import places
 
 
@@ -56,13 +57,14 @@ def _forget_bnb(model: Any) -> None:
             value.data = value.data.to("cpu")
     model.hf_quantizer.remove_quantization_config(model)
     # Saving reverses what loading did to the tensors; assembling packed weights has no reverse (transformers 5.23).
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is not None:
-        model._weight_conversions = [
+    noted = conversions(model)
+    if noted is not None:
+        kept = [
             conversion
-            for conversion in conversions
+            for conversion in noted
             if not any(
                 type(step).__module__ == integration.__name__
                 for step in getattr(conversion, "operations", ())
             )
         ]
+        set_conversions(model, kept)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor, is_transformed
+from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
@@ -189,11 +190,11 @@ def _why_not(owners: list[Any], device: str | None) -> str | None:
 
 
 def _why_not_registered(owners: list[Any]) -> str | None:
-    chosen = {owner.config._attn_implementation for owner in owners}
+    chosen = {attention_of(owner.config) for owner in owners}
     if "sdpa" not in chosen:
         return f"its implementation is {', '.join(sorted(map(str, chosen)))}"
     for owner in owners:
-        if not owner._can_set_attn_implementation():
+        if not takes_attention(owner):
             return f"{type(owner).__name__} has attention of its own, outside of transformers' registry"
         if _asks_by_name(type(owner)):
             return f"the code of {type(owner).__name__} does something else where the implementation is not named sdpa"
@@ -211,8 +212,8 @@ def _implementations(config: Any) -> Any:
         key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None
     }
     if not inner:
-        return config._attn_implementation
-    return {"": config._attn_implementation, **{key: _implementations(each) for key, each in inner.items()}}
+        return attention_of(config)
+    return {"": attention_of(config), **{key: _implementations(each) for key, each in inner.items()}}
 
 
 def _replaced(implementations: Any, name: str) -> Any:

@@ -8,7 +8,6 @@ import io
 import logging
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import FAKE_LOGGER, tree_map
 from isotype.core.dtypes import autocast_dtype
 from isotype.preflight.request import DEFAULT_PHASES, StepRequest
@@ -184,8 +184,6 @@ def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
     low = autocast_dtype(device)
     if low is not None:
         return low
-    state = sys.modules.get("accelerate.state")
-    if device == "cpu" or state is None or not hasattr(model, "_original_forward"):
+    if device == "cpu" or not is_prepared(model):
         return None
-    mixed = str(state.AcceleratorState._shared_state.get("_mixed_precision"))
-    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(mixed)
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(mixed_precision())

@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from isotype.compat.standard import is_being_imported
+
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
     """Call `act` once, as soon as the module `name` has been imported; at once where it has been.
@@ -74,7 +76,7 @@ class _Finder:
     def is_imported(self) -> bool:
         """Whether the module is there in full; to ask a lazy one would import it."""
         module = sys.modules.get(self._name)
-        return type(module) is ModuleType and not getattr(module.__spec__, "_initializing", False)
+        return type(module) is ModuleType and not is_being_imported(module)
 
     def _arrived(self) -> None:
         with self._lock:

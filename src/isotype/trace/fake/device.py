@@ -22,6 +22,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from isotype.compat.torch import AUTOCAST_CAST, SDPA_SETTER, sdpa_backends, sdpa_setter
 from isotype.precision.devices.profile import DeviceProfile
 
 _DEVICE_TYPES = {"rocm": "cuda"}
@@ -31,7 +32,7 @@ _BY_DEVICE: tuple[tuple[Any, str], ...] = (
     (torch, "set_autocast_enabled"),
     (torch, "set_autocast_dtype"),
     (torch.autocast, "__init__"),
-    (autocast_mode, "_cast"),  # `custom_fwd(cast_inputs=…)` casts what is on the device that it is told
+    (autocast_mode, AUTOCAST_CAST),  # `custom_fwd(cast_inputs=…)` casts what is on the device that it is told
 )
 # What code asks of its device between operators: nothing is there to wait for or to be counted, and the random
 # numbers are the CPU's.
@@ -81,7 +82,7 @@ def cpu_stands_for(kind: str, profile: DeviceProfile | None = None) -> Iterator[
     with contextlib.ExitStack() as stack:
         for owner, name, new in (*_changes(simulated), *_facts(simulated, profile)):
             _replace(stack, owner, name, new)
-        stack.callback(attention._sdpa_kernel, attention._cur_sdpa_kernel_backends())
+        stack.callback(sdpa_setter(), sdpa_backends())
         torch.set_autocast_dtype("cpu", default)
         stack.callback(torch.set_autocast_dtype, "cpu", before)
         yield
@@ -138,7 +139,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     # Its arguments are looked at before any mode is asked.
     changes += [(torch.Tensor, "record_stream", _quiet(None))]
     changes += [(torch, "Generator", _Generators("Generator", (), {}))]
-    changes += [(attention, "_sdpa_kernel", _with_what_a_cpu_has(attention._sdpa_kernel))]
+    changes += [(attention, SDPA_SETTER, _with_what_a_cpu_has(sdpa_setter()))]
     if simulated == "cuda":
         changes += [(torch.cuda.nvtx, name, _quiet(None)) for name in _RANGES]
         changes += [(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.bitsandbytes import REPACK
 from isotype.compat.compiler import uncompiled
 from isotype.compat.torch import FAKE_LOGGER
 from isotype.core.random_states import random_states_kept
@@ -78,13 +79,12 @@ def _no_tracing_branch() -> Iterator[None]:
 def _no_repacking() -> Iterator[None]:
     """bitsandbytes repacks no 4-bit weight, whatever this CPU has: IST407 says what happens on the device."""
     modules: Any = sys.modules.get("bitsandbytes.nn.modules")
-    convert = "_convert_weight_packed_for_cpu"
-    if modules is None or not hasattr(modules, convert):
+    if modules is None or not hasattr(modules, REPACK):
         yield
         return
-    before = getattr(modules, convert)
-    setattr(modules, convert, lambda weight, state: (weight, state))
+    before = getattr(modules, REPACK)
+    setattr(modules, REPACK, lambda weight, state: (weight, state))
     try:
         yield
     finally:
-        setattr(modules, convert, before)
+        setattr(modules, REPACK, before)

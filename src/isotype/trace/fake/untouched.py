@@ -23,6 +23,7 @@ import numpy
 import torch
 from torch import nn
 
+from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
@@ -326,7 +327,7 @@ class Untouched:
         elif isinstance(value, random.Random):
             self._undo.append(functools.partial(value.setstate, value.getstate()))
         else:
-            source = value._bit_generator
+            source = source_of(value)
             self._undo.append(functools.partial(setattr, source, "state", source.state))
 
     def _generator(self, name: _Name, value: Any) -> None:

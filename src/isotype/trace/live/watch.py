@@ -10,7 +10,6 @@ as if nothing had been there.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import warnings
 import weakref
@@ -24,6 +23,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from isotype.compat.standard import frame_above
 from isotype.compat.torch import has_compiler, is_compiled, is_simulated, is_traced, original
 from isotype.trace.live.forward import (
     enumerate_inputs,
@@ -176,7 +176,7 @@ class Watch:
         def before(module: nn.Module, args: Any) -> None:
             # A compiler that follows the call must not follow it into here.
             if not torch.compiler.is_compiling():
-                self._guard(self._enters, module, args, sys._getframe(1))
+                self._guard(self._enters, module, args, frame_above(1))
 
         def after(module: nn.Module, args: Any, result: Any) -> None:
             if not torch.compiler.is_compiling():

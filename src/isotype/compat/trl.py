@@ -1,0 +1,44 @@
+"""TRL (1.16): the arguments of the fused head that its trainers put before a model's forward.
+
+`add_fused_lm_head` (trl/trainer/utils.py) keeps them in the closure of the forward that it makes, and nowhere else.
+https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import CodeType
+from typing import Any
+
+_MAKER = "add_fused_lm_head"
+HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
+"""What is read of the closure, by these names."""
+
+
+def is_fused_forward(function: Any) -> bool:
+    """Whether a forward is the one that TRL makes."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and code.co_qualname.startswith(f"{_MAKER}.")
+
+
+def head_arguments(function: Any) -> dict[str, Any]:
+    """The arguments of the head whose forward is given.
+
+    Raises:
+        LookupError: the closure has other names; `misfits` tells it before a model is loaded.
+    """
+    held = inspect.getclosurevars(function).nonlocals
+    missing = [name for name in HEAD_ARGUMENTS if name not in held]
+    if missing:
+        raise LookupError(f"the forward that TRL's {_MAKER} makes keeps no {', '.join(missing)}")
+    return {name: held[name] for name in HEAD_ARGUMENTS}
+
+
+def misfits(utilities: Any) -> list[str]:
+    """What TRL's module of `add_fused_lm_head` lacks, seen without making a head: the function, its forward, names of its closure."""
+    maker = getattr(utilities, _MAKER, None)
+    if maker is None:
+        return [f"{utilities.__name__} has no {_MAKER}"]
+    inner = [code for code in maker.__code__.co_consts if isinstance(code, CodeType)]
+    held = {name for code in inner for name in code.co_freevars}
+    return [f"the forward that {_MAKER} makes keeps no {name}" for name in HEAD_ARGUMENTS if name not in held]

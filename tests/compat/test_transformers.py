@@ -1,0 +1,104 @@
+"""transformers still has what `isotype.compat.transformers` names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import transformers
+from transformers import PreTrainedModel, Trainer
+
+from isotype.compat.transformers import (
+    DTYPE_PLAN,
+    GRADIENT_NORM,
+    LOAD,
+    OVERRIDDEN,
+    PREPARE_INPUTS,
+    TrainerSteps,
+    attention_of,
+    is_auto_class,
+    mapping_of,
+    may_be_missing,
+    may_be_surplus,
+    misfits,
+    name_of,
+    never_saved,
+    pinned,
+    pinned_strictly,
+    rename,
+    set_attention,
+    subclass,
+    takes_attention,
+)
+
+
+def test_names_of_models_and_configs() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    rename(config, "somewhere")
+    assert name_of(config) == config.name_or_path == "somewhere"
+    set_attention(config, "eager")
+    assert attention_of(config) == "eager"
+    model = transformers.LlamaForCausalLM(config)
+    assert takes_attention(model)
+    assert set(pinned(model)) == set(pinned_strictly(model)) == never_saved(model) == set()
+    assert (list(may_be_missing(model)), list(may_be_surplus(model))) == ([], [])
+    assert pinned(transformers.T5ForConditionalGeneration) == ["wo"]
+    assert is_auto_class(transformers.AutoModelForCausalLM)
+    assert not is_auto_class(transformers.LlamaForCausalLM)
+    mapping = mapping_of(transformers.AutoModelForCausalLM)
+    assert mapping[transformers.LlamaConfig] is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("name", ["_init_weights", "_can_set_attn_implementation", DTYPE_PLAN, LOAD])
+def test_methods_of_a_model(name: str) -> None:
+    assert callable(getattr(PreTrainedModel, name))
+
+
+def test_the_trainer_calls_what_is_overridden_once_each() -> None:
+    """Where this fails, a step of ours would never be called: the name is gone, or has other arguments."""
+    assert misfits(Trainer) == []
+    for name in OVERRIDDEN:
+        theirs = inspect.signature(getattr(Trainer, name)).parameters
+        ours = inspect.signature(vars(TrainerSteps)[name]).parameters
+        free = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in ours.values())
+        assert free or list(ours) == list(theirs), name
+    source = inspect.getsource(Trainer)
+    assert [name for name in (*OVERRIDDEN, GRADIENT_NORM, PREPARE_INPUTS) if f".{name}" not in source] == []
+
+
+def test_a_trainer_without_a_step_is_named() -> None:
+    class Renamed:
+        pass
+
+    for name in set(OVERRIDDEN) - {"_save_checkpoint"}:
+        setattr(Renamed, name, None)
+    assert misfits(Renamed) == ["Renamed has no method _save_checkpoint"]
+
+
+def test_steps_reach_the_trainer_below_and_a_class_between() -> None:
+    calls: list[str] = []
+
+    class Below:
+        def _get_output_dir(self, trial: Any) -> str:
+            calls.append("trainer")
+            return "there"
+
+    class Mine(TrainerSteps):
+        def folder_of_run(self, trial: Any) -> str:
+            calls.append("mine")
+            return str(super().folder_of_run(trial))
+
+    class Whole(Mine, Below):
+        pass
+
+    assert Whole()._get_output_dir(None) == "there"
+    assert calls == ["mine", "trainer"]
+
+
+def test_a_class_for_one_load_has_the_name_of_the_other() -> None:
+    below = subclass(transformers.LlamaModel, post_init=len)
+    assert (below.__name__, below.__module__) == ("LlamaModel", transformers.LlamaModel.__module__)
+    assert below.post_init is len

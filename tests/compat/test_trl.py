@@ -1,0 +1,50 @@
+"""TRL still keeps the arguments of its fused head where `isotype.compat.trl` reads them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+import trl.trainer.utils
+
+from isotype.compat.trl import head_arguments, is_fused_forward, misfits
+
+
+def test_the_arguments_of_a_head_are_in_the_closure_of_its_forward() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config)
+    assert not is_fused_forward(model.forward)
+    trl.trainer.utils.add_fused_lm_head(model, temperature=0.5, cast_lm_head_to_fp32=True)
+    assert is_fused_forward(model.forward)
+    assert head_arguments(model.forward.__func__) == {
+        "temperature": 0.5,
+        "cast_lm_head_to_fp32": True,
+        "outputs": ("log_probs",),
+    }
+    assert misfits(trl.trainer.utils) == []
+
+
+def add_fused_lm_head(model: Any, temp: float = 1.0, outputs: tuple[str, ...] = ()) -> Any:
+    """As a later TRL might have it: one argument renamed, one gone."""
+
+    def forward() -> Any:
+        return temp, outputs
+
+    return forward
+
+
+def test_a_renamed_variable_is_named_before_a_head_is_made_and_after() -> None:
+    later = SimpleNamespace(__name__="trl.trainer.utils", add_fused_lm_head=add_fused_lm_head)
+    assert misfits(later) == [
+        "the forward that add_fused_lm_head makes keeps no temperature",
+        "the forward that add_fused_lm_head makes keeps no cast_lm_head_to_fp32",
+    ]
+    assert misfits(SimpleNamespace(__name__="trl.trainer.utils")) == [
+        "trl.trainer.utils has no add_fused_lm_head"
+    ]
+    with pytest.raises(LookupError, match="keeps no temperature, cast_lm_head_to_fp32"):
+        head_arguments(add_fused_lm_head(None))
