@@ -18,6 +18,7 @@ class Patch:
         name: what is touched, by its name in the library.
         library: whose it is, as it is imported; `standard` for Python's own.
         kind: how it is touched.
+        where: the module of ours that does it.
         what: what happens to it.
         why: what would be wrong without.
         when: from when on, and how long.
@@ -30,6 +31,7 @@ class Patch:
     name: str
     library: str
     kind: Kind
+    where: str
     what: str
     why: str
     when: str

@@ -47,6 +47,7 @@ from isotype.train.governed import (
 )
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.lengths import Lengths, lengths_of
+from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
 from isotype.train.ranges import policy_of_run
 from isotype.train.recompute_choice import Choice
@@ -100,6 +101,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
     """
+    require_fitting_libraries()
     with interrupts_kept():
         settings, start = start_of(settings)
         settings = replace(settings, sharding=take_sharding(settings.training, settings.model))

@@ -1,0 +1,63 @@
+"""Whether the installed libraries still have what isotype reads and overrides in them, seen before a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from isotype.compat import transformers as trainer_steps
+from isotype.compat import trl as trl_head
+from isotype.compat.registry import last_tried
+from isotype.core.errors import Problem, UsageError
+from isotype.core.package import VERSION
+
+logger = logging.getLogger("isotype")
+
+
+def require_fitting_libraries() -> None:
+    """Raise where a training would fail, or be left without a step of ours, in the middle of transformers or TRL.
+
+    A library that is newer than what isotype was tried with is a line in the log; it may well fit.
+
+    Raises:
+        UsageError: a library lacks what is read or overridden; the message names both versions.
+    """
+    for line in newer_than_tried():
+        logger.warning("%s", line)
+    problems = [
+        Problem(
+            f"{library} {version(library)} under isotype {VERSION}: {misfit}",
+            f"{library} {last_tried(library)}, which isotype was tried with",
+            f"pip install '{library}=={last_tried(library)}.*', or a newer isotype",
+        )
+        for library, misfit in _misfits()
+    ]
+    if problems:
+        raise UsageError("a library's insides are others than isotype knows", problems)
+
+
+def newer_than_tried() -> list[str]:
+    """A line for each installed library that is newer than the last version that isotype was tried with."""
+    lines = []
+    for library in ("torch", "transformers", "trl", "accelerate", "bitsandbytes"):
+        try:
+            installed = version(library)
+        except PackageNotFoundError:
+            continue
+        last = last_tried(library)
+        if Version(installed).release[:2] > Version(last).release[:2]:
+            lines.append(
+                f"{library} {installed} is newer than {last}, the last that isotype {VERSION} was tried with"
+            )
+    return lines
+
+
+def _misfits() -> Iterator[tuple[str, str]]:
+    import trl.trainer.utils
+    from transformers import Trainer
+
+    yield from (("transformers", misfit) for misfit in trainer_steps.misfits(Trainer))
+    yield from (("trl", misfit) for misfit in trl_head.misfits(trl.trainer.utils))

@@ -1,0 +1,82 @@
+"""Libraries whose insides are others than ours are refused before weights are read; newer ones are a line."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl.trainer.utils
+from packaging.requirements import Requirement
+from packaging.version import Version
+from transformers import Trainer
+
+from isotype.compat.registry import PATCHES, last_tried
+from isotype.core.errors import UsageError
+from isotype.train import libraries
+from isotype.train.libraries import newer_than_tried, require_fitting_libraries
+
+
+def later_head(model: Any, temp: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Any = ()) -> Any:
+    """As a TRL might have it that renames the temperature."""
+
+    def forward() -> Any:
+        return temp, cast_lm_head_to_fp32, outputs
+
+    return forward
+
+
+def test_the_installed_libraries_fit() -> None:
+    require_fitting_libraries()
+    assert newer_than_tried() == []
+
+
+def test_a_trl_that_renames_what_is_read_is_refused_by_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl.trainer.utils, "add_fused_lm_head", later_head)
+    monkeypatch.setattr(
+        libraries, "version", lambda library: "1.18.0" if library == "trl" else metadata.version(library)
+    )
+    with pytest.raises(UsageError) as raised:
+        require_fitting_libraries()
+    (problem,) = raised.value.problems
+    expected = (
+        r"trl 1\.18\.0 under isotype \S+: the forward that add_fused_lm_head makes keeps no temperature"
+    )
+    assert re.fullmatch(expected, problem.given)
+    assert problem.fix == "pip install 'trl==1.16.*', or a newer isotype"
+
+
+def test_a_trainer_that_renames_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Trainer, "_save_checkpoint")
+    with pytest.raises(UsageError, match="Trainer has no method _save_checkpoint"):
+        require_fitting_libraries()
+
+
+def test_a_newer_version_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        libraries, "version", lambda library: "1.17.2" if library == "trl" else metadata.version(library)
+    )
+    require_fitting_libraries()
+    (record,) = caplog.records
+    assert re.fullmatch(
+        r"trl 1\.17\.2 is newer than 1\.16, the last that isotype \S+ was tried with", record.getMessage()
+    )
+
+
+def test_upper_bounds_are_what_was_tried() -> None:
+    """Every library of the records is bounded below the version after the last that it was tried with."""
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    listed = map(Requirement, (*project["dependencies"], *project["optional-dependencies"]["train"]))
+    bounds = {each.name: each.specifier for each in listed}
+    for library in {patch.library for patch in PATCHES} & bounds.keys():
+        last = Version(last_tried(library))
+        assert f"{last}.99" in bounds[library], library
+        assert f"{last.major}.{last.minor + 1}" not in bounds[library], library
