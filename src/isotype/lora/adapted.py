@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from isotype.compat.accelerate import HOOK
+from isotype.compat.peft import DORA_CACHE
 from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
 from isotype.lora.linear import Adapter, Layer
 from isotype.model.boundary import boundary_of
@@ -87,7 +88,7 @@ def _caches(layer: Any) -> bool:
     """
     dora = sys.modules.get("peft.tuners.lora.dora")
     enabled = not layer.training and getattr(dora, "ENABLE_DORA_CACHING", False)
-    return enabled or any(getattr(each, "_dora_cache", None) for each in layer.lora_magnitude_vector.values())
+    return enabled or any(getattr(each, DORA_CACHE, None) for each in layer.lora_magnitude_vector.values())
 
 
 def _active(layer: Any) -> list[str]:
