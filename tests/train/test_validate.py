@@ -65,6 +65,10 @@ def test_all_problems_are_named_at_once():
     [
         (["--learning_rate", "-1"], "--learning_rate -1.0"),
         (["--num_train_epochs", "0"], "--num_train_epochs 0"),
+        (
+            ["--use_liger_kernel", "True"],
+            "--use_liger_kernel: Liger binds forwards of its own to norms and MLPs, which hide those that follow the precision policy",
+        ),
         (["--dataset_streaming", "True"], "--dataset_streaming without --max_steps"),
         (["--use_cpu", "True", "--device", "cuda"], "--use_cpu True and --device cuda"),
         (
@@ -93,7 +97,6 @@ def test_each_problem(argv, problem):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--use_liger_kernel", "True"],
         ["--report_to", "wandb"],
         ["--attn_implementation", "flash_attention_2"],
         ["--model_init_kwargs", '{"attn_implementation": "flash_attention_2"}'],

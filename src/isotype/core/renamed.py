@@ -40,7 +40,6 @@ RENAMED: Mapping[str, tuple[str, str]] = {
     # TRL
     "torch_dtype": ("dtype", "auto"),
     "max_seq_length": ("max_length", ""),
-    "use_liger": ("use_liger_kernel", "True"),
     "dataset_config_name": ("dataset_config", ""),
     "gradient_checkpointing_use_reentrant": (
         "gradient_checkpointing_kwargs",
@@ -57,6 +56,7 @@ REMOVED: Mapping[str, str] = {
     "save_safetensors": "leave it out: weights are saved as safetensors",
     "logging_dir": "leave it out, or set TENSORBOARD_LOGGING_DIR",
     "fp16_opt_level": "leave it out: --dtype float16 trains with torch's own autocast",
+    "use_liger": "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
     "use_ipex": "leave it out: --device xpu runs on torch's own kernels",
     "jit_mode_eval": "leave it out, or --torch_compile True",
     "tpu_num_cores": "leave it out",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.liger import without_liger
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import plural
@@ -41,20 +42,23 @@ class Change:
         return f"{self.name}: {self.what}"
 
 
+_LIGER = "Liger's forward -> the module's own: the policy holds in that one"
+
+
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
     """Restore `policy` on `model` in place and return what had to be changed (nothing, the second time).
 
     Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32 (all keep their
     current dtypes where the policy says `keep_frozen`); quantization states and compute dtypes are set to match;
     float32 buffers are restored where something rounded them; modules whose own weights are float32 get a boundary, so
-    that they meet 16-bit neighbours in the compute dtype. Values that were rounded before are not brought back, except
+    that they meet 16-bit neighbours in the compute dtype; methods that Liger-Kernel has bound to modules are taken out. Values that were rounded before are not brought back, except
     for rotary buffers, which are computed again.
 
     Raises:
         PrecisionError: the model is stored in another format than the policy says, or a quantized layer has lost
             its quantization state.
     """
-    changes: list[Change] = []
+    changes = [Change(name, _LIGER) for name in without_liger(model)]
     found = tuple(places(model))
     _check_storage(model, found, policy)
     by_ranges = range_boundaries(model, found, policy)

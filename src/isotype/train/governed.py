@@ -365,6 +365,8 @@ def enforce_trainer(
 ) -> tuple[Change, ...]:
     """Bring a trainer that has just been built under `policy`: its model, its autocast and its GradScaler.
 
+    Liger's kernels, which the trainer would put into the model when training begins, are switched off: see `isotype.compat.liger`.
+
     Args:
         trainer: a transformers or TRL trainer, before `train()`.
         policy: from `isotype.resolve_precision`.
@@ -377,6 +379,12 @@ def enforce_trainer(
         if parameters[name].dtype != values.dtype:
             parameters[name].data = values
     changes = enforce_model(trainer.model, policy)
+    if getattr(trainer.args, "use_liger_kernel", False):
+        trainer.args.use_liger_kernel = False
+        changes = (
+            *changes,
+            Change("use_liger_kernel", "True -> False: Liger's forwards would hide those of the policy"),
+        )
     _mixed_precision(trainer, policy)
     return changes
 

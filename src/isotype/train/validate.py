@@ -68,6 +68,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *name_problems(read),
         *_stream_without_steps(settings),
         *_checkpointing(settings),
+        *_liger(settings),
         *_model_arguments(settings),
         *early_stopping_problems(settings),
         *initial_problems(settings),
@@ -148,11 +149,18 @@ def _looks_like_path(text: str) -> bool:
     return text.endswith((".jinja", ".j2")) or text.startswith((".", "/", "~")) or text.count("/") > 1
 
 
+def _liger(settings: Settings) -> Iterator[Problem]:
+    if getattr(settings.training, "use_liger_kernel", False):
+        yield Problem(
+            "--use_liger_kernel: Liger binds forwards of its own to norms and MLPs, which hide those that follow the precision policy",
+            "modules that compute under the policy",
+            "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
+        )
+
+
 def _packages(settings: Settings) -> Iterator[Problem]:
     training = settings.training
     wanted: list[tuple[str, str]] = []
-    if getattr(training, "use_liger_kernel", False):
-        wanted.append(("--use_liger_kernel", "liger_kernel"))
     if getattr(training, "use_vllm", False):
         wanted.append(("--use_vllm", "vllm"))
     if training.deepspeed:

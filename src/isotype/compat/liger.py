@@ -1,0 +1,37 @@
+"""Liger-Kernel (0.3 to 0.8): methods that it binds to the modules of a model.
+
+`_apply_liger_kernel_to_instance` puts `forward`, `extra_repr` and `_get_name` into the dictionary of every norm, MLP and model
+(`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). They hide the methods of the module's class, and with them what a
+policy or `isotype.fuse` lets the module compute: nothing of that would run, and nobody would say so. Liger's norms round twice ("llama")
+and write gradients over their inputs. tests/compat/test_liger.py binds methods as Liger does.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+_PACKAGE = "liger_kernel"
+
+
+def without_liger(model: nn.Module) -> tuple[str, ...]:
+    """Take Liger's methods out of a model's modules, so that those of their classes are called again.
+
+    Returns:
+        The names of the modules whose forward was Liger's.
+    """
+    names = []
+    for name, module in model.named_modules():
+        bound = [key for key, value in module.__dict__.items() if _is_ligers(value)]
+        for key in bound:
+            del module.__dict__[key]
+        if "forward" in bound:
+            names.append(name)
+    return tuple(names)
+
+
+def _is_ligers(value: Any) -> bool:
+    defined_in = value.__func__.__module__ if isinstance(value, MethodType) else ""
+    return (defined_in or "").partition(".")[0] == _PACKAGE

@@ -1,0 +1,46 @@
+"""What a run says of layers that are not fused, or not together."""
+
+from __future__ import annotations
+
+import io
+
+import peft
+import pytest
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from rich.console import Console
+
+import isotype
+from isotype.lora.fuse import FusionReport
+from isotype.train.describe import show_fusion
+from isotype.train.own_arguments import IsotypeArguments
+from tests.models import quiet, tiny_model
+
+
+def shown(report: FusionReport, verbose: bool) -> str:
+    out = io.StringIO()
+    show_fusion(Console(file=out, width=300), report, IsotypeArguments(verbose=verbose))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_is_left_unfused_is_said(verbose: bool) -> None:
+    with quiet():
+        model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
+    layer = model.get_base_model().model.layers[0].mlp.down_proj
+    add_hook_to_module(layer.base_layer, AlignDevicesHook(offload=True))
+    report = isotype.fuse(model, {"input_ids": None})
+    said = shown(report, verbose)
+    assert report.unseen
+    assert f"one by one: {report.unseen}; give `inputs`, with which the model can be run" in said
+    assert "mlp.down_proj (1 layer): its weights are offloaded (a device map)" in said
+    assert "fused: 13" in said
+
+
+def test_a_line_for_attention_without_a_kernel() -> None:
+    with quiet():
+        model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
+    report = isotype.fuse(model)
+    report.attention.slow = (
+        "NVIDIA T4 has no fused kernel for bfloat16: all scores are written out in float32"
+    )
+    assert f"attention: {report.attention.slow}" in shown(report, verbose=False)
