@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from isotype.data.methods import METHODS
@@ -50,6 +51,20 @@ EVERY_LOAD: dict[str, dict[str, Any]] = {
 """Arguments of `tests.distributed.ranks.load` by what is special."""
 
 
+_F32 = {"dtype": "float32"}
+EVERY_FUSE: dict[str, dict[str, Any]] = {
+    "nf4": {"precision": {**_F32, "quantization": "nf4"}, "lora": _LORA, "checkpointing": True},
+    "plain": {"precision": _F32, "lora": _LORA},
+    "kept gathered": {"precision": _F32, "lora": _LORA, "reshard": False, "checkpointing": True},
+    "int8": {"precision": {**_F32, "quantization": "int8"}, "lora": _LORA},
+    "DoRA": {"precision": _F32, "lora": {**_LORA, "use_dora": True}},
+    "dropout": {"precision": _F32, "lora": {**_LORA, "lora_dropout": 0.2}, "checkpointing": True},
+    "groups apart": {"precision": _F32, "lora": _LORA, "apart": True},
+    "bfloat16": {"precision": _BF16, "lora": _LORA},
+}
+"""Arguments of `tests.distributed.ranks.fuse` by what is special."""
+
+
 def prepared(directory: Path) -> tuple[Path, Path]:
     """A tiny chat model and its rows."""
     return save_chat_model(directory / "model", "bfloat16"), save_rows(
@@ -79,7 +94,7 @@ def environment() -> dict[str, str]:
     """What processes are started in: one thread each, and nothing of a launcher's."""
     launcher = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
 
 
 def in_processes(count: int, jobs: Sequence[dict[str, Any]], directory: Path) -> tuple[list[list[Any]], str]:
@@ -96,6 +111,29 @@ def in_processes(count: int, jobs: Sequence[dict[str, Any]], directory: Path) ->
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return json.loads(results.read_text()), done.stdout
+
+
+def require_fused_as_peft(case: str, result: dict[str, Any]) -> None:
+    """What `tests.distributed.ranks.fuse` gave: fused and sharded, and the numbers of PEFT's path and of one process.
+
+    In float32 sums are taken in another order; in bfloat16 fused products are rounded fewer times than PEFT's.
+    """
+    apart = case == "groups apart"
+    assert result[
+        "sharded"
+    ]  # also what stays gathered after a run without gradients is freed when `fuse` ends
+    assert (result["fused"], result["together"], result["norms"]) == (12 if apart else 14, 4, 5)
+    assert result["sides"] == ["left", "right"]
+    assert (result["copies"], result["unseen"], result["held"]) == (0, "", 0)
+    reason = "a part of it is gathered by itself (FSDP2), by hooks that only PEFT's own path calls"
+    assert result["left"] == ([reason] if apart else [])
+    steps = result["steps"]
+    alike = 1e-6 if case not in ("bfloat16", "groups apart") else 1e-2
+    for way in ("sharded peft", "whole fused", "sharded fused"):
+        for step, expected in zip(steps[way], steps["whole peft"], strict=True):
+            assert step == pytest.approx(expected, rel=alike), (case, way)
+    for step, expected in zip(steps["sharded fused"], steps["whole fused"], strict=True):
+        assert step == pytest.approx(expected, rel=max(alike / 10, 2e-6)), case
 
 
 def alone(arguments: Sequence[str]) -> recipes.Outcome:

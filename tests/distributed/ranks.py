@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 import isotype
 from isotype.checkpoint.shard import load_sharded
 from isotype.cli.main import main
+from isotype.lora.modules import FusedLora
+from isotype.model.shard import free_gathered, shard_model
 
 
 def train(argv: list[str]) -> int:
@@ -108,12 +110,102 @@ def _step(model: Any) -> list[float]:
     return [float(loss.detach()), float(torch.cat([grad.double().flatten() for grad in whole]).norm())]
 
 
+def fuse(
+    path: str,
+    precision: dict[str, Any],
+    lora: dict[str, Any],
+    *,
+    reshard: bool = True,
+    checkpointing: bool = False,
+    apart: bool = False,
+) -> dict[str, Any]:
+    """Three steps of a model whole and sharded, each by PEFT's path and fused: losses, gradients, and what is held between.
+
+    Args:
+        path: checkpoint directory.
+        precision: arguments of `isotype.resolve_precision`.
+        lora: arguments of `isotype.add_lora`.
+        reshard: whether blocks are freed after their forward.
+        checkpointing: whether layers are computed again in the backward.
+        apart: whether adapters of `q_proj` are bfloat16, which puts them into groups of their own.
+    """
+    policy = isotype.resolve_precision(path, device="cpu", **precision)
+
+    def adapt(model: Any) -> Any:
+        adapted = isotype.add_lora(model, policy, **lora)
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.02, generator=generator)
+        return adapted
+
+    def model_of(sharded: bool) -> Any:
+        torch.manual_seed(0)
+        model = adapt(isotype.load(path, policy))
+        if apart:
+            for name, parameter in model.named_parameters():
+                if "q_proj.lora" in name:
+                    parameter.data = parameter.data.bfloat16()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return shard_model(model, policy, reshard=reshard) if sharded else model
+
+    results: dict[str, Any] = {"steps": {}}
+    for sharded in (False, True):
+        for fused in (False, True):
+            model = model_of(sharded)
+            report = isotype.fuse(model) if fused else None
+            if sharded and report is not None:
+                results |= _between(model, report)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+            steps = []
+            for _ in range(3):
+                steps.append(_step(model))
+                optimizer.step()
+                optimizer.zero_grad()
+            results["steps"][f"{'sharded' if sharded else 'whole'} {'fused' if fused else 'peft'}"] = steps
+            if sharded and fused:
+                results["held"] = _held(model)
+    return results
+
+
+def _between(model: Any, report: Any) -> dict[str, Any]:
+    return {
+        "sharded": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "fused": len(report.fused),
+        "together": len(report.together),
+        "left": sorted(set(report.left.values())),
+        "copies": report.copies,
+        "unseen": report.unseen,
+        "norms": len(report.norms),
+        "sides": sorted(report.attention.sides),
+    }
+
+
+def _held(model: Any) -> int:
+    """Bytes that the fused layers' readings keep of gathered parameters, when a forward is over that nothing follows."""
+    with torch.no_grad():
+        model(input_ids=torch.arange(12)[None])
+    free_gathered(model)
+    readings = [
+        r for m in model.modules() if isinstance(m, FusedLora) for r in m.lora_siblings._readings.values()
+    ]
+    assert readings
+    read = [
+        t
+        for r in readings
+        for t in (*r.tensors, *r._parameters)
+        if t is not None and not isinstance(t, DTensor)
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in read)
+
+
 def hold(path: str, case: str) -> dict[str, int]:
     """Bytes that this process holds at most in each phase of a step, see `benchmarks/sharded_memory.py`."""
     return real(Path(path), CASES[case])
 
 
-JOBS: dict[str, Callable[..., Any]] = {"train": train, "load": load, "hold": hold}
+JOBS: dict[str, Callable[..., Any]] = {"train": train, "load": load, "fuse": fuse, "hold": hold}
 
 if __name__ == "__main__":
     jobs = json.loads(Path(sys.argv[1]).read_text())

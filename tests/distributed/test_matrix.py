@@ -13,6 +13,7 @@ import torch
 
 from isotype.train.sharded import SHARDS
 from tests.distributed.launch import (
+    EVERY_FUSE,
     EVERY_LOAD,
     ROOT,
     SHARDED,
@@ -22,6 +23,7 @@ from tests.distributed.launch import (
     in_processes,
     losses,
     prepared,
+    require_fused_as_peft,
 )
 
 pytestmark = pytest.mark.newest  # torch 2.10 shards no integers
@@ -76,6 +78,18 @@ def test_sharded_loads_of_many_models_hold_the_bits_of_whole_ones(
             assert sharded == pytest.approx(whole, rel=1e-6), (name, arguments)
             # Four experts are no three equal parts.
             assert found["read"] <= 1 / processes + 0.05 or processes == 3, (name, arguments)
+
+
+@pytest.mark.exhaustive
+def test_fused_layers_of_sharded_models_compute_as_those_of_one_process(
+    tmp_path: Path, saved: Callable[..., Path]
+) -> None:
+    path = str(saved("llama", torch.bfloat16))
+    jobs = [{"job": "fuse", "path": path, **arguments} for arguments in EVERY_FUSE.values()]
+    results, _ = in_processes(2, jobs, tmp_path)
+    for each in results:
+        for case, result in zip(EVERY_FUSE, each, strict=True):
+            require_fused_as_peft(case, result)
 
 
 @pytest.mark.exhaustive

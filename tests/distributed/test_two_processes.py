@@ -21,7 +21,17 @@ from isotype.train.saved import damage
 from isotype.train.sharded import SHARDS
 from tests.checkpoint.test_gguf import write_gguf
 from tests.checkpoint.test_load import mxfp4_checkpoint
-from tests.distributed.launch import EVERY_LOAD, SHARDED, alone, argv, in_processes, losses, prepared
+from tests.distributed.launch import (
+    EVERY_FUSE,
+    EVERY_LOAD,
+    SHARDED,
+    alone,
+    argv,
+    in_processes,
+    losses,
+    prepared,
+    require_fused_as_peft,
+)
 
 LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "full")}
 MODELS = {"experts": "qwen3-moe", "turned": "gpt2"}
@@ -102,9 +112,9 @@ def _held(root: Path) -> list[dict[str, Any]]:
 def together(base: Path, saved: Callable[..., Path]) -> Together:
     load = {"job": "load", **LOADS["nf4"]}
     root = base / "together"
-    return _trained(
-        root, USUAL, lambda: [*_held(root), {**load, "path": str(saved("llama", torch.bfloat16))}]
-    )
+    path = str(saved("llama", torch.bfloat16))
+    fuse = {"job": "fuse", **EVERY_FUSE["nf4"]}
+    return _trained(root, USUAL, lambda: [*_held(root), {**fuse, "path": path}, {**load, "path": path}])
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +179,12 @@ def _as_one(together: Together, tmp_path: Path, name: str) -> None:
     tolerance = 5e-3 if "bfloat16" in without else 2e-5
     assert losses(together.root / name) == pytest.approx(losses(tmp_path), abs=tolerance)
     assert len(losses(tmp_path)) == 4
+
+
+def test_fused_layers_read_what_is_gathered_when_they_are_called(together):
+    """Three steps: a cast or a product that was kept from one to the next would be of weights before the update."""
+    for process in together.results:
+        require_fused_as_peft("nf4", process[-2])
 
 
 def test_one_process_speaks_writes_and_succeeds(together):

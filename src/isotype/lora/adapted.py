@@ -19,7 +19,7 @@ from isotype.lora.linear import Adapter, Layer
 from isotype.model.boundary import boundary_of
 from isotype.model.hooks import must_be_called
 from isotype.model.quantized import quantization_state, row_scales
-from isotype.model.shard import is_sharded
+from isotype.model.shard import is_gathered, is_sharded
 from isotype.model.walk import LINEAR_KINDS, kind_of
 
 
@@ -41,6 +41,8 @@ def why_not(layer: Any) -> str | None:
         return (
             "its weights are offloaded (a device map), and fetched by hooks that only PEFT's own path calls"
         )
+    if any(map(is_gathered, (part for part in layer.modules() if part is not layer))):
+        return "a part of it is gathered by itself (FSDP2), by hooks that only PEFT's own path calls"
     settings = boundary_of(base)
     if settings is not None and settings.kind not in ("bias", "int8"):
         return f"its base computes in its own dtype (boundary {settings.kind!r})"

@@ -26,6 +26,7 @@ from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.enforce import policy_of
 from isotype.model.quantized import keep_training_layout
+from isotype.model.shard import free_gathered, is_gathered
 from isotype.model.walk import is_tuner_layer, kind_of
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 
@@ -140,7 +141,8 @@ def fuse(
     positions compute in one function on a CPU. There attention takes the kernel that is measured to be faster, once on a
     machine and for every class of shapes (`isotype.lora.attention`).
     The model is run once, without gradients, to see which layers read the same input. 4-bit weights keep the layout that trains
-    (`isotype.model.quantized.keep_training_layout`): bitsandbytes would repack them in that run on some CPUs.
+    (`isotype.model.quantized.keep_training_layout`): bitsandbytes would repack them in that run on some CPUs. A sharded model is fused after
+    it was sharded, by all processes together: layers read what FSDP2 has gathered when they are called.
 
     Args:
         model: a PEFT model; changed in place. A model that is fused already is fused afresh.
@@ -149,7 +151,8 @@ def fuse(
         budget: bytes that dense copies of quantized base weights may take, or of those that another compute dtype needs
             cast. By default a quarter of the free memory on a CPU, where dequantizing a weight costs more than half of
             the product it feeds, and none on other devices. With a policy (`isotype.enforce`, `isotype.add_lora`) the
-            copies are made here, else by the first step.
+            copies are made here, else by the first step. A model that is sharded (FSDP2) keeps none: each process would hold whole what
+            all hold together.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device that a model without weights, on the meta device, stands for; None:
             the one that its parameters are on.
 
@@ -163,6 +166,9 @@ def fuse(
     for layer in fused.values():
         if kind_of(layer.get_base_layer()) == "linear4bit":
             keep_training_layout(layer.get_base_layer())
+    sharded = any(map(is_gathered, model.modules()))
+    if sharded:
+        budget = 0
     groups, unseen = same_input(model, fused, inputs)
     devices = {parameter.device.type for parameter in model.parameters()}
     kind = device.kind if isinstance(device, DeviceProfile) else device
@@ -178,12 +184,15 @@ def fuse(
     rotates = elementwise.compiled() if on_cpu else _has(kernels, "rotary positions")
     norms = on_cpu or _has(kernels, "RMSNorm")
     rotary = _fuse_rotary(model) if rotates else ()
+    # It runs the backbone by itself: what FSDP2 has gathered for the whole model's run is there still.
+    attention = _attention(model, kind, device if isinstance(device, DeviceProfile) else _profile(devices))
+    free_gathered(model)
     return FusionReport(
         tuple(fused),
         tuple(names for names in groups if len(names) > 1),
         gated,
         _fuse_norms(model) if norms else (),
-        _attention(model, kind, device if isinstance(device, DeviceProfile) else _profile(devices)),
+        attention,
         {name: reason for name, reason in reasons.items() if reason is not None},
         unseen,
         weights.copies,

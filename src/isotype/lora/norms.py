@@ -20,6 +20,7 @@ from isotype.compat.torch import PARAMETERS, own_modules, own_parameters
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
+from isotype.model.shard import is_sharded
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def norm_parts(module: Any) -> NormParts | None:
     if boundary_of(module) is not None:
         return None
     generator = torch.Generator().manual_seed(0)
-    if weight.is_meta:  # its formula is the same on other numbers
+    if weight.is_meta or is_sharded(weight):  # its formula is the same on other numbers
         module = copy.copy(module)
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
         vars(module)[PARAMETERS] = {"weight": nn.Parameter(weight, requires_grad=False)}

@@ -52,7 +52,11 @@ def _is_conv1d(cls: Any) -> bool:
 
 def codes_of(layer: Any) -> torch.Tensor:
     """The int8 codes of an int8 layer, which bitsandbytes keeps in the weight first and in its state later."""
-    held = (layer.state.CB, layer.weight.CB, layer.weight.data)
+    held = (
+        layer.state.CB,
+        getattr(layer.weight, "CB", None),
+        layer.weight.data,
+    )  # a sharded weight is a plain one
     codes: torch.Tensor = next(codes for codes in held if codes is not None)
     return codes
 

@@ -8,6 +8,7 @@ model casts where it computes, sharded or not), and what is trained in another d
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,18 @@ from isotype.precision.policy import PrecisionPolicy
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether a process holds a part of this parameter only."""
     return hasattr(parameter, "placements")
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers this module's parameters by hooks of the module's own."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # what nobody has imported shards nothing
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Leave each process its part of every parameter: after a run without a backward, some groups of a sharded model stay gathered."""
+    for module in filter(is_gathered, model.modules()):
+        module.reshard()  # type: ignore[operator]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -279,7 +279,7 @@ def _build(
     if trainer.compilation is not None:
         text = str(compile_blocks(trainer.model, trainer.compilation))
         console.print(wrapped(text, console), highlight=False, markup=False, soft_wrap=True)
-    elif settings.extra.fuse and settings.sharding is None:
+    elif settings.extra.fuse:
         fusion = fuse(trainer.model)
         describe.show_fusion(console, fusion, settings.extra)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)

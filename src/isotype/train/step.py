@@ -241,11 +241,11 @@ def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
 
 def _fuse(plan: Plan, model: Any) -> tuple[str, ...]:
     """Fuse the layers that the training would fuse; returns what the report says of it."""
-    if not plan.fuse or plan.lora is None or plan.fsdp:
+    if not plan.fuse or plan.lora is None:
         return ()
     profile = device_profile(plan.device)
-    # Dense copies are made where there is room on this very machine.
-    budget = None if profile.present and profile.kind == "cpu" else 0
+    # Dense copies are made where there is room on this very machine, and none of weights that are sharded.
+    budget = None if profile.present and profile.kind == "cpu" and not plan.fsdp else 0
     report = fuse(model, budget=budget, device=profile)
     return (f"LoRA layers are fused one by one: {report.unseen}",) if report.unseen else ()
 
