@@ -28,7 +28,6 @@ from isotype.data.methods import METHODS
 
 METHODS["sft"].dataclass_types()
 METHODS["sft"].trainer_class()
-isotype.train.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
 
 
 def start(argv: Sequence[str], log: Path) -> int:
@@ -37,6 +36,7 @@ def start(argv: Sequence[str], log: Path) -> int:
     if pid:
         return pid
     os.setsid()
+    isotype.train.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
     # A shell that runs the tests in the background has Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -18,7 +18,7 @@ from pathlib import Path
 from isotype.core.staging import STAGING
 from isotype.train.saved import whole_checkpoints
 from tests.train.forked import start, wait_for
-from tests.train.tiny import rows, save_rows
+from tests.train.tiny import arguments, rows, save_rows
 
 
 class Run:
@@ -63,16 +63,6 @@ class Run:
             "adapter": (self.out / "adapter_model.safetensors").exists(),
             "report": (self.out / "run_report.json").exists(),
         }
-
-
-def arguments(root: Path, name: str, steps: int, *more: str) -> list[str]:
-    return (
-        f"""sft --model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"}
-        --output_dir {root / name} --max_steps {steps} --logging_steps 1 --learning_rate 1e-2 --lora_dropout 0.2
-        --per_device_train_batch_size 2 --gradient_checkpointing False --quantization nf4
-        --report_to none""".split()
-        + list(more)
-    )
 
 
 def history(out: Path, steps: int) -> list[object]:

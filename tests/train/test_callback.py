@@ -167,7 +167,12 @@ def test_check_warning_says_it_and_goes_on(
     trainer, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check="warning"))
     with caplog.at_level(logging.WARNING, logger="isotype"):
         trainer.train(resume_from_checkpoint=elsewhere)
-    (record,) = [record for record in caplog.records if record.name == "isotype"]
+    # TRL's head adds up the gradient of its input in float32: the check of the first batch says so.
+    (record,) = [
+        record
+        for record in caplog.records
+        if record.name == "isotype" and not record.getMessage().startswith("IST201")
+    ]
     assert record.getMessage().startswith(
         "the values this run goes on from were rounded while they were loaded"
     )

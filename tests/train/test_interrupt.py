@@ -21,8 +21,7 @@ from isotype.data.methods import METHODS
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.settings import Settings
 from isotype.train.stop import graceful_stop, resume_command
-from tests.train.interrupts import arguments
-from tests.train.tiny import rows, save_chat_model, save_rows
+from tests.train.tiny import arguments, rows, save_chat_model, save_rows
 
 ROOT = Path(__file__).parents[2]
 STOPPING = "\nstopping after this step and saving a checkpoint; once more to stop at once\n"

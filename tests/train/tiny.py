@@ -97,3 +97,14 @@ def reward_by_words(completions: list[Any], **columns: Any) -> list[float]:
 
 def _number(word: str) -> int:
     return int(word[1:]) if word[1:].isdigit() else WORDS
+
+
+def arguments(root: Path, name: str, steps: int, *more: str) -> list[str]:
+    """`isotype sft` on the model and rows in `root`, into the folder `name` there."""
+    return (
+        f"""sft --model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"}
+        --output_dir {root / name} --max_steps {steps} --logging_steps 1 --learning_rate 1e-2 --lora_dropout 0.2
+        --per_device_train_batch_size 2 --gradient_checkpointing False --quantization nf4
+        --report_to none""".split()
+        + list(more)
+    )
