@@ -76,8 +76,9 @@ NOT_HERE = {
     "src/isotype/rules/ist807_second_moment.py",
     "tests/rules/test_ist807.py",
     "trl/scripts/orpo.py",
+    "cuda-sm75-torch2.13.json",
 }
-"""What the worked changes would add, and another package's file."""
+"""What the worked changes would add, another package's file, and a table that is still to be measured."""
 
 
 def _defined(file: Path) -> set[str]:

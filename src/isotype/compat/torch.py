@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -110,8 +109,10 @@ def is_profiled() -> bool:
 
 # ----------------------------------------------------------------------------------------------------- operators
 
-operator_packet: Final = attrgetter("_overloadpacket")
-"""`torch.ops.aten.add` of `torch.ops.aten.add.Tensor`."""
+
+def operator_packet(operator: Any) -> Any:
+    """`torch.ops.aten.add` of `torch.ops.aten.add.Tensor`."""
+    return operator._overloadpacket
 
 
 def operator_schema(operator: Any) -> Any:
@@ -195,8 +196,10 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-storage_key: Final[Callable[[Any], int]] = attrgetter("_cdata")
-"""What tells one storage from another: the same for two views of one memory, on the meta device too."""
+def storage_key(storage: Any) -> int:
+    """What tells one storage from another: the same for two views of one memory, on the meta device too."""
+    key: int = storage._cdata
+    return key
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -262,16 +265,31 @@ MODULE_CALL: Final = nn.Module._call_impl.__code__
 COMPILED_CALL: Final = "_compiled_call_impl"
 """Where `module.compile()` leaves compiled code."""
 
-own_parameters: Final[Callable[[nn.Module], dict[str, nn.Parameter | None]]] = attrgetter(PARAMETERS)
-"""The dictionary in which a module holds its own parameters."""
-own_buffers: Final[Callable[[nn.Module], dict[str, torch.Tensor | None]]] = attrgetter(BUFFERS)
-"""The dictionary in which a module holds its own buffers."""
-own_modules: Final[Callable[[nn.Module], dict[str, nn.Module | None]]] = attrgetter(CHILDREN)
-"""The dictionary in which a module holds its children."""
-forward_hooks: Final[Callable[[nn.Module], dict[int, Any]]] = attrgetter("_forward_hooks")
-"""What is called after a module's forward."""
-forward_pre_hooks: Final[Callable[[nn.Module], dict[int, Any]]] = attrgetter("_forward_pre_hooks")
-"""What is called before a module's forward."""
+
+# Functions and no attrgetters: torch.compile traces what a fused module's forward asks of its hooks.
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary in which a module holds its own parameters."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dictionary in which a module holds its own buffers."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module holds its children."""
+    return module._modules
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """What is called after a module's forward."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """What is called before a module's forward."""
+    return module._forward_pre_hooks
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:

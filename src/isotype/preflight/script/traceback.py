@@ -8,7 +8,6 @@ import runpy
 from functools import cache
 from types import CodeType, FrameType, TracebackType
 
-from isotype.compat.torch import ALL_HOOKS
 from isotype.core.package import PACKAGE
 
 _OURS = tuple(str(PACKAGE / room) for room in ("trace", "preflight", "cli"))
@@ -85,6 +84,9 @@ def _leads_to_modes(entry: _Entry) -> bool:
 
 def _is_bare(frame: FrameType) -> bool:
     """Whether the module that is called has no hooks of its own: then only ours led into `inner`."""
+    # A script without torch has no such frames, and is run without importing it.
+    from isotype.compat.torch import ALL_HOOKS
+
     module = frame.f_locals.get("self")
     return module is not None and not any(getattr(module, name, None) for name in ALL_HOOKS)
 
