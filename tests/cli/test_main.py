@@ -309,5 +309,5 @@ def test_libraries_that_are_not_installed(command):
     assert result.returncode == 2
     assert " ".join(result.stderr.split()) == (
         f"error: isotype {command} needs libraries that are not installed - no module named psutil expected the libraries of "
-        f"isotype[train]; missing: trl>=1.16, psutil>=5.9.4 fix pip install 'isotype[train]'{more}"
+        f"isotype[train]; missing: trl<1.17,>=1.16, psutil>=5.9.4 fix pip install 'isotype[train]'{more}"
     )
