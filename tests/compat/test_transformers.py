@@ -17,11 +17,11 @@ from isotype.compat.transformers import (
     PREPARE_INPUTS,
     TrainerSteps,
     attention_of,
+    incompatibilities,
     is_auto_class,
     mapping_of,
     may_be_missing,
     may_be_surplus,
-    misfits,
     name_of,
     never_saved,
     pinned,
@@ -59,7 +59,7 @@ def test_methods_of_a_model(name: str) -> None:
 
 def test_the_trainer_calls_what_is_overridden_once_each() -> None:
     """Where this fails, a step of ours would never be called: the name is gone, or has other arguments."""
-    assert misfits(Trainer) == []
+    assert incompatibilities(Trainer) == []
     for name in OVERRIDDEN:
         theirs = inspect.signature(getattr(Trainer, name)).parameters
         ours = inspect.signature(vars(TrainerSteps)[name]).parameters
@@ -75,7 +75,7 @@ def test_a_trainer_without_a_step_is_named() -> None:
 
     for name in set(OVERRIDDEN) - {"_save_checkpoint"}:
         setattr(Renamed, name, None)
-    assert misfits(Renamed) == ["Renamed has no method _save_checkpoint"]
+    assert incompatibilities(Renamed) == ["Renamed has no method _save_checkpoint"]
 
 
 def test_steps_reach_the_trainer_below_and_a_class_between() -> None:

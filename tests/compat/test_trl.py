@@ -9,7 +9,7 @@ import pytest
 import transformers
 import trl.trainer.utils
 
-from isotype.compat.trl import head_arguments, is_fused_forward, misfits
+from isotype.compat.trl import head_arguments, incompatibilities, is_fused_forward
 
 
 def test_the_arguments_of_a_head_are_in_the_closure_of_its_forward() -> None:
@@ -25,7 +25,7 @@ def test_the_arguments_of_a_head_are_in_the_closure_of_its_forward() -> None:
         "cast_lm_head_to_fp32": True,
         "outputs": ("log_probs",),
     }
-    assert misfits(trl.trainer.utils) == []
+    assert incompatibilities(trl.trainer.utils) == []
 
 
 def add_fused_lm_head(model: Any, temp: float = 1.0, outputs: tuple[str, ...] = ()) -> Any:
@@ -39,11 +39,11 @@ def add_fused_lm_head(model: Any, temp: float = 1.0, outputs: tuple[str, ...] = 
 
 def test_a_renamed_variable_is_named_before_a_head_is_made_and_after() -> None:
     later = SimpleNamespace(__name__="trl.trainer.utils", add_fused_lm_head=add_fused_lm_head)
-    assert misfits(later) == [
+    assert incompatibilities(later) == [
         "the forward that add_fused_lm_head makes keeps no temperature",
         "the forward that add_fused_lm_head makes keeps no cast_lm_head_to_fp32",
     ]
-    assert misfits(SimpleNamespace(__name__="trl.trainer.utils")) == [
+    assert incompatibilities(SimpleNamespace(__name__="trl.trainer.utils")) == [
         "trl.trainer.utils has no add_fused_lm_head"
     ]
     with pytest.raises(LookupError, match="keeps no temperature, cast_lm_head_to_fp32"):

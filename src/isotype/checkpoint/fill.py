@@ -121,7 +121,7 @@ def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
     """Each source with the buffer that its tensors are in; with the mapped files where they fit into none."""
-    # What is saved quantized becomes the weight as it lies where it is on its device already, and would lie in a buffer.
+    # What is saved quantized shares its memory with the weight where it is on its device already: a reused buffer would be overwritten.
     work = [
         (source, () if _is_saved(source, placement) and not pinned else tuple(_headers(source)))
         for source in sources

@@ -222,7 +222,7 @@ OVERRIDDEN: Final = tuple(
 """The Trainer's methods that `TrainerSteps` overrides."""
 
 
-def misfits(trainer: type) -> list[str]:
+def incompatibilities(trainer: type) -> list[str]:
     """What `TrainerSteps` overrides and a trainer's class does not have: its steps would be left out without a word."""
     return [f"{trainer.__name__} has no method {name}" for name in OVERRIDDEN if not hasattr(trainer, name)]
 

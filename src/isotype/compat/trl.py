@@ -25,7 +25,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
     """The arguments of the head whose forward is given.
 
     Raises:
-        LookupError: the closure has other names; `misfits` tells it before a model is loaded.
+        LookupError: the closure has other names; `incompatibilities` tells it before a model is loaded.
     """
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
@@ -34,7 +34,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
     return {name: held[name] for name in HEAD_ARGUMENTS}
 
 
-def misfits(utilities: Any) -> list[str]:
+def incompatibilities(utilities: Any) -> list[str]:
     """What TRL's module of `add_fused_lm_head` lacks, seen without making a head: the function, its forward, names of its closure."""
     maker = getattr(utilities, _MAKER, None)
     if maker is None:

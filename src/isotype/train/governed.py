@@ -159,7 +159,7 @@ class _Governed:
     def step_values(self: Any) -> StepValues:
         """The values of the optimizer step that is under way, read once: the one time in a step that it waits for the device.
 
-        Every process has to call it: where there are several, they bring their tokens, losses and wishes to stop together.
+        Every process has to call it: where there are several, they bring their tokens, losses and requests to stop together.
         """
         values: StepValues | None = self._values
         if values is not None:

@@ -29,11 +29,11 @@ def require_fitting_libraries() -> None:
         logger.warning("%s", line)
     problems = [
         Problem(
-            f"{library} {version(library)} under isotype {VERSION}: {misfit}",
+            f"{library} {version(library)} under isotype {VERSION}: {reason}",
             f"{library} {last_tried(library)}, which isotype was tried with",
             f"pip install '{library}=={last_tried(library)}.*', or a newer isotype",
         )
-        for library, misfit in _misfits()
+        for library, reason in _incompatibilities()
     ]
     if problems:
         raise UsageError("a library's insides are others than isotype knows", problems)
@@ -55,9 +55,9 @@ def newer_than_tried() -> list[str]:
     return lines
 
 
-def _misfits() -> Iterator[tuple[str, str]]:
+def _incompatibilities() -> Iterator[tuple[str, str]]:
     import trl.trainer.utils
     from transformers import Trainer
 
-    yield from (("transformers", misfit) for misfit in trainer_steps.misfits(Trainer))
-    yield from (("trl", misfit) for misfit in trl_head.misfits(trl.trainer.utils))
+    yield from (("transformers", reason) for reason in trainer_steps.incompatibilities(Trainer))
+    yield from (("trl", reason) for reason in trl_head.incompatibilities(trl.trainer.utils))
