@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from isotype.core.compiled import NotCompiledError, find_compilers
+from isotype.lora import fused
 from isotype.precision.devices import profile as hardware
 from isotype.precision.devices.cpu import CpuFeatures, OneDnn, compiler_options
 
@@ -52,5 +53,6 @@ def pretend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     features, onednn = CPUS[name]
     monkeypatch.setattr(hardware, "this_cpu", lambda: features)
     monkeypatch.setattr(hardware, "this_onednn", lambda: onednn)
+    monkeypatch.setattr(fused, "this_cpu_emulates", hardware.this_cpu_emulates.__wrapped__)
     modules: Any = pytest.importorskip("bitsandbytes.nn.modules")
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: name != "cpu-avx2")

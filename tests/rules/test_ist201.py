@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cpus import pretend
 from tests.rules.traces import BF16, FP32, batch, cast, found, llama, on, traced, verified
 
 RULE = "ist201_promotion"
@@ -29,7 +30,8 @@ def forward(m: nn.Module) -> torch.Tensor:
     return m(torch.ones(32, 64, dtype=BF16)).float().sum()
 
 
-def test_a_custom_layer_in_float32() -> None:
+def test_a_custom_layer_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend("cpu-amx", monkeypatch)
     (finding,) = found(RULE, traced(model(), forward, phases=("forward",)))
     assert finding.severity == "warning"
     assert finding.message == "25% of the FLOPs run in float32 instead of bfloat16"
@@ -41,7 +43,13 @@ def test_a_custom_layer_in_float32() -> None:
     assert finding.cost.slowdown is None  # no rates are published for this CPU
 
 
-def test_head_and_norm_in_float32_without_autocast() -> None:
+def test_float32_is_no_slower_where_the_compute_dtype_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend("cpu-avx2", monkeypatch)
+    assert found(RULE, traced(model(), forward, phases=("forward",))) == []
+
+
+def test_head_and_norm_in_float32_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend("cpu-amx", monkeypatch)
     broken = cast(llama(), FP32, ("model.norm", "lm_head"))
     (finding,) = verified(broken, batch(), "IST201")
     assert finding.cause == "base_model.model.model.norm.weight is float32"

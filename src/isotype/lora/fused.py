@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from isotype.lora.loops.products import is_used
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.walk import kind_of
-from isotype.precision.devices.cpu import this_cpu, this_onednn, why_not_native
+from isotype.precision.devices.profile import this_cpu_emulates
+from isotype.precision.devices.simulated import is_emulated
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,10 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
     A product of 16-bit numbers that is summed in float32 and rounded once is what the slow kernels give, too.
     """
-    slow = x.device.type == "cpu" and not isinstance(x, FakeTensor) and _emulated(compute)
+    if x.device.type != "cpu":
+        return compute
+    slow = is_emulated(x, compute) if isinstance(x, FakeTensor) else this_cpu_emulates(compute)
     return torch.float32 if slow else compute
-
-
-@cache
-def _emulated(dtype: torch.dtype) -> bool:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return why_not_native(dtype, str(dtype), this_cpu(), this_onednn()) is not None
 
 
 class Siblings:

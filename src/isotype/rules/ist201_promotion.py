@@ -20,7 +20,8 @@ quantized ones do, hand float32 on.
 
 **What is not reported.** Matmuls that autocast itself runs in float32; the adapters' own; quantized
 layers with a wide compute dtype (IST404); casts that the code of a
-published transformers model makes, which are its authors' arithmetic (routers, state-space scans); less than 2 % of
+published transformers model makes, which are its authors' arithmetic (routers, state-space scans); all of them on a
+device without instructions for the compute dtype (IST601, IST602), where float32 is the faster one; less than 2 % of
 the FLOPs and less than 1.1 times the step time. Share of FLOPs: sum over wide calls / sum over all matmul-like calls.
 
 **How safe is the fix?** Running under autocast and returning outputs in the compute dtype keep what is stored.
@@ -66,13 +67,17 @@ class _Wide:
 def find(trace: Trace) -> Iterator[Finding]:
     """Matmul-like operators that run wider than the compute dtype, by cause."""
     compute = trace.setup.compute
-    if trace.failure is not None or compute not in costs.HALVES:
+    if trace.failure is not None or compute not in costs.HALVES or _is_no_slower(trace, compute):
         return
     owners = trace.owners
     for group in _groups(trace, owners):
         cost = _cost(trace, [wide.call for wide in group])
         if cost.flops_share >= _LEAST_SHARE or (cost.slowdown or 1.0) >= _LEAST_SLOWDOWN:
             yield _finding(trace, group, cost, owners)
+
+
+def _is_no_slower(trace: Trace, compute: torch.dtype) -> bool:
+    return trace.setup.profile.supports(compute) != "native"
 
 
 def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:

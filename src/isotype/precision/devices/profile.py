@@ -205,6 +205,14 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
     )
 
 
+@cache
+def this_cpu_emulates(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU has no instructions for products in `dtype`."""
+    return (
+        dtype in CPU_INSTRUCTIONS and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
+    )
+
+
 def _this_memory() -> int | None:
     """Usable memory in bytes: what the machine has, or less where a container allows less; None if unknown."""
     names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # absent on Windows

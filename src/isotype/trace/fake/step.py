@@ -63,7 +63,7 @@ def trace_step(
         enough: asked about what was seen when a forward or backward has broken contracts; if so, the step ends there.
     """
     model, untouched = code.model, untouched or code.reached()
-    mode = fake_mode()
+    mode = fake_mode(setup.profile)
     twin = twin_of(model, mode)
     # Before it is folded, for checkpointing may leave out layers by their number.
     if setup.gradient_checkpointing is not None:

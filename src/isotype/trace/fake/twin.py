@@ -30,13 +30,18 @@ from isotype.compat.torch import (
 )
 from isotype.model.copies import copied, empty_copies, fill_copies
 from isotype.model.walk import kind_of
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.simulated import SimulatedMode
 
 _CPU = torch.device("cpu")
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors that a module holds outside of its parameters become fakes when they are met."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
+    """A mode in which tensors that a module holds outside of its parameters become fakes when they are met.
+
+    With the profile of a CPU, what computes otherwise on one without instructions for a dtype does so on the fakes.
+    """
+    mode = SimulatedMode(profile)
     # `isotype.trace.fake.kernels` remembers for the step what it would; its own look-ups would come on top.
     mode.cache_enabled = False
     return mode
