@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from isotype.lora.fuse import fuse, unfuse
     from isotype.model.adapters import add_lora
+    from isotype.planning.plan import plan
     from isotype.precision.policy import PrecisionPolicy
     from isotype.preflight.check import check
     from isotype.preflight.repair import repair
@@ -46,6 +47,7 @@ _HOME = {
     "unfuse": "isotype.lora.fuse",
     "enforce": "isotype.train.enforce",
     "check": "isotype.preflight.check",
+    "plan": "isotype.planning.plan",
     "repair": "isotype.preflight.repair",
     "measure_ranges": "isotype.ranges.measure",
     "PrecisionCallback": "isotype.train.callback",
@@ -74,6 +76,7 @@ __all__ = [
     "load",
     "load_module",
     "measure_ranges",
+    "plan",
     "repair",
     "resolve_precision",
     "unfuse",

@@ -45,6 +45,7 @@ def _tree() -> argparse.ArgumentParser:
     from isotype.cli.inspect import inspect_parser
     from isotype.cli.merge import merge_parser
     from isotype.data.methods import METHODS
+    from isotype.planning.request import parser as plan_parser
     from isotype.train.plan import help_parser
     from isotype.train.settings import training_parser
 
@@ -53,6 +54,7 @@ def _tree() -> argparse.ArgumentParser:
     training = {name: training_parser(METHODS[name]) for name in METHODS}
     others = {
         "demo": training["sft"],
+        "plan": plan_parser(),
         "check": help_parser(),
         "inspect": inspect_parser(),
         "explain": explain_parser(),

@@ -25,7 +25,7 @@ from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.report.narrow import wrapped
 
-COMMANDS = ("check", "run", "inspect", "explain", "completion", "doctor", "merge", "chat")
+COMMANDS = ("plan", "check", "run", "inspect", "explain", "completion", "doctor", "merge", "chat")
 """Commands with a module of their own, which is imported when they are run."""
 
 CRASHED = 1
@@ -43,6 +43,7 @@ use what came out:
   merge    merge an adapter into its base model, and say what the rounding costs
 
 know before it runs:
+  plan     what fits on a device, how fast, how long a data set takes, and the command of the best settings
   check    whether a training step will crash, fit, crawl or lose precision, on any device, without weights
   run      a training script of your own, unchanged, with its first step watched and its crash explained
   inspect  the dtypes, bytes and quantization that a checkpoint holds, and what loading would make of them
@@ -72,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, rest = arguments[0], arguments[1:]
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminate)
-    if argv is None and command == "check":
+    if argv is None and command in ("check", "plan"):
         # This process ends with the report: looking for garbage among what it has loaded takes a tenth of its time,
         # and as much again when it ends.
         gc.disable()
         atexit.register(gc.freeze)
-    if command in (*METHODS, "demo", "chat", "merge", "check", "inspect"):
+    if command in (*METHODS, "demo", "chat", "merge", "check", "plan", "inspect"):
         prepare_library_caches()
     try:
         handler = _handler(command)

@@ -97,6 +97,8 @@ class Plan:
         ranges: whether value ranges are measured, see `isotype.train.ranges.WHEN`.
         data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
         fuse: whether the training fuses its LoRA layers.
+        data_rows: rows of the training's data set; None where none was opened, or it is a stream.
+        lengths: of these rows; None where nobody counted them.
     """
 
     source: str
@@ -123,6 +125,8 @@ class Plan:
     ranges: str = "measure"
     data: str = ""
     fuse: bool = True
+    data_rows: int | None = None
+    lengths: Lengths | None = None
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -426,6 +430,8 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
     data = training_data_here(settings, said.append)
     if data is None:
         return plan
+    rows = data[script.dataset_train_split]
+    plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None)
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
         return replace(
@@ -434,9 +440,8 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
     check_tokenizer(settings, source, tokenizer, data)
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS)
     said += plain_turns(settings, tokenizer, data)
-    plan = replace(plan, data="; ".join(said))
-    rows = data[script.dataset_train_split]
     found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
+    plan = replace(plan, data="; ".join(said), lengths=found)
     if options.length is not None:
         return plan
     bounded = _bounded(plan, settings, rows, found)

@@ -1,0 +1,240 @@
+"""`isotype.plan`: what fits on a device, how fast, and the command of the best."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from isotype.checkpoint.mapping.complete import require_complete_gguf
+from isotype.checkpoint.weightless import model_config
+from isotype.compat.compiler import defer_compiler, import_uncompiled
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import Problem, UsageError
+from isotype.core.random_states import random_states_kept
+from isotype.core.units import format_bytes
+from isotype.planning.command import EXAMPLE_DATA
+from isotype.planning.goal import picked
+from isotype.planning.html import to_html
+from isotype.planning.json import to_json
+from isotype.planning.rates import with_rates
+from isotype.planning.record import Device, Record, Row
+from isotype.planning.request import PlanRequest, parse_request, require_known_goal
+from isotype.planning.search import Search, runs_alike
+from isotype.planning.text import to_text
+from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.report.check.report import write_report
+from isotype.train.recompute_choice import Room, room_of
+from isotype.train.step import row_length
+
+
+@dataclass(frozen=True)
+class Plan(Record):
+    """What fits on a device; see `Record` for its data."""
+
+    def to_json(self) -> str:
+        """Strict JSON, by `planning/schema.json`. Bytes, seconds and tokens stay unrounded numbers."""
+        return to_json(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page with the tables and a picture of memory against tokens a second.
+
+        Raises:
+            SaveError: the file cannot be written.
+        """
+        return write_report(Path(path), to_html(self))
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+
+def plan(
+    model: str | Path,
+    device: str | Sequence[str] = "auto",
+    data: str | None = None,
+    goal: str = "balanced",
+    damages: Mapping[str, float] | None = None,
+    **arguments: Any,
+) -> Plan:
+    """What of a model can be trained on a device, how fast, and the command of the best settings.
+
+    Nothing is guessed: every row was traced as it is written, on fake tensors, without weights.
+
+    Args:
+        model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
+        device: name of a device or profile, or several.
+        data: a data set, for lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
+        goal: a key of `isotype.planning.record.GOALS`.
+        damages: storage -> KL divergence of the model's next-token distributions from those of unquantized weights, in nats, as
+            somebody has measured it; what is not in it counts as unknown.
+        **arguments: those of `isotype plan` and of a training command, by name: `length=2048`, `lora_r=64`.
+
+    Raises:
+        UsageError, PrecisionError, CheckpointError, DataError: arguments that cannot be, a device that nobody knows, no model, or
+            no data.
+    """
+    require_known_goal(goal)
+    names = [device] if isinstance(device, str) else list(device)
+    tokens = [str(model), "--device", ",".join(names), "--goal", goal]
+    tokens += ["--data", data] if data is not None else []
+    for name, value in arguments.items():
+        tokens += [f"--{name}", str(value)]
+    with random_states_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the libraries about each other's names
+        request, _ = parse_request(tokens)
+        return plan_of_request(replace(request, damages=damages or {}))
+
+
+def plan_of_request(request: PlanRequest) -> Plan:
+    """The answer to a question.
+
+    Raises:
+        UsageError, PrecisionError, CheckpointError: as `plan`.
+    """
+    defer_compiler()
+    import_uncompiled("bitsandbytes")
+    source, revision = request.step.source, request.step.revision
+    profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
+    rooms = {profile.name: _room(request, profile) for profile in profiles}
+    _require_known(rooms)
+    config = model_config(source, revision=revision)
+    require_complete_gguf(source)
+    rated = {profile.name: with_rates(profile) for profile in profiles}
+    length = _length(request, config)
+    groups: dict[tuple[object, ...], list[DeviceProfile]] = {}
+    for profile, _ in rated.values():
+        groups.setdefault(runs_alike(profile), []).append(profile)
+    rows: dict[str, list[Row]] = {profile.name: [] for profile in profiles}
+    chosen: dict[str, Row | None] = {}
+    searches = []
+    for alike in groups.values():
+        search = Search(
+            _for_device(request, alike[0]), config, tuple(alike), rooms, length, _micro(request, length)
+        )
+        searches.append(search)
+        for row in search.rows():
+            rows[row.device].append(row)
+        for profile in alike:
+            chosen[profile.name] = _chosen(search, rows[profile.name], request.goal)
+    devices = tuple(
+        Device(
+            profile.name,
+            profile.title,
+            profile.memory_bytes,
+            rooms[profile.name].words,
+            rated[profile.name][1],
+            _costs(rows[profile.name], profile),
+            chosen[profile.name],
+        )
+        for profile in profiles
+    )
+    refused = dict.fromkeys(each for search in searches for each in search.refused)
+    notes = dict.fromkeys(each for search in searches for each in search.notes)
+    return Plan(
+        source,
+        request.step.method,
+        _settings(request),
+        request.goal,
+        devices,
+        tuple(row for profile in profiles for row in rows[profile.name]),
+        tuple(refused),
+        (*notes, *_left_out(request)),
+    )
+
+
+def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
+    return replace(request, step=replace(request.step, device=profile.name))
+
+
+def _room(request: PlanRequest, profile: DeviceProfile) -> Room:
+    if request.memory is not None:
+        return Room(request.memory, f"{format_bytes(request.memory)}, as asked")
+    return room_of(profile)
+
+
+def _require_known(rooms: Mapping[str, Room]) -> None:
+    problems = [
+        Problem(f"--device {name}: {room.words}", "an amount of memory", "give --max-memory, such as 24GiB")
+        for name, room in rooms.items()
+        if room.size is None
+    ]
+    if problems:
+        raise UsageError("nothing says what a step may take", problems)
+
+
+def _length(request: PlanRequest, config: Any) -> int:
+    """Tokens of a row: as asked, the longest of the data, or a default; within the positions that the model has."""
+    step = request.step
+    wanted = request.length or step.length
+    if request.length is None and step.lengths is not None and step.longest is not None:
+        wanted = step.lengths.longest + step.completion + 1  # a trainer may add a token at the end
+    return row_length(replace(step, length=wanted), config)
+
+
+def _micro(request: PlanRequest, length: int) -> int:
+    """Rows of a step on one device."""
+    if request.step_tokens is not None:
+        rows = max(1, round(request.step_tokens / length))
+    else:
+        assert request.step_rows is not None
+        rows = request.step_rows
+    if request.step.data_rows:
+        rows = min(rows, request.step.data_rows)
+    return -(-rows // request.count)
+
+
+def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
+    """The row that the goal picks; where none fits, the one with the longest rows that do, which is added to `rows`."""
+    first = picked(rows, goal)
+    if first is not None and goal != "longest":
+        return first
+    long = picked([replace(row, fits=True) for row in rows if row.longest], "longest")
+    if long is None or long.longest is None:
+        return first
+    row = search.with_length(long, long.longest)
+    if row not in rows:
+        rows.append(row)
+    return row
+
+
+def _settings(request: PlanRequest) -> str:
+    """Adapters, optimizer and step in words."""
+    step = request.step
+    lora = step.lora
+    read: Any = lora.get if isinstance(lora, Mapping) else lambda name: getattr(lora, name, None)
+    if lora is None:
+        what = "every weight is trained"
+    else:
+        targets = read("target_modules") or "all-linear"
+        named = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+        what = (
+            f"LoRA r {read('r')} on {named} layers"
+            if named == "all-linear"
+            else f"LoRA r {read('r')} on {named}"
+        )
+    return f"{what}, {step.optimizer}"
+
+
+def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
+    """What the policies of a device's rows warn of, and what its value ranges are known by."""
+    warned = [warning for row in rows for warning in row.policy.warnings]
+    emulated = [
+        f"{dtype_name(row.policy.compute)}: {profile.reason(row.policy.compute)}"
+        for row in rows
+        if profile.supports(row.policy.compute) != "native"
+    ]
+    return tuple(dict.fromkeys([*warned, *emulated]))
+
+
+def _left_out(request: PlanRequest) -> tuple[str, ...]:
+    step = request.step
+    notes = [*step.notes]
+    if step.data:
+        notes.append(step.data)
+    if request.count > 1:
+        notes.append(f"what {request.count} devices exchange takes time that is not counted")
+    if step.data_rows is None:
+        notes.append(f"no --data: rows of one length, and {EXAMPLE_DATA} in the command")
+    return tuple(notes)

@@ -1,0 +1,54 @@
+"""Rates of the device at hand, measured: no data sheet has those of this CPU, and no card reaches its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from isotype.precision.devices.probe import measure_all
+from isotype.precision.devices.profile import DeviceProfile
+
+_SECONDS = 1.0
+"""Of the products of all dtypes."""
+_MOST_BYTES = 64 * 2**20
+"""Of what is copied: past the caches of most CPUs, and of GPUs."""
+_COPIES = 5
+_ELEMENT = 4
+
+
+def with_rates(profile: DeviceProfile) -> tuple[DeviceProfile, str]:
+    """(the profile with rates to foresee time by, where they come from as a clause; "" where there are none).
+
+    Of a device of this machine they are measured in about a second; of another one its data sheet's are taken.
+    """
+    if not profile.present:
+        rated = bool(profile.peak_flops) and profile.memory_bandwidth is not None
+        return profile, "the data sheet's rates, which no card reaches" if rated else ""
+    rates = measure_all(profile.name, _SECONDS)
+    peaks = {
+        dtype: rate.flops_per_second for dtype, rate in rates.items() if rate.flops_per_second is not None
+    }
+    measured = replace(profile, peak_flops=peaks, memory_bandwidth=copy_rate(torch.device(profile.name)))
+    return measured, "rates measured on this machine"
+
+
+def copy_rate(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes a second that a large copy reads and writes, the best of a few."""
+    source = torch.zeros(_MOST_BYTES // _ELEMENT, device=device)
+    target = torch.empty_like(source)
+    took = []
+    for _ in range(_COPIES):
+        _wait(device)
+        began = clock()
+        target.copy_(source)
+        _wait(device)
+        took.append(clock() - began)
+    return 2 * _MOST_BYTES / min(took)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,192 @@
+"""What a plan is: frozen data. Bytes, seconds and tokens stay numbers until they are written."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isotype.precision.policy import PrecisionPolicy
+
+GOALS: Mapping[str, str] = {
+    "balanced": "the most precise storage among those that are at most a quarter slower than the fastest",
+    "longest": "the longest rows",
+    "fastest": "the most tokens a second",
+    "best": "the least damage by storage, then the most tokens a second",
+}
+"""What a row is chosen by."""
+
+
+@dataclass(frozen=True)
+class Time:
+    """Foreseen seconds of one step, all of its micro-batches, by the roofline of `isotype.rules.kit.step_time`.
+
+    Attributes:
+        seconds: every operator as it was traced, one after another, at the device's rates.
+        least: the products alone: no fusion of the rest is faster.
+        bound: what most of the time goes to.
+        launches: kernels, at least.
+    """
+
+    seconds: float
+    least: float
+    bound: str
+    launches: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A data set as a training takes it.
+
+    Attributes:
+        rows: of the data set.
+        epochs: of the training.
+        steps: of all epochs.
+        seconds: of all epochs, steps alone; None where the time of a step is unknown.
+        tokens: of all rows of one epoch, cut to the row's length; None where nobody counted them.
+        longest: tokens of the longest row; None likewise.
+        cut: rows that are longer than the row's length, as a share; None likewise.
+        padding: the share of a step's tokens that is padding; None likewise.
+        packed_seconds: of all epochs, where rows are packed into full ones (`--packing`); None where it is unknown.
+    """
+
+    rows: int
+    epochs: float
+    steps: int
+    seconds: float | None
+    tokens: int | None = None
+    longest: int | None = None
+    cut: float | None = None
+    padding: float | None = None
+    packed_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One set of settings on one device; everything in it was traced.
+
+    Attributes:
+        device: name of the profile.
+        devices: how many of them train together.
+        storage, compute: how frozen weights are stored, and what products run in.
+        checkpointing: which layers are computed again in the backward: `off`, `every layer`, …
+        sharding: `""` on one device, else `DDP` or `FSDP2`.
+        rows: of a micro-batch on one device; where `fits` is false, of the smallest one.
+        length: tokens of a row.
+        accumulation: micro-batches of a step.
+        fits: whether the step takes no more than `room`.
+        peak: bytes at its worst moment.
+        room: bytes that it may take; None where nobody knows.
+        phase: of the worst moment.
+        kinds: what is alive there, kind -> bytes.
+        time: foreseen; None where the device's rates are unknown.
+        longest: tokens of the longest row that fits, one a micro-batch where their number is not pinned; 0 where none does, None where it was not looked for.
+        longest_is_all: whether that is as long as was asked about: the model has no more positions, or none were tried.
+        work: what the data set takes by it; None where none is named.
+        damage: KL divergence of next-token distributions from those of unquantized weights, in nats; None: unknown.
+        policy: the precision policy.
+        command: that trains so.
+    """
+
+    device: str
+    devices: int
+    storage: str
+    compute: str
+    checkpointing: str
+    sharding: str
+    rows: int
+    length: int
+    accumulation: int
+    fits: bool
+    peak: int
+    room: int | None
+    phase: str
+    kinds: Mapping[str, int]
+    time: Time | None
+    policy: PrecisionPolicy
+    command: tuple[str, ...]
+    longest: int | None = None
+    longest_is_all: bool = False
+    work: Workload | None = None
+    damage: float | None = None
+
+    @property
+    def spare(self) -> int | None:
+        """Bytes of the room that are left; negative where it does not fit."""
+        return None if self.room is None else self.room - self.peak
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, on all devices."""
+        return self.rows * self.length * self.accumulation * self.devices
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all devices together, what they exchange not counted."""
+        return None if self.time is None else self.tokens / self.time.seconds
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that is planned for.
+
+    Attributes:
+        name, title: of its profile.
+        memory: bytes that it has; None where that varies.
+        room: in words, what a step may take.
+        rates: where the rates of its time come from, as a clause; "" where there are none.
+        notes: what its dtypes cost.
+        chosen: the row by the goal; None where nothing fits.
+    """
+
+    name: str
+    title: str
+    memory: int | None
+    room: str
+    rates: str
+    notes: tuple[str, ...]
+    chosen: Row | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What can be trained on a device, how fast, and which row the goal picks: the data of a `Plan`.
+
+    Attributes:
+        model: as it was named.
+        method: the training method.
+        settings: adapters and optimizer, in words.
+        goal: a key of `GOALS`.
+        devices: in the order that they were named in.
+        rows: of all devices, with those that do not fit.
+        refused: storages that cannot be trained on a device, with the reason.
+        notes: what is not counted.
+    """
+
+    model: str
+    method: str
+    settings: str
+    goal: str
+    devices: tuple[Device, ...]
+    rows: tuple[Row, ...]
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Row | None:
+        """The row that the goal picks, of the first device on which one fits."""
+        return next((device.chosen for device in self.devices if device.chosen is not None), None)
+
+    @property
+    def policy(self) -> PrecisionPolicy | None:
+        """The chosen row's precision policy."""
+        return None if self.chosen is None else self.chosen.policy
+
+    @property
+    def command(self) -> str | None:
+        """The chosen row's command, quoted for a shell; None where nothing fits."""
+        return None if self.chosen is None else shlex.join(self.chosen.command)
+
+    def of(self, device: str) -> tuple[Row, ...]:
+        """The rows of one device, by the name of its profile."""
+        return tuple(row for row in self.rows if row.device == device)

@@ -1,0 +1,212 @@
+"""What a plan is asked for: the arguments of `isotype plan` and of `isotype.plan`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isotype.core.arguments import Parser
+from isotype.core.errors import Problem, UsageError
+from isotype.data.methods import METHODS
+from isotype.planning.record import GOALS
+from isotype.train.plan import Options, plan_of
+from isotype.train.plan import Plan as Step
+
+_DESCRIPTION = """\
+Say what can be trained on a device, how fast, and print the command of the best settings: from a config alone, without
+weights, a GPU or a data set.
+
+  isotype plan MODEL --device rtx4090 [--data my.jsonl] [flags]
+  isotype plan sft --model_name_or_path MODEL --device rtx4090 [flags]
+
+Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; these are the ones of a plan alone:"""
+
+ROWS_OF_A_STEP = 8
+"""Rows of a step where nothing says another number: TRL's default of `--per_device_train_batch_size`."""
+
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A question.
+
+    Attributes:
+        step: the step as its arguments say, before anything is chosen.
+        command: the training command that they make.
+        devices: names of devices or profiles.
+        goal: a key of `GOALS`.
+        count: how many of the device train together.
+        memory: bytes that a step may take; None: what the device has.
+        rows: of a micro-batch; None: chosen.
+        length: tokens of a row; None: the data's longest, or a default.
+        step_rows: rows of a step, of all devices and micro-batches; None where `step_tokens` says it.
+        step_tokens: tokens of a step; None where `step_rows` says it.
+        epochs: of the training.
+        damages: storage -> measured damage in nats, see `Row.damage`; what is not in it is unknown.
+    """
+
+    step: Step
+    command: tuple[str, ...]
+    devices: tuple[str, ...]
+    goal: str = "balanced"
+    count: int = 1
+    memory: int | None = None
+    rows: int | None = None
+    length: int | None = None
+    step_rows: int | None = ROWS_OF_A_STEP
+    step_tokens: int | None = None
+    epochs: float = 3.0
+    damages: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a plan goes."""
+
+    json: bool
+    html: Path | None
+
+
+def parser() -> Parser:
+    """The arguments of a plan alone."""
+    made = Parser(
+        prog="isotype plan",
+        usage="isotype plan MODEL [flags]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add(
+        "--device",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="cards to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; the machine at hand where none is named",
+    )
+    add("--data", metavar="DATA", help="the data set, for lengths and hours; short for --dataset_name")
+    add("--method", choices=tuple(METHODS), help="training method (default: sft)")
+    add(
+        "--goal",
+        choices=tuple(GOALS),
+        default="balanced",
+        help="what the row is chosen by (default: balanced)",
+    )
+    add("--devices", type=int, default=1, help="how many of the device train together (default: 1)")
+    add("--max-memory", "--max_memory", metavar="SIZE", help="what a step may take, such as 20GiB")
+    add("--rows", type=int, help="rows of a micro-batch; chosen by the memory where not given")
+    add("--length", type=int, help="tokens of a row; --max_length, the data's longest row, or 1024")
+    add(
+        "--tokens-per-step",
+        "--tokens_per_step",
+        type=int,
+        help=f"tokens of an optimizer step; without it {ROWS_OF_A_STEP} rows",
+    )
+    add("--json", action="store_true", help="print JSON")
+    add(
+        "--html",
+        type=Path,
+        metavar="PATH",
+        help="write a page with a picture of memory against tokens a second",
+    )
+    return made
+
+
+def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
+    """The request that arguments make, and where its answer goes.
+
+    Raises:
+        UsageError: arguments that are unknown or cannot be.
+        DataError: a data set that cannot be trained on.
+    """
+    tokens = list(argv)
+    own = parser()
+    if "-h" in tokens or "--help" in tokens:
+        own.print_help()
+        raise SystemExit(0)
+    model = tokens.pop(0) if tokens and not tokens[0].startswith("-") and tokens[0] not in METHODS else None
+    known, rest = own.parse_known_args(tokens)
+    problems = [*own.problems, *_number_problems(known)]
+    if model is None and not rest:
+        fix = "isotype plan MODEL --device t4"
+        problems.append(Problem("no model", "a model, or a training command with its arguments", fix))
+    memory = None if known.max_memory is None else parse_size(known.max_memory)
+    if known.max_memory is not None and memory is None:
+        problems.append(
+            Problem(f"--max-memory {known.max_memory}", "an amount of memory", "write it like 20GiB")
+        )
+    own.refuse(problems)
+    if known.method and not (rest and rest[0] in METHODS):
+        rest = [known.method, *rest]
+    if known.data:
+        rest = [*rest, "--dataset_name", known.data]
+    devices = tuple(name for each in known.device or ["auto"] for name in each.split(",") if name)
+    options = Options(
+        model, None, known.length, False, None, known.devices, False, None, None, False, "error"
+    )
+    step, command = plan_of(options, [*rest, "--device", devices[0]])
+    command = tuple(command[:-2])
+    numbers = _numbers(rest)
+    rows = numbers.per_device_train_batch_size
+    asked = (rows or ROWS_OF_A_STEP) * numbers.gradient_accumulation_steps * known.devices
+    request = PlanRequest(
+        step,
+        command,
+        devices,
+        known.goal,
+        known.devices,
+        memory,
+        known.rows,
+        known.length or numbers.max_length,
+        None if known.tokens_per_step else asked if rows else max(asked, known.rows or 1),
+        known.tokens_per_step,
+        numbers.num_train_epochs,
+    )
+    return request, Outputs(known.json, known.html)
+
+
+def _numbers(rest: Sequence[str]) -> Any:
+    """The numbers of a training command that a plan goes on from."""
+    made = Parser(prog="isotype plan", add_help=False, allow_abbrev=False)
+    made.add_argument("--per_device_train_batch_size", "--per-device-train-batch-size", type=int)
+    made.add_argument("--gradient_accumulation_steps", "--gradient-accumulation-steps", type=int, default=1)
+    made.add_argument("--max_length", "--max-length", type=int)
+    made.add_argument("--num_train_epochs", "--num-train-epochs", type=float, default=3.0)
+    return made.parse_known_args(list(rest))[0]
+
+
+def _number_problems(known: Any) -> list[Problem]:
+    names = ("devices", "rows", "length", "tokens_per_step")
+    values = {name: getattr(known, name) for name in names}
+    return [
+        Problem(f"--{name} {value}", "at least 1", "give at least 1")
+        for name, value in values.items()
+        if isinstance(value, int) and value < 1
+    ]
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of `20GiB` and `20G` (binary, as cards are named), `20GB`, `8e9`; None where it is no amount above 0."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    if found is None:
+        return None
+    number, letter, ending = float(found[1]), found[2], found[3]
+    unit = _SIZES[letter] if ending == "b" or not letter else _BINARY[letter]
+    return int(number * unit) or None
+
+
+def require_known_goal(goal: str) -> None:
+    """Refuse what is no goal.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if goal not in GOALS:
+        given = f"goal {goal!r}"
+        raise UsageError("unknown goal", [Problem(given, f"one of {', '.join(GOALS)}", "give one of these")])

@@ -1,0 +1,291 @@
+"""The rows of a plan: each storage, checkpointing and sharding with the largest micro-batch that fits, all of it traced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import CheckpointError, PrecisionError, UsageError
+from isotype.planning.command import command_of
+from isotype.planning.record import Row, Time
+from isotype.planning.request import PlanRequest
+from isotype.planning.steps import Steps, Traced, largest
+from isotype.planning.workload import work_of
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.preflight.from_trainer import CHECKPOINTING
+from isotype.rules.kit.step_time import StepTime
+from isotype.train.plan import Plan as Step
+from isotype.train.ranges import policy_by_ranges
+from isotype.train.recompute_choice import Choice, NotForeseenError, Room
+from isotype.train.step import PlannedStep, row_length
+
+STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
+"""The most precise first; None is the compute dtype's."""
+
+LENGTHS = 64
+"""Tokens that the longest row is looked for in multiples of."""
+
+FARTHEST = 32768
+"""Tokens up to which the longest row is looked for where it is not the goal: a trace of a longer one takes seconds."""
+
+_NEAR = 32
+"""The search for the longest row ends within this part of it."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Settings that are traced by themselves.
+
+    Attributes:
+        step: the step with its policy.
+        arguments: of the model's `gradient_checkpointing_enable`; None for no layer.
+    """
+
+    step: PlannedStep
+    arguments: Mapping[str, Any] | None
+
+    @property
+    def checkpointing(self) -> str:
+        """In words."""
+        return Choice(self.arguments, "").words
+
+    @property
+    def sharding(self) -> str:
+        """`""`, `DDP` or `FSDP2`."""
+        plan = self.step.plan
+        return "" if plan.devices == 1 else "FSDP2" if plan.fsdp else "DDP"
+
+
+@dataclass
+class Search:
+    """What is found for one request, on devices that run every operator alike.
+
+    Attributes:
+        request: the question.
+        config: of the model.
+        profiles: the devices, with the rates of their time.
+        rooms: name of a device -> what a step may take.
+        length: tokens of a row.
+        micro: rows of a step on one device.
+        seeks_longest: whether the longest row that fits is looked for.
+        refused: what cannot be trained, with the reason.
+    """
+
+    request: PlanRequest
+    config: Any
+    profiles: tuple[DeviceProfile, ...]
+    rooms: Mapping[str, Room]
+    length: int
+    micro: int
+    seeks_longest: bool = True
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _known: dict[tuple[str, str, str], tuple[Option, Steps]] = field(default_factory=dict)
+
+    def rows(self) -> Iterator[Row]:
+        """Every option on every device, in the order of `STORAGES`."""
+        for option in self._options():
+            steps = Steps(option.step, option.arguments, self.profiles)
+            self._known[_key(option)] = option, steps
+            try:
+                for profile in self.profiles:
+                    yield self._row(option, steps, profile)
+            except NotForeseenError as why:
+                self.refused.append(
+                    f"{option.step.policy.storage}, checkpointing {option.checkpointing}: {why}"
+                )
+
+    def _options(self) -> Iterator[Option]:
+        for step in self._planned_steps():
+            model, _ = step.model(None)
+            for arguments in self._checkpointings(model):
+                yield Option(step, arguments)
+
+    def _planned_steps(self) -> Iterator[PlannedStep]:
+        """One for each storage and sharding that the device and the model take."""
+        base = self.request.step
+        for storage in self._storages():
+            precision = replace(base.precision, quantization=storage or base.precision.quantization)
+            try:
+                policy, ranges = policy_by_ranges(
+                    source_of(base, self.config), precision, base.device, base.revision, when=base.ranges
+                )
+            except PrecisionError as refusal:
+                self.refused.append(f"{storage or 'no quantization'}: {refusal.headline}")
+                continue
+            for fsdp in self._shardings():
+                plan = replace(
+                    base,
+                    precision=precision,
+                    auto=False,
+                    fsdp=fsdp,
+                    devices=self.request.count,
+                    lora=copy.deepcopy(base.lora),
+                )
+                step = PlannedStep(plan, self.config, policy, ranges)
+                try:
+                    step.model(None)
+                except (UsageError, CheckpointError) as refusal:
+                    if policy.storage not in ("nf4", "fp4", "int8"):
+                        raise
+                    self.refused.append(f"{policy.storage}: {refusal.headline}")
+                    break
+                yield step
+
+    def _storages(self) -> Sequence[str | None]:
+        base = self.request.step
+        fixed = base.precision.quantization is not None or base.precision.storage is not None
+        if fixed or base.lora is None or getattr(self.config, "quantization_config", None) is not None:
+            return (None,)
+        return STORAGES
+
+    def _shardings(self) -> Sequence[int]:
+        asked = self.request.step.fsdp
+        return (asked,) if asked or self.request.count == 1 else (0, 2)
+
+    def _checkpointings(self, model: Any) -> Sequence[Mapping[str, Any] | None]:
+        step = self.request.step
+        if not getattr(model, "supports_gradient_checkpointing", True):
+            return (None,)
+        return (None, CHECKPOINTING) if step.auto else (step.checkpointing,)
+
+    # One row
+
+    def with_length(self, row: Row, length: int) -> Row:
+        """The settings of a row for rows of another length."""
+        option, steps = self._known[row.storage, row.checkpointing, row.sharding]
+        profile = next(each for each in self.profiles if each.name == row.device)
+        other = replace(self, length=length, seeks_longest=False)
+        return replace(
+            other._row(option, steps, profile), longest=row.longest, longest_is_all=row.longest_is_all
+        )
+
+    def _row(self, option: Option, steps: Steps, profile: DeviceProfile) -> Row:
+        """The largest micro-batch of one option that fits on one device; the smallest, where none does.
+
+        Raises:
+            NotForeseenError: a step cannot be traced to its end.
+        """
+        size = self.rooms[profile.name].size
+        assert size is not None
+        rows, fits = self._micro_batch(steps, size)
+        traced = steps.at(rows, self.length)
+        accumulation = -(-self.micro // rows)
+        longest, is_all = None, False
+        if self.seeks_longest and self._wants_longest(option):
+            longest, is_all = self._longest(option, steps, size)
+        policy = option.step.policy
+        row = Row(
+            device=profile.name,
+            devices=self.request.count,
+            storage=policy.storage,
+            compute=dtype_name(policy.compute),
+            checkpointing=option.checkpointing,
+            sharding=option.sharding,
+            rows=rows,
+            length=self.length,
+            accumulation=accumulation,
+            fits=fits,
+            peak=traced.peak,
+            room=size,
+            phase=traced.phase,
+            kinds=traced.kinds,
+            time=_time(traced, profile.name, accumulation),
+            policy=policy,
+            command=(),
+            longest=longest,
+            longest_is_all=is_all,
+            damage=self.request.damages.get(policy.storage),
+        )
+        self.notes += [note for note in traced.notes if note not in self.notes]
+        work = work_of(self.request, row, partial(_seconds, steps, profile.name)) if fits else None
+        return replace(row, command=command_of(self.request, row, profile), work=work)
+
+    def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
+        """(rows, whether they fit): of as few micro-batches as fit, each as large as the others."""
+        if self.request.rows is not None:
+            return self.request.rows, steps.peak(self.request.rows, self.length) <= size
+        most = largest(
+            lambda rows: steps.peak(rows, self.length),
+            self.micro,
+            size,
+            enough=lambda low, high: -(-self.micro // low) == -(-self.micro // (high - 1)),
+            high_first=steps.arguments is not None,
+        )
+        if most is None:
+            return 1, False
+        return -(-self.micro // -(-self.micro // most)), True
+
+    def _wants_longest(self, option: Option) -> bool:
+        """Only of the checkpointing that takes the least: a trace of long rows takes longest."""
+        every = self.request.step.auto and option.arguments is None
+        return not every or not getattr(option.step.model(None)[0], "supports_gradient_checkpointing", True)
+
+    def _longest(self, option: Option, steps: Steps, size: int) -> tuple[int, bool]:
+        """(tokens of the longest row that fits, whether no longer one was tried)."""
+        rows = self.request.rows or 1
+        positions = row_length(replace(option.step.plan, length=2**20), self.config)
+        far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
+        if far < LENGTHS:
+            return (far, True) if steps.peak(rows, far) <= size else (0, False)
+        low, high = 1, far // LENGTHS
+
+        def measure(units: int) -> int:
+            return steps.peak(rows, units * LENGTHS)
+
+        near = self.length // LENGTHS
+        if near and steps.peak(rows, self.length) <= size:
+            low = min(near, high)
+        elif near:
+            high = min(near, high)
+        while low * 4 < high:  # a longer row than needed takes long to trace
+            if measure(low * 4) > size:
+                high = low * 4
+                break
+            low *= 4
+        found = largest(measure, high, size, low, enough=lambda low, high: (high - low - 1) * _NEAR <= low)
+        return (0, False) if found is None else (found * LENGTHS, found == far // LENGTHS)
+
+
+def source_of(step: Step, config: Any) -> Any:
+    """What facts are read from: a config.json is read as a config, everything else as it was named."""
+    return config if step.source.endswith("config.json") else step.source
+
+
+def _key(option: Option) -> tuple[str, str, str]:
+    return option.step.policy.storage, option.checkpointing, option.sharding
+
+
+def _seconds(steps: Steps, device: str, rows: int, tokens: int) -> float | None:
+    time = steps.at(rows, tokens).times[device]
+    return None if time is None else time.traced_seconds
+
+
+def _time(traced: Traced, device: str, accumulation: int) -> Time | None:
+    time: StepTime | None = traced.times[device]
+    if time is None:
+        return None
+    return Time(
+        time.traced_seconds * accumulation,
+        time.seconds * accumulation,
+        time.bound,
+        time.launches * accumulation,
+    )
+
+
+def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
+    """What of a device decides which operators a step has and what they take: of two with the same, one is traced for both."""
+    return (
+        profile.kind,
+        profile.native - {torch.float64},  # no step computes in it
+        frozenset(profile.emulated) - {torch.float64},
+        frozenset(profile.refused) - {torch.float64},
+        profile.flash_attention,
+        profile.present,
+    )

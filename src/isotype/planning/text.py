@@ -1,0 +1,198 @@
+"""A plan for the terminal: a table for each device, what the chosen row is made of, and its command last."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from isotype.core.names import plural
+from isotype.core.units import format_bytes
+from isotype.planning.record import GOALS, Device, Record, Row, Workload
+from isotype.report.narrow import fitting, wrapped
+from isotype.report.text import format_duration, format_share
+
+WIDTH = 110
+"""Columns of a text that is no terminal's."""
+
+
+def to_text(plan: Record) -> str:
+    """The plan as a terminal shows it, without colours."""
+    console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False)
+    render(plan, console)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def render(plan: Record, console: Console) -> None:
+    """Print a plan."""
+
+    def say(text: str = "", style: str = "") -> None:
+        console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"isotype plan   {plan.method} of {plan.model}", "bold")
+    say(f"   {plan.settings}")
+    several = len(plan.devices) > 1
+    if several:
+        say()
+        console.print(fitting(_comparison(plan), console, 2), highlight=False)
+    for device in plan.devices:
+        say()
+        rates = f"; {device.rates}" if device.rates else "; its rates are unknown, and so is the time"
+        say(f"{title_of(plan, device)}: a step may take {device.room}{rates}", "bold")
+        if not several:
+            console.print(fitting(_table(plan, device), console, 2), highlight=False)
+        for line in lines_of(plan, device):
+            say(line)
+    if plan.refused or plan.notes:
+        say()
+    for text in plan.refused:
+        say(f"refused    {text}")
+    for text in plan.notes:
+        say(f"note       {text}")
+    say()
+    if plan.chosen is None:
+        say("nothing fits: a smaller model, a larger device, or more of them (--devices)", "bold")
+    for device in plan.devices:
+        if several:
+            say(f"{title_of(plan, device)}: {'nothing fits' if device.chosen is None else ''}")
+        if device.chosen is not None:
+            say(shlex.join(device.chosen.command))
+
+
+def _comparison(plan: Record) -> Table:
+    """A column for each device, with the row that the goal picks there."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", style="dim", no_wrap=True)
+    for device in plan.devices:
+        table.add_column(device.name, justify="right")
+    cells = [
+        {} if row is None else cells_of(row, chosen=False) for row in (each.chosen for each in plan.devices)
+    ]
+    heads = heads_of([device.chosen for device in plan.devices if device.chosen is not None])
+    for head in heads[1:] or ["storage"]:
+        table.add_row(head, *(each.get(head, "nothing fits" if head == "storage" else "") for each in cells))
+    return table
+
+
+def title_of(plan: Record, device: Device) -> str:
+    """The device's name, and how many of it train together."""
+    count = next((row.devices for row in plan.of(device.name)), 1)
+    return device.title if count == 1 else f"{count} × {device.title}"
+
+
+def _table(plan: Record, device: Device) -> Table:
+    rows = plan.of(device.name)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    heads = heads_of(rows)
+    for head in heads:
+        left = head in ("", "storage", "checkpointing", "sharding", "bound by")
+        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        style = "bold green" if row == device.chosen else "" if row.fits else "dim"
+        cells = cells_of(row, row == device.chosen)
+        table.add_row(*(cells[head] for head in heads), style=style)
+    return table
+
+
+def heads_of(rows: Sequence[Row]) -> list[str]:
+    """Columns: those that say something of these rows."""
+    optional = {
+        "sharding": any(row.sharding for row in rows),
+        "hours": any(row.work is not None and row.work.seconds is not None for row in rows),
+        "longest": any(row.longest is not None for row in rows),
+    }
+    heads = (
+        "", "storage", "checkpointing", "sharding", "rows", "peak", "spare", "s/step", "tokens/s", "bound by",
+        "longest", "hours", "damage",
+    )  # fmt: skip
+    return [head for head in heads if optional.get(head, True)]
+
+
+def cells_of(row: Row, chosen: bool) -> dict[str, str]:
+    """A row in words, by the heads of the table."""
+    time, speed = row.time if row.fits else None, row.tokens_per_second if row.fits else None
+    work = None if row.work is None else row.work.seconds
+    return {
+        "": "→" if chosen else "",
+        "storage": row.storage,
+        "checkpointing": row.checkpointing,
+        "sharding": row.sharding,
+        "rows": _batch(row),
+        "peak": format_bytes(row.peak),
+        "spare": "" if row.spare is None else _signed(row.spare),
+        "s/step": "" if time is None else _seconds(time.seconds),
+        "tokens/s": "" if speed is None else f"{speed:,.0f}",
+        "bound by": "" if time is None else time.bound.removeprefix("memory "),
+        "longest": _longest(row),
+        "hours": "" if work is None else f"{work / 3600:,.2f}",
+        "damage": "unknown" if row.damage is None else f"{row.damage:.3g}",
+    }
+
+
+def _signed(size: int) -> str:
+    return format_bytes(size) if size >= 0 else f"-{format_bytes(-size)}"
+
+
+def _batch(row: Row) -> str:
+    """`2 × 1,024`, and `× 4` where a step has four of it."""
+    times = f" × {row.accumulation}" if row.accumulation > 1 and row.fits else ""
+    return f"{row.rows:,} of {row.length:,}{times}"
+
+
+def _longest(row: Row) -> str:
+    if row.longest is None:
+        return ""
+    return "none" if not row.longest else f"{'≥ ' if row.longest_is_all else ''}{row.longest:,}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.{3 if seconds < 1 else 2 if seconds < 10 else 1}f}"
+
+
+def lines_of(plan: Record, device: Device) -> Iterator[str]:
+    """What there is to say of a device and its chosen row, a label before each."""
+    for note in device.notes:
+        yield f"precision  {note}"
+    row = device.chosen
+    if row is None:
+        return
+    yield f"chosen     {plan.goal}: {GOALS[plan.goal]}{_unlike_asked(plan, row)}"
+    kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= row.peak / 200)
+    yield f"memory     peak in {row.phase}: {parts}"
+    if row.time is not None:
+        per_launch = 1e6 * row.time.seconds / row.time.launches
+        yield (
+            f"time       {_seconds(row.time.seconds)} s a step, every operator as it was traced, at these rates; "
+            f"{_seconds(row.time.least)} s at least, the products alone; {row.time.launches:,} launches, which bound it where "
+            f"the host takes more than {per_launch:.3g} µs for one"
+        )
+    if row.work is not None:
+        yield f"data       {_work(row, row.work)}"
+
+
+def _unlike_asked(plan: Record, row: Row) -> str:
+    others = {each.length for each in plan.of(row.device) if each.command != row.command}
+    if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
+        return f"; rows of {max(others):,} tokens do not fit, these are the longest that do"
+    return ""
+
+
+def _work(row: Row, work: Workload) -> str:
+    epochs = f"{work.epochs:g} {'epoch' if work.epochs == 1 else 'epochs'}"
+    text = f"{plural(work.rows, 'row')}, {epochs}: {plural(work.steps, 'step')}"
+    if work.tokens is None:
+        most = "" if work.seconds is None else f", {format_duration(work.seconds)} at most"
+        return f"{text}{most}: how long the rows are is not known, and each counts as {row.length:,} tokens"
+    text += "" if work.seconds is None else f", {format_duration(work.seconds)} of steps"
+    assert work.padding is not None
+    text += f"; {work.tokens:,} tokens an epoch, {format_share(work.padding)} of a batch is padding"
+    if work.packed_seconds is not None:
+        text += f"; packed (--packing) {format_duration(work.packed_seconds)}"
+    if work.cut:
+        text += f"; {format_share(work.cut)} of the rows are longer than {row.length:,} tokens and are cut"
+    return text

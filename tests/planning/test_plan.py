@@ -1,0 +1,238 @@
+"""Plans of a small model: what they foresee, choose and print."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import partial
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+import isotype
+from isotype.cli.main import main
+from isotype.core.errors import PrecisionError, UsageError
+from isotype.planning.plan import Plan
+from isotype.planning.record import Row
+from isotype.preflight.request import StepRequest
+from isotype.trace.record import Call, Memory, Operand, Origin, Trace
+from isotype.train.plan import parse_options, plan_of
+from isotype.train.recompute_choice import steady_peak
+from isotype.train.step import check_plan
+from tests.models import CONFIGS
+
+SCHEMA = Draft202012Validator(
+    json.loads(resources.files("isotype.planning").joinpath("schema.json").read_text(encoding="utf-8"))
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    made = CONFIGS["llama"]()
+    made.num_hidden_layers, made.max_position_embeddings = 8, 512
+    made.save_pretrained(folder)
+    return folder / "config.json"
+
+
+def planned(config: Path, memory: str, device: str = "rtx4090", **more: object) -> Plan:
+    return isotype.plan(config, device=device, max_memory=memory, length=256, lora_r=4, **more)
+
+
+# What is foreseen is what a check foresees
+
+
+def same_as_a_check(row: Row) -> None:
+    step, command = plan_of(*parse_options([*row.command[1:], "--device", "rtx4090"]))
+    report = check_plan(step, command, ("forward", "backward", "unscale", "optimizer"))
+    assert report.complete
+    assert steady_peak(report.trace.memory) == row.peak
+    assert report.trace.setup.batch["input_ids"] == (row.rows, row.length)
+
+
+def test_a_row_is_what_a_check_of_its_command_foresees(config: Path) -> None:
+    plan = planned(config, "6MiB", quantization="nf4", rows=2, gradient_checkpointing="True")
+    assert [row.checkpointing for row in plan.rows] == ["every layer"]
+    same_as_a_check(plan.rows[0])
+
+
+@pytest.mark.exhaustive
+def test_every_row_is_what_a_check_of_its_command_foresees(config: Path) -> None:
+    plan = planned(config, "6MiB")
+    assert {row.storage for row in plan.rows} == {"bfloat16", "int8", "nf4"}
+    assert {row.checkpointing for row in plan.rows} == {"off", "every layer"}
+    for row in plan.rows:
+        same_as_a_check(row)
+
+
+# The search, over steps that take what a formula says
+
+
+def step_of(request: StepRequest) -> Trace:
+    """Weights of 1 MiB in 4 bits, 4 MiB otherwise, and 4 KiB a token, of which checkpointing saves three quarters; a product."""
+    setup = request.setup()
+    rows, tokens = setup.batch["input_ids"]
+    policy = setup.policy
+    assert policy is not None
+    on = any(getattr(module, "gradient_checkpointing", False) for module in request.model.modules())
+    sizes = {
+        "weights": 2**20 * (1 if policy.quantized else 4),
+        "activations": rows * tokens * 2 ** (10 if on else 12),
+    }
+    numbers = Operand("self", policy.compute, (rows * tokens, 64), Origin("input", policy.compute, "x"))
+    product = Call(
+        "aten.mm.default",
+        "forward",
+        "",
+        "",
+        (numbers, numbers),
+        ((policy.compute, (rows * tokens, 64)),),
+        flops=rows * tokens * 10**6 * (4 if on else 3),
+    )
+    return Trace(setup, (product,), (), {}, Memory({"forward": sizes}))  # type: ignore[dict-item]
+
+
+def noted(shapes: list[tuple[int, ...]], request: StepRequest) -> Trace:
+    trace = step_of(request)
+    shapes.append(trace.setup.batch["input_ids"])
+    return trace
+
+
+@pytest.fixture
+def formula(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes that were traced."""
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr("isotype.planning.steps.trace_of", partial(noted, shapes))
+    return shapes
+
+
+@pytest.fixture(scope="module")
+def shapes() -> list[tuple[int, ...]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def plan(config: Path, shapes: list[tuple[int, ...]]) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isotype.planning.steps.trace_of", partial(noted, shapes))
+        return planned(config, "6MiB")
+
+
+def test_as_few_micro_batches_as_fit_each_as_large_as_the_others(plan: Plan) -> None:
+    found = {(row.storage, row.checkpointing): (row.rows, row.accumulation, row.fits) for row in plan.rows}
+    assert found == {
+        ("bfloat16", "off"): (2, 4, True),
+        ("bfloat16", "every layer"): (8, 1, True),
+        ("int8", "off"): (4, 2, True),  # 5 fit, and 3 with 5 in two micro-batches are no better than 4 with 4
+        ("int8", "every layer"): (8, 1, True),
+        ("nf4", "off"): (4, 2, True),
+        ("nf4", "every layer"): (8, 1, True),
+    }
+    assert all(row.spare == row.room - row.peak for row in plan.rows if row.room is not None)
+
+
+def test_few_shapes_are_traced(plan: Plan, shapes: list[tuple[int, ...]]) -> None:
+    assert 0 < len(shapes) <= 4 * len(plan.rows)
+
+
+def test_rows_that_are_pinned_stay(config: Path, formula: object) -> None:
+    plan = planned(config, "2.5MiB", quantization="nf4", rows=8)
+    assert [(row.rows, row.length, row.fits) for row in plan.rows] == [
+        (8, 256, False),
+        (8, 256, False),
+        (8, 192, True),
+    ]
+
+
+def test_the_longest_row_is_looked_for_in_steps_of_64_tokens(config: Path, formula: object) -> None:
+    row = planned(config, "1.3MiB", quantization="nf4", goal="longest").chosen
+    assert row is not None
+    assert (row.rows, row.length, row.longest, row.checkpointing) == (1, 256, 256, "every layer")
+    row = planned(config, "1.45MiB", quantization="nf4", goal="longest").chosen
+    assert row is not None
+    assert (row.length, row.longest_is_all) == (448, False)
+    row = planned(config, "8MiB", quantization="nf4", goal="longest").chosen
+    assert row is not None
+    assert (row.length, row.longest_is_all) == (512, True)
+
+
+def test_rows_that_are_too_long_are_said_to_be(config: Path, formula: object) -> None:
+    plan = planned(config, "1.2MiB", quantization="nf4")
+    assert plan.chosen is not None
+    assert (plan.chosen.length, plan.chosen.rows) == (192, 1)
+    assert "rows of 256 tokens do not fit, these are the longest that do" in str(plan)
+
+
+def test_nothing_fits(config: Path, formula: object) -> None:
+    plan = planned(config, "100KiB", quantization="nf4")
+    assert (plan.chosen, plan.command, plan.policy) == (None, None, None)
+    assert str(plan).endswith("nothing fits: a smaller model, a larger device, or more of them (--devices)")
+    arguments = ["plan", str(config), "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]
+    assert main(arguments) == 1
+
+
+def test_the_text_ends_with_the_command(plan: Plan) -> None:
+    text = str(plan)
+    assert text.splitlines()[-1] == plan.command
+    assert max(map(len, text.splitlines()[:12])) <= 110
+    assert "unknown" in text
+    assert re.search(r"memory     peak in \w+: ", text)
+
+
+def test_several_devices_have_a_column_each(config: Path, formula: object) -> None:
+    plan = planned(config, "6MiB", device="rtx4090,l4,t4", quantization="nf4")
+    heads = next(line for line in str(plan).splitlines() if "l4" in line)
+    assert heads.split() == ["rtx4090", "l4", "t4"]
+    rows = {device.name: device.chosen for device in plan.devices}
+    assert rows["rtx4090"] is not None
+    assert rows["l4"] is not None
+    # The same operators at other rates.
+    assert rows["rtx4090"].peak == rows["l4"].peak
+    assert rows["rtx4090"].time != rows["l4"].time
+    assert rows["t4"] is not None
+    assert rows["t4"].compute == "float16"
+    assert any("float16" in note for device in plan.devices if device.name == "t4" for note in device.notes)
+
+
+def test_several_of_a_device_hold_all_or_share(config: Path, formula: object) -> None:
+    plan = planned(config, "6MiB", devices=2, quantization="nf4")
+    assert {row.sharding for row in plan.rows} == {"DDP", "FSDP2"}
+    for row in plan.rows:
+        assert row.command[:5] == ("torchrun", "--standalone", "--nproc_per_node", "2", "-m")
+        assert ("--fsdp" in row.command) is (row.sharding == "FSDP2")
+
+
+def test_json_keeps_to_its_schema(plan: Plan) -> None:
+    content = json.loads(plan.to_json())
+    SCHEMA.validate(content)
+    Draft202012Validator.check_schema(SCHEMA.schema)
+    device = content["devices"][0]
+    assert shlex.split(device["rows"][device["chosen"]]["command"]) == list(
+        plan.chosen.command if plan.chosen else ()
+    )
+
+
+def test_the_page_shows_every_row(plan: Plan, tmp_path: Path) -> None:
+    page = plan.to_html(tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("<circle") == sum(row.fits for row in plan.rows)
+    assert page.count("<tr ") == len(plan.rows)
+    assert 'class="point best chosen"' in page or 'class="point chosen"' in page
+    assert "<script></script>" in page
+
+
+def test_damages_that_somebody_has_measured(config: Path, formula: object) -> None:
+    plan = planned(config, "6MiB", damages={"nf4": 0.35}, quantization="nf4")
+    assert {row.damage for row in plan.rows} == {0.35}
+    assert "0.35" in str(plan)
+
+
+def test_what_cannot_be_asked(config: Path) -> None:
+    with pytest.raises(UsageError, match="unknown goal"):
+        isotype.plan(config, "t4", goal="cheapest")
+    with pytest.raises(UsageError, match="--max-memory"):
+        isotype.plan(config, "cpu-avx2")
+    with pytest.raises(PrecisionError, match="unknown device"):
+        isotype.plan(config, "rtx1")

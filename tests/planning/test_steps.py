@@ -1,0 +1,60 @@
+"""The search for the largest number that has room, and the worst moment of a step."""
+
+from __future__ import annotations
+
+import random
+
+from isotype.planning.steps import largest, worst_moment
+from isotype.trace.record import Memory
+
+
+def test_the_largest_of_a_convex_measure_is_found_in_few_measures() -> None:
+    draw = random.Random(0)
+    counts = []
+    for _ in range(2000):
+        moments = [
+            (draw.uniform(0, 100), draw.choice([0, 20, 500]) * draw.random(), draw.choice([0, 0, 0.1]))
+            for _ in range(draw.randint(1, 4))
+        ]
+        seen: list[int] = []
+
+        def measure(number: int, moments: list[tuple[float, ...]] = moments, seen: list[int] = seen) -> int:
+            seen.append(number)
+            return int(2**20 * max(a + b * number + c * number**2 for a, b, c in moments))
+
+        high = draw.randint(1, 300)
+        low, room = draw.randint(1, high), 2**20 * draw.randint(0, 2000)
+        found = largest(measure, high, room, low, high_first=draw.random() < 0.5)
+        counts.append(len(seen))
+        fitting = [number for number in range(low, high + 1) if measure(number) <= room]
+        assert found == (fitting[-1] if fitting else None)
+    assert sum(counts) / len(counts) < 3
+
+
+def test_a_step_in_proportion_takes_three_measures() -> None:
+    seen: list[int] = []
+    assert largest(lambda rows: seen.append(rows) or 10 * rows, 64, 205, high_first=False) == 20  # type: ignore[func-returns-value]
+    assert len(seen) == 3
+
+
+def test_the_search_ends_where_the_rest_is_of_no_interest() -> None:
+    seen: list[int] = []
+    rows = largest(
+        lambda rows: seen.append(rows) or rows,  # type: ignore[func-returns-value]
+        8,
+        5,
+        enough=lambda low, high: -(-8 // low) == -(-8 // (high - 1)),
+    )
+    assert rows in (4, 5)
+
+
+def test_the_optimizers_states_are_there_from_the_beginning_of_a_later_step() -> None:
+    phases = {
+        "forward": {"weights": 10, "activations": 50},
+        "backward": {"weights": 10, "activations": 40, "gradients": 15},
+        "optimizer": {"weights": 10, "gradients": 15, "optimizer": 30},
+        "generate": {"weights": 10, "activations": 500},
+    }
+    phase, kinds = worst_moment(Memory(phases))  # type: ignore[arg-type]
+    assert phase == "backward"
+    assert kinds == {"weights": 10, "activations": 40, "gradients": 15, "optimizer": 30}

@@ -1,0 +1,49 @@
+"""Steps, padding and hours of a data set, against draws that are counted one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from isotype.planning.record import Time
+from isotype.planning.request import parse_request
+from isotype.planning.workload import longest_of_batches, work_of
+from isotype.train.lengths import Lengths
+from tests.planning.rows import row
+
+
+@pytest.mark.parametrize("rows", range(1, 8))
+def test_the_longest_of_a_batch_is_the_mean_over_all_batches(rows: int) -> None:
+    tokens = (3, 9, 9, 1, 40, 7)
+    batches = list(combinations(tokens, min(rows, len(tokens))))
+    assert longest_of_batches(tokens, rows) == pytest.approx(sum(map(max, batches)) / len(batches))
+
+
+def test_what_a_data_set_takes() -> None:
+    request, _ = parse_request(["m", "--device", "t4", "--rows", "2"])
+    step = replace(request.step, data_rows=100, lengths=Lengths((10, 20, 30, 200), 100))
+    request = replace(request, step=step, epochs=2)
+    some = row(rows=2, length=100, accumulation=3, time=Time(6.0, 3.0, "products", 10))
+    work = work_of(request, some, lambda rows, tokens: rows * tokens / 100)
+    assert work is not None
+    # 17 steps of 6 rows an epoch; 10, 20, 30 and, cut, 100 tokens: 40 a row, and 63.3 the longer of two.
+    assert (work.rows, work.steps, work.tokens, work.longest, work.cut) == (100, 34, 4000, 200, 0.25)
+    assert work.seconds == pytest.approx(34 * 3 * 2 * 63 / 100)
+    assert work.padding == pytest.approx(1 - 40 / (380 / 6))
+    assert work.packed_seconds == pytest.approx(2 * 4000 * 6.0 / 600)
+
+
+def test_rows_of_unknown_length_count_as_full() -> None:
+    request, _ = parse_request(["m", "--device", "t4"])
+    request = replace(request, step=replace(request.step, data_rows=10), epochs=1)
+    some = row(rows=4, length=100, accumulation=1, time=Time(2.0, 1.0, "products", 10))
+    work = work_of(request, some, lambda rows, tokens: None)
+    assert work is not None
+    assert (work.steps, work.seconds, work.tokens, work.padding) == (3, 6.0, None, None)
+
+
+def test_without_a_data_set_nothing_is_said() -> None:
+    request, _ = parse_request(["m", "--device", "t4"])
+    assert work_of(request, row(), lambda rows, tokens: 1.0) is None
