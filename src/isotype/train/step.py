@@ -133,10 +133,10 @@ class PlannedStep:
         except NotForeseenError:
             return ""
         time = step_time(trace)
-        least = "" if time is None else f", {format_duration(time.seconds)} at least"
-        return (
-            f"; {'with every layer' if every else 'without'} {format_bytes(steady_peak(trace.memory))}{least}"
-        )
+        least = "" if time is None else f"{format_duration(time.seconds)} at least"
+        if every:
+            return f"; with every layer {', '.join(filter(None, (format_bytes(steady_peak(trace.memory)), least)))}"
+        return least and f"; without, {least}"  # the choice's reason has its bytes
 
     def _foresee(self, arguments: Mapping[str, Any] | None) -> int:
         return steady_peak(self._foreseen(arguments).memory)
