@@ -59,7 +59,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def _run(self) -> None:
-        """Become the package, and tell it what it was to be told."""
+        """Execute the real module and replay the marks recorded so far."""
         held = vars(self)
         marked, eager = held.pop("marked"), held.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):

@@ -219,7 +219,7 @@ class _Own(NamedTuple):
 
 
 def _owned(spec: Spec, tensors: Sequence[torch.Tensor], scaled: Sequence[torch.Tensor | None]) -> list[_Own]:
-    """Each layer's own of all tensors; `scaled`: what was made of each layer's B before."""
+    """Slice the flat tensor list per layer; `scaled` holds s·B from the forward."""
     made, start, column = [], 0, 0
     for layer, ready in zip(spec.layers, scaled, strict=True):
         biases, adapters = len(layer.biases), len(layer.adapters)
@@ -453,7 +453,7 @@ def _through_products(
 def _add_dropped(
     each: Sequence[_Own], masks: Sequence[torch.Tensor | None], d_hidden: torch.Tensor, d_x: torch.Tensor
 ) -> None:
-    """Add what comes to X through each A, where dropout left each its own X."""
+    """Add each adapter's input gradient when dropout gave every adapter its own mask."""
     if all(mask is None for mask in masks):
         return
     adapters = _adapters(each)

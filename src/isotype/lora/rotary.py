@@ -52,7 +52,7 @@ def with_loops(forward: Any) -> Any:
     copied = _copied(forward, rotate)
     if copied is None:
         return forward
-    # The names of one dictionary stay as they are, which keeps what Python has remembered about them.
+    # Reuse one globals dict so that CPython's inline caches stay valid.
     copied.__globals__.update({**forward.__globals__, NAME: copied.__globals__[NAME]})
     return copied
 

@@ -290,5 +290,5 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
     if place.kind == "other":
         # Of modules that we know nothing about, the author's own code handles the pinned parameters.
         return "compute" if trained else None
-    # A frozen float32 linear layer that nobody pins lies so by chance (`keep_frozen`): it computes as the others.
+    # An unpinned frozen linear layer in float32 is accidental (`keep_frozen`): compute as its neighbours do.
     return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"

@@ -24,7 +24,7 @@ class Repairs:
             caller can do that.
         lines: lines of code that have to change with them, `file:line` -> dtype: likewise.
         left: findings that there is no fix for, each with the reason.
-        resolved: findings that the changed model has no more.
+        resolved: findings that the repaired model no longer has.
         pending: findings that are resolved once the caller has changed `settings` and `lines`, too.
     """
 

@@ -55,11 +55,11 @@ def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
     return measured
 
 
-def pass_on(given: torch.Tensor, made: torch.Tensor) -> None:
-    """`made` holds the very values of `given`: what is known of them is known of it."""
-    known = getattr(given, _KNOWN, None)
-    if known is not None and known[0] == version_of(given):
-        remember(made, known[1])
+def pass_on(source: torch.Tensor, copy: torch.Tensor) -> None:
+    """Take over the cached magnitude of `source` for `copy`, which has the same values."""
+    known = getattr(source, _KNOWN, None)
+    if known is not None and known[0] == version_of(source):
+        remember(copy, known[1])
 
 
 def _measured(tensor: torch.Tensor) -> Magnitude:

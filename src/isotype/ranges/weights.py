@@ -145,7 +145,7 @@ class Weights:
 
 
 class OnDemand(dict[str, Any]):
-    """A module's `_parameters`: each is made when it is asked for by name; those who look at all see stand-ins."""
+    """A module's `_parameters`: `[name]` materializes a weight; `items()` and `values()` return placeholders."""
 
     def __init__(self, weights: Weights, own: Mapping[str, Weight | None]) -> None:
         super().__init__(own)

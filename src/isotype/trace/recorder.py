@@ -250,9 +250,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def told(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Who made the dtype that a function is told to cast to, or to make a tensor in, where another tensor has it.
+        """Origin of the target dtype of a cast or of a new tensor when it was read from another tensor; None if the code names it.
 
-        None: it is told none, or one that the code chose itself. To be asked where Python calls the function.
+        To be called where Python calls the function.
         """
         if name in _TAKE_FROM:
             given = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))

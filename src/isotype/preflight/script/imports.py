@@ -27,7 +27,7 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Finder:
-    """Finds the one module as it would be found without us, and hears of its end.
+    """Delegates the lookup of one module and calls back when its import has succeeded.
 
     It stays until an import has succeeded: a look for the module (`importlib.util.find_spec`) is no import, and an
     import that failed may be tried again.

@@ -41,7 +41,7 @@ def contract_rule(
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Code and cause of errors that the whole step's trace shows, too, given that of its first phases."""
+    """Errors of a partial trace that the full trace is certain to contain, by code and cause."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes

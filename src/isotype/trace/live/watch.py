@@ -301,7 +301,7 @@ class Watch:
             self.state = "evaluating"
 
     def _end_evaluation(self) -> None:
-        """Nothing of what was evaluated is kept: what trains, or another forward, follows."""
+        """Discard the recorded evaluation before the next forward or training step."""
         if self.state != "evaluating":
             return
         self._leave_modes()
