@@ -24,13 +24,17 @@ if TYPE_CHECKING:
         SaveError,
         UsageError,
     )
-    from isotype.lora.fuse import fuse, unfuse
+    from isotype.lora.fuse import FusionReport, fuse, unfuse
     from isotype.model.adapters import add_lora
-    from isotype.planning.plan import plan
+    from isotype.planning.plan import Plan, plan
     from isotype.precision.policy import PrecisionPolicy
+    from isotype.precision.ranges import Ranges
     from isotype.preflight.check import check
-    from isotype.preflight.repair import repair
+    from isotype.preflight.repair import Repairs, repair
+    from isotype.preflight.request import StepRequest
     from isotype.ranges.measure import measure_ranges
+    from isotype.report.check.report import Report
+    from isotype.rules.finding import Finding, Fix
     from isotype.train.callback import PrecisionCallback
     from isotype.train.enforce import enforce
 
@@ -51,6 +55,14 @@ _HOME = {
     "repair": "isotype.preflight.repair",
     "measure_ranges": "isotype.ranges.measure",
     "PrecisionCallback": "isotype.train.callback",
+    "Finding": "isotype.rules.finding",
+    "Fix": "isotype.rules.finding",
+    "FusionReport": "isotype.lora.fuse",
+    "Plan": "isotype.planning.plan",
+    "Ranges": "isotype.precision.ranges",
+    "Repairs": "isotype.preflight.repair",
+    "Report": "isotype.report.check.report",
+    "StepRequest": "isotype.preflight.request",
     "IsotypeError": "isotype.core.errors",
     "PrecisionError": "isotype.core.errors",
     "CheckpointError": "isotype.core.errors",
@@ -62,12 +74,20 @@ _HOME = {
 __all__ = [
     "CheckpointError",
     "DataError",
+    "Finding",
+    "Fix",
+    "FusionReport",
     "IsotypeError",
+    "Plan",
     "PrecisionCallback",
     "PrecisionError",
     "PrecisionPolicy",
+    "Ranges",
+    "Repairs",
+    "Report",
     "SaveError",
     "StateDictAdapter",
+    "StepRequest",
     "UsageError",
     "add_lora",
     "check",
