@@ -294,10 +294,15 @@ def test_summary_of_nothing() -> None:
     [
         ((), "No training step was recorded."),
         ((2.5,), "Training loss was 2.500 in the only step."),
-        ((2.5, 1.25), "Training loss fell from 2.500 to 1.250."),
-        ((1.25, 2.5), "Training loss rose from 1.250 to 2.500."),
-        ((2.0, 2.00001), "Training loss stayed at 2.000."),
-        ((10.816, 10.813), "Training loss shows no clear change: 10.816 to 10.813."),
+        ((2.5, 1.25), "Training loss went from 2.500 to 1.250 in 2 steps, too few for a trend."),
+        ((3.9, 4.2, 4.0, 4.4), "Training loss went from 3.900 to 4.400 in 4 steps, too few for a trend."),
+        ((2.0, 2.00001), "Training loss stayed at 2.000 in 2 steps, too few for a trend."),
+        (
+            (3.9, 4.2, 4.0, 4.4, 3.8, 4.3, 4.1, 3.9, 4.2, 4.4),
+            "Training loss shows no clear change: 3.900 to 4.400.",
+        ),
+        (tuple(1 + 0.1 * step for step in range(12)), "Training loss rose from 1.000 to 2.100."),
+        (tuple(3 - 0.1 * step for step in range(12)), "Training loss fell from 3.000 to 1.900."),
         (
             (2.0, 2.3, 1.9, 2.2, 1.8, 2.1, 2.3, 1.7, 2.0, 2.2, 1.9),
             "Training loss shows no clear change: 2.000 to 1.900.",
@@ -308,12 +313,15 @@ def test_summary_of_nothing() -> None:
         ),
         (
             (3.0, math.nan, 2.0),
-            "Training loss fell from 3.000 to 2.000. In 1 of 3 steps it was not a finite number.",
+            "Training loss went from 3.000 to 2.000 in 3 steps, too few for a trend. In 1 of 3 steps it was not a finite number.",
         ),
         ((3.0, 2.0, math.nan, math.nan), "Training loss became NaN at step 3 and stayed non-finite."),
-        ((math.inf, 2.0), "Training loss went from ∞ to 2.000. In 1 of 2 steps it was not a finite number."),
+        (
+            (math.inf, 2.0),
+            "Training loss went from ∞ to 2.000 in 2 steps, too few for a trend. In 1 of 2 steps it was not a finite number.",
+        ),
         ((math.nan,), "The training loss was never a finite number."),
-        ((1e-5, 2e7), "Training loss rose from 1.00e−05 to 2.00e+07."),
+        ((1e-5, *[1.0] * 9, 2e7), "Training loss rose from 1.00e−05 to 2.00e+07."),
     ],
 )
 def test_training_sentence(values: tuple[float, ...], sentence: str) -> None:

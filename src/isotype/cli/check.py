@@ -83,7 +83,7 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repa
     from isotype.trace.fake.device import written_for
 
     assert options.model is not None
-    parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="isotype check", add_help=False)
     parser.add_argument("--device", default=None)
     known, unknown = parser.parse_known_args(list(rest))
     parser.refuse(parser.problems)

@@ -329,7 +329,9 @@ def _tight(value: Any) -> str:
 
 def main() -> None:
     """Command line: measure a device, write its table, print what was done."""
-    parser = argparse.ArgumentParser(prog="python -m isotype.contracts.measure", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m isotype.contracts.measure", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm", "xpu", "mps"))
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -51,18 +52,23 @@ _OTHER_NAMES: Mapping[str, str] = {
     "resume": "resume_from_checkpoint",
 }
 _KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "True or False", "Path": "a path"}
-_AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match (.*)")
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
 class Parser(ValueParser):
-    """argparse, but values that an argument does not take are kept as `problems` and parsing goes on.
+    """argparse, but values that an argument does not take are kept as `problems` and parsing goes on. Names are whole ones.
 
     `parse_args` raises them, with the names that nobody knows, as one error; who calls `parse_known_args` judges
     `problems` by itself.
     """
 
     problems: list[Problem]
+    _own: tuple[str, ...] = ()
+    """The whole command line, where no other parser reads the rest of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # A name that is cut short by mistake would be another argument's: --learning_rat 3 trained at a rate of 3.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; sets `problems`."""
@@ -75,6 +81,7 @@ class Parser(ValueParser):
         Raises:
             UsageError: with every argument that is unknown, lacks its value or has a wrong one.
         """
+        self._own = tuple(sys.argv[1:] if args is None else args)
         found, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
         return found
@@ -87,8 +94,12 @@ class Parser(ValueParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        """What argparse cannot go on after: a missing value or argument, an abbreviation of several."""
-        self.refuse([*self.problems, self._problem(message)])
+        """What argparse cannot go on after: a missing value or argument."""
+        known = {name for action in actions_of(self) for name in action.option_strings}
+        unknown = [
+            token for token in self._own if token.startswith("--") and token.partition("=")[0] not in known
+        ]
+        self.refuse([*self.problems, *self.unknown(unknown), self._problem(message)])
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
@@ -102,7 +113,8 @@ class Parser(ValueParser):
 
     def known_names(self) -> list[str]:
         """The long names, one a meaning."""
-        return [action.option_strings[0] for action in actions_of(self) if action.option_strings]
+        named = [action.option_strings for action in actions_of(self) if action.option_strings]
+        return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
 
     def _unknown_name(self, name: str) -> Problem:
         former = renamed(name, [action.dest for action in actions_of(self)])
@@ -114,9 +126,6 @@ class Parser(ValueParser):
         return Problem(name, listed, fix)
 
     def _problem(self, message: str) -> Problem:
-        ambiguous = _AMBIGUOUS.match(message)
-        if ambiguous is not None:
-            return self._unknown_name(ambiguous[1])
         about = _OF_ARGUMENT.match(message)
         if about is not None:
             name = about[1].split("/")[0]
@@ -170,10 +179,11 @@ def wrong_choice(given: str, value: str, choices: Iterable[str]) -> Problem:
 
 
 def closest(name: str, known: Sequence[str]) -> list[str]:
-    """The known names that `name` may stand for, the likeliest first; dashes count as underscores."""
+    """The known names that `name` may stand for, the likeliest first: it may be the beginning of one; dashes count as underscores."""
     bare = {each.lstrip("-").replace("-", "_"): each for each in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
     meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]
     near = difflib.get_close_matches(wanted, bare, n=3)
     first = [meant] if meant in bare else []
-    return [bare[each] for each in dict.fromkeys([*first, *near]) if each is not None][:3]
+    longer = sorted((each for each in bare if wanted and each.startswith(wanted)), key=len)
+    return [bare[each] for each in dict.fromkeys([*first, *longer, *near]) if each is not None][:3]

@@ -179,7 +179,7 @@ def _take_fsdp(tokens: list[str]) -> tuple[list[str], int | None]:
 
 
 def _own_parser() -> Parser:
-    parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="isotype check", add_help=False)
     _add_own(parser)
     return parser
 
@@ -209,7 +209,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def light_parser() -> Parser:
     """The training arguments used most; their defaults are those of `isotype sft`, as the tests hold them to."""
-    parser = Parser(prog="isotype check", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="isotype check", add_help=False)
     add = parser.add_argument
     add("--dtype", default="auto", help="compute dtype; auto: the checkpoint's, where the device runs it")
     add("--quantization", choices=QUANTIZATIONS, default=None, help="storage of the frozen weights")

@@ -276,10 +276,13 @@ def _training_sentence(record: RunRecord) -> tuple[str, ...]:
     if len(steps) == 1:
         return ("Training loss was ", format_loss(summary.final_loss), " in the only step.")
     means = "" if summary.window == 1 else f" (means of the first and the last {summary.window} steps)"
-    change = _change(
-        summary.first_loss, summary.final_loss, _noise([step.loss for step in steps], summary.window)
-    )
-    broken = sum(not math.isfinite(step.loss) for step in steps)
+    losses = [step.loss for step in steps]
+    broken = sum(not math.isfinite(loss) for loss in losses)
+    if len(steps) - broken < _FEWEST:
+        means = f" in {len(steps)} steps, too few for a trend"
+        change = _ends(summary.first_loss, summary.final_loss)
+    else:
+        change = _change(summary.first_loss, summary.final_loss, _noise(losses, summary.window))
     tail = f". In {broken:,} of {len(steps):,} steps it was not a finite number." if broken else "."
     return (f"Training loss {change[0]}", *change[1:], f"{means}{tail}")
 
@@ -309,6 +312,8 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
     )
 
 
+_FEWEST = 10
+"""Training losses, each of other rows, in which a trend can be told from the noise of the rows."""
 _SAME = 1e-3
 """Relative difference of two losses that nobody would call a change."""
 
@@ -317,20 +322,22 @@ def _noise(losses: Sequence[float], window: int) -> float:
     """The difference of the means of the first and the last `window` losses that noise alone may make.
 
     Twice its standard error. The noise of one loss is read off the differences between neighbours, whose median
-    magnitude is 0.954 standard deviations of it for normal noise: a trend over the run hardly moves them. In fewer
-    than ten steps noise and trend cannot be told apart.
+    magnitude is 0.954 standard deviations of it for normal noise: a trend over the run hardly moves them.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
-    spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if len(steps) >= 10 else 0.0
+    spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0
     return max(spread, _SAME * abs(losses[0]))
+
+
+def _ends(first: float, last: float) -> tuple[str, ...]:
+    before, after = format_loss(first), format_loss(last)
+    return ("stayed at ", after) if before == after else ("went from ", before, " to ", after)
 
 
 def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
     before, after = format_loss(first), format_loss(last)
-    if before == after:
-        return ("stayed at ", after)
-    if not (math.isfinite(first) and math.isfinite(last)):
-        return ("went from ", before, " to ", after)
+    if before == after or not (math.isfinite(first) and math.isfinite(last)):
+        return _ends(first, last)
     if abs(last - first) <= noise:
         return ("shows no clear change: ", before, " to ", after)
     return (f"{'fell' if last < first else 'rose'} from ", before, " to ", after)
