@@ -51,7 +51,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration, the same for every peer."""
+    """One configuration, the same for every peer; `cpu`: seconds are those of the CPU, which other work of the machine changes less."""
 
     storage: str
     dtype: str
@@ -60,6 +60,8 @@ class Setup:
     steps: int
     rows: int = 2
     uneven: bool = False
+    model: str = MODEL
+    cpu: bool = False
 
     def __str__(self) -> str:
         tokens = f"{self.tokens // 8}..{self.tokens}" if self.uneven else self.tokens
@@ -98,7 +100,7 @@ def by_isotype(setup: Setup, rows: Path, out: Path) -> None:
     flags = ["--quantization", setup.storage] if setup.storage != "none" else []
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[setup.dtype]
     sys.argv = [
-        "isotype", "sft", "--model_name_or_path", MODEL, "--dataset_name", str(rows), "--dtype", dtype, *flags,
+        "isotype", "sft", "--model_name_or_path", setup.model, "--dataset_name", str(rows), "--dtype", dtype, *flags,
         "--use_peft", "--lora_r", str(RANK), "--lora_alpha", "32", "--lora_dropout", "0", "--lora_target_modules", "all-linear",
         "--max_length", str(setup.tokens), "--per_device_train_batch_size", str(setup.rows), "--max_steps", str(setup.steps),
         "--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant", "--logging_steps", "1",
@@ -142,7 +144,9 @@ def arguments(setup: Setup, out: Path) -> dict[str, Any]:
 
 
 def source(setup: Setup) -> Path:
-    return dense_folder(MODEL, model_settings(setup)["dtype"])
+    if Path(setup.model).is_dir():
+        return Path(setup.model)
+    return dense_folder(setup.model, model_settings(setup)["dtype"])
 
 
 def by_trl(setup: Setup, rows: Path, out: Path) -> None:
@@ -271,7 +275,7 @@ def child(peer: str, setup: Setup) -> None:
         print("RESULT " + json.dumps(floor(setup)))
         return
     source(setup)  # made once
-    seconds, losses = watch()
+    seconds, losses = watch(time.process_time if setup.cpu else time.perf_counter)
     with tempfile.TemporaryDirectory() as folder:
         rows, out = Path(folder) / "rows.jsonl", Path(folder) / "out"
         write_rows(rows, setup)

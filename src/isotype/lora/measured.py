@@ -23,6 +23,12 @@ def file_of(folder: str, *what: Any) -> Path:
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
+def file_of_card(folder: str, card: str, *what: Any) -> Path:
+    """The file of what was measured on a GPU of this name with this torch; it need not exist."""
+    key = json.dumps([*what, card, torch.__version__])
+    return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
 @cache
 def _machine() -> list[str]:
     cpu = this_cpu()

@@ -28,6 +28,7 @@ from isotype.report.run.record import PolicyRow, RunRecord, Sample, summarize
 from isotype.report.text import format_share
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
+from isotype.train.head import HEAD_CHOICE
 from isotype.train.lengths import Lengths
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.recompute_choice import Choice
@@ -290,7 +291,12 @@ def record(
         parameters_total=total,
         parameters_trainable=trainable,
         weight_bytes=weight_bytes(trainer.model),
-        settings=(*_hyperparameters(settings), *_allocator(run.profile), *_kernels(run.fusion)),
+        settings=(
+            *_hyperparameters(settings),
+            *_allocator(run.profile),
+            *_kernels(run.fusion),
+            *head_rows(trainer),
+        ),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
@@ -333,6 +339,12 @@ def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
     rows = [("fused", fusion.summary.removeprefix("fused: ")), ("attention", str(fusion.attention))]
     taken = [line.partition(": ")[2] for line in str(fusion).splitlines() if line.startswith("kernels: ")]
     return rows + [("kernels", line) for line in (*taken, *fusion.fallbacks)]
+
+
+def head_rows(trainer: Any) -> list[tuple[str, str]]:
+    """Which language-model head was taken by measurement, where there were two."""
+    text = vars(trainer).get(HEAD_CHOICE)
+    return [] if text is None else [("language-model head", text)]
 
 
 def _allocator(profile: DeviceProfile) -> tuple[tuple[str, str], ...]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,12 +26,16 @@ from isotype.compat.trl import head_arguments, is_fused_forward
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.registered import sides_of
 from isotype.lora.fused import working_dtype
+from isotype.lora.gpu.heads import HeadShape, token_class
 from isotype.lora.head import head_of
 from isotype.lora.loss import PerToken, Precision, log_probs, log_probs_of_logits
 from isotype.lora.unpadded import unpadded
+from isotype.train.head_choice import HeadChoice, choose
 
 _THEIRS = "_isotype_trl_forward"
 _SMOOTHER = "_isotype_label_smoother"
+HEAD_CHOICE = "_isotype_head_choice"
+"""Attribute of a trainer: which head was taken by measurement, in a line; not there where there was nothing to choose."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class _Asked:
         smoothing: label smoothing: the log-probabilities are of the smoothed labels.
         autocast: to be entered, for a model whose forward accelerate has already put under autocast.
         result: makes what is returned; TRL's class where a trainer reads it. A check does without TRL, whose import costs seconds.
+        faster: whether isotype's function was the faster one where both can compute it, see `own_is_better`.
     """
 
     temperature: float
@@ -53,6 +58,7 @@ class _Asked:
     smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     result: Callable[..., Any] = ModelOutput
+    faster: bool = False
 
 
 def use_own_head(trainer: Any) -> None:
@@ -73,6 +79,10 @@ def use_own_head(trainer: Any) -> None:
         asked = _Asked(
             **given, gradients=gradients, smoothing=smoothing, autocast=autocast, result=FusedCausalLMOutput
         )
+        choice = _choice(trainer, model, asked)
+        if choice is not None:
+            trainer.__dict__[HEAD_CHOICE] = choice.text
+            asked = replace(asked, faster=choice.own)
         _put(model, asked)
         if smoothing:
             trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
@@ -99,12 +109,12 @@ def use_trl_head(trainer: Any) -> None:
         trainer.label_smoother = trainer.__dict__.pop(_SMOOTHER)
 
 
-def own_is_better(model: Any, *, smoothing: bool = False) -> bool:
+def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
     """Whether isotype's function computes the log-probabilities, and not TRL's: the one place that decides.
 
-    On CUDA and XPU with Triton, TRL's kernel folds the logits of a tile in one pass and writes no probabilities in float32. The two have
-    not been compared on a GPU, so TRL's stays there. It has no label smoothing, cannot read a quantized head, and does not know of heads
-    that do more than project.
+    On CUDA and XPU with Triton, TRL's kernel folds the logits of a tile in one pass and writes no probabilities in float32: `faster` says
+    how the two compared on the card (`isotype.train.head_choice`). TRL's has no label smoothing, cannot read a quantized head, and does not
+    know of heads that do more than project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
@@ -115,7 +125,39 @@ def own_is_better(model: Any, *, smoothing: bool = False) -> bool:
         return True
     weight = model.get_output_embeddings().weight
     triton = weight.device.type in ("cuda", "xpu") and is_triton_available()
-    return not triton or not weight.is_floating_point()
+    return faster or not triton or not weight.is_floating_point()
+
+
+def _choice(trainer: Any, model: Any, asked: _Asked) -> HeadChoice | None:
+    """Which head is the faster one, measured by the first process for all; None where only one can compute it, or is known to be better."""
+    smoothing = asked.smoothing > 0
+    if own_is_better(model, smoothing=smoothing) or not own_is_better(
+        model, smoothing=smoothing, faster=True
+    ):
+        return None
+    head, args = model.get_output_embeddings(), trainer.args
+    bias = getattr(head, "bias", None)
+    low = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else head.weight.dtype
+    length = getattr(args, "max_length", None) or getattr(args, "max_completion_length", None) or 1024
+    vocabulary, hidden = head.weight.shape
+    shape = HeadShape(
+        vocabulary,
+        hidden,
+        token_class(args.per_device_train_batch_size * length),
+        head.weight.dtype,
+        torch.float32 if asked.cast_lm_head_to_fp32 else low,
+        tuple(name for name in asked.outputs if name != "log_probs"),
+        asked.gradients,
+        head.weight.requires_grad,
+        getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None,
+    )
+    accelerator = trainer.accelerator
+    if accelerator.num_processes == 1:
+        return choose(head.weight, bias, shape)
+    from accelerate.utils import broadcast_object_list
+
+    choices = [choose(head.weight, bias, shape) if accelerator.is_main_process else None]
+    return cast(HeadChoice, broadcast_object_list(choices)[0])
 
 
 # Model types whose forward does more to its logits than their config tells: masks some, divides by a number of its own, leaves the text
@@ -181,7 +223,7 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        if not fused_lm_head or not own_is_better(self, smoothing=asked.smoothing > 0):
+        if not fused_lm_head or not own_is_better(self, smoothing=asked.smoothing > 0, faster=asked.faster):
             given = {name: value for name, value in named.items() if value is not None}
             fused = {"fused_lm_head": True} if fused_lm_head else {}
             return self.__dict__[_THEIRS](*args, **fused, **given, **kwargs)

@@ -282,6 +282,8 @@ def _build(
     elif settings.extra.fuse:
         fusion = fuse(trainer.model)
         describe.show_fusion(console, fusion, settings.extra)
+    for name, text in describe.head_rows(trainer):
+        console.print(wrapped(f"{name}: {text}", console), highlight=False, markup=False, soft_wrap=True)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
     notes = tuple(note for note in (*said, cut, dropped, not_the_best(settings)) if note)

@@ -1,0 +1,157 @@
+"""Which language-model head a training takes on a GPU, isotype's or TRL's: timed on the card once, and kept."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from isotype.compat.torch import PLAIN
+from isotype.lora.fused import working_dtype
+from isotype.lora.gpu.heads import HeadShape, HeadTimes, card_of, keep_times, kept_times
+from isotype.lora.logits import Head
+from isotype.lora.loss import Precision, log_probs
+
+Timer = Callable[[Callable[[], object]], float]
+"""Runs a call and returns the milliseconds that it took on the device."""
+
+_TURNS = 5
+
+
+@dataclass(frozen=True)
+class HeadChoice:
+    """Whether isotype's head computes the log-probabilities, and why, in a line."""
+
+    own: bool
+    text: str
+
+
+_known: dict[tuple[str, HeadShape], HeadTimes] = {}
+_lock = threading.Lock()
+
+
+def event_timer(device: torch.device) -> Timer:
+    """Times calls by events of a GPU's stream: the host's own time is in it only where the device waits for it."""
+    backend = torch.get_device_module(device)
+
+    def timed(call: Callable[[], object]) -> float:
+        began, ended = (backend.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended))
+
+    return timed
+
+
+def choose(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: HeadShape,
+    *,
+    timer: Timer | None = None,
+    card: str | None = None,
+) -> HeadChoice:
+    """The faster head for a class of calls; measured where that is not known: a dozen calls, once on a card.
+
+    Args:
+        weight: `[V, H]`, on the device that is to be measured.
+        bias: `[V]`, or None.
+        shape: what is called.
+        timer: takes the time of a call; by default the device's events.
+        card: the name under which times are kept; by default the device's.
+
+    Returns:
+        TRL's where nothing can be measured (a sharded weight, no room for both), with the reason.
+    """
+    if type(weight) not in PLAIN:
+        return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
+    card = card or card_of(weight.device)
+    with _lock:
+        times = _known.get((card, shape)) or kept_times(card).get(str(shape))
+        how = "as measured before"
+        if times is None:
+            try:
+                times = measure(weight, bias, shape, timer or event_timer(weight.device))
+            except torch.OutOfMemoryError:
+                return HeadChoice(False, "TRL's: no room to measure isotype's beside it")
+            except TheirsFailedError as failure:
+                return HeadChoice(True, f"isotype's: TRL's cannot run here: {failure}")
+            reason = keep_times(card, shape, times)
+            how = "measured now" if reason is None else f"measured now, not kept: {reason}"
+        _known[card, shape] = times
+    taken = "isotype's" if times.own_is_faster else "TRL's"
+    return HeadChoice(times.own_is_faster, f"{taken}: {times} ({shape}; {how} on {card})")
+
+
+class TheirsFailedError(Exception):
+    """TRL's head raised; the message is the first line of its error."""
+
+
+def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, timer: Timer) -> HeadTimes:
+    """Time forward and backward of both heads in turns.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for them.
+        TheirsFailedError: TRL's head does not run on this device.
+    """
+    device = weight.device
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = torch.randn(shape.tokens, shape.hidden, generator=generator, device=device, dtype=torch.float32)
+    hidden = drawn.to(shape.compute).requires_grad_()
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
+    weight = weight.detach().requires_grad_(shape.trained)
+    bias = None if bias is None else bias.detach().requires_grad_(shape.trained)
+    trained = [each for each in (hidden, weight, bias) if each is not None and each.requires_grad]
+    grad = torch.ones(shape.tokens, device=device)
+    head = Head(weight, bias, softcap=1.0 if shape.capped else None)
+
+    def differentiate(results: dict[str, Any]) -> None:
+        with torch.enable_grad():
+            outputs = [results[name] for name in shape.gradients]
+            torch.autograd.grad(outputs, trained, [grad] * len(outputs), allow_unused=True)
+
+    def ours() -> None:
+        precision = Precision(shape.compute, working_dtype(shape.compute, hidden))
+        found = log_probs(
+            head, hidden, targets, shape.outputs, gradients=shape.gradients, precision=precision
+        )
+        differentiate(vars(found))
+
+    def theirs() -> None:
+        differentiate(_theirs(head, hidden, targets, shape.outputs))
+
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        timer(ours)  # the first ones build kernels and take memory
+        _trial(partial(timer, theirs))
+        turns = [(timer(ours), timer(theirs)) for _ in range(_TURNS)]
+    return HeadTimes(*(round(statistics.median(each), 4) for each in zip(*turns, strict=True)))
+
+
+def _theirs(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, outputs: tuple[str, ...]
+) -> dict[str, Any]:
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
+
+    words = 32768  # of a tile, as trl.trainer.utils has it
+    results = ChunkedLogProbFunction.apply(
+        hidden, head.weight, head.bias, targets, 1.0, words, head.softcap, 1.0, ("log_probs", *outputs)
+    )
+    return dict(zip(("log_probs", *OPTIONAL_OUTPUTS), results, strict=True))
+
+
+def _trial(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # a compiler, a driver or a launch raises whatever it likes
+        first = str(failure).partition("\n")[0]
+        raise TheirsFailedError(f"{type(failure).__name__}: {first}") from failure

@@ -1,0 +1,219 @@
+"""Which language-model head a GPU gets: measured by a clock that the test holds, kept, and taken by the trainer's forward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trl.trainer.utils import add_fused_lm_head
+
+import isotype.train.head
+from isotype.core.files import write_whole
+from isotype.lora import measured
+from isotype.lora.gpu.heads import REVISION, HeadShape, HeadTimes, card_of, kept_times, token_class
+from isotype.train import head_choice
+from isotype.train.head import HEAD_CHOICE, own_is_better, use_own_head
+from isotype.train.head_choice import HeadChoice, choose
+from tests.train.test_head import causal, given, holder
+
+SHAPE = HeadShape(50, 16, 256, torch.float32, torch.float32, ("entropy", "is_top1"))
+CARD = "A card of the tests"
+
+
+@pytest.fixture(autouse=True)
+def another_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(head_choice, "_known", {})
+
+
+def clock(
+    ours: float, theirs: float, ran: list[Any] | None = None
+) -> Callable[[Callable[[], object]], float]:
+    """Runs what is to be timed, and says the milliseconds in turn."""
+    times = itertools.cycle((ours, theirs))
+
+    def timed(call: Callable[[], object]) -> float:
+        call()
+        (ran if ran is not None else []).append(call)
+        return next(times)
+
+    return timed
+
+
+def weight(shape: HeadShape = SHAPE) -> torch.Tensor:
+    drawn = torch.randn(shape.vocabulary, shape.hidden, generator=torch.Generator().manual_seed(0))
+    return drawn.to(shape.stored)
+
+
+def never(call: Callable[[], object]) -> float:
+    raise AssertionError("measured again")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(2.0, 3.0), (3.0, 2.0)])
+def test_the_faster_one_is_taken_and_kept(
+    ours: float, theirs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = choose(weight(), None, SHAPE, timer=clock(ours, theirs), card=CARD)
+    assert choice.own == (ours < theirs)
+    first = "isotype's" if ours < theirs else "TRL's"
+    assert choice.text == (
+        f"{first}: isotype's {ours:.3g} ms, TRL's {theirs:.3g} ms (256 tokens, 50 words, width 16, float32, entropy, is_top1; "
+        f"measured now on {CARD})"
+    )
+    assert kept_times(CARD) == {str(SHAPE): HeadTimes(ours, theirs)}
+    monkeypatch.setattr(head_choice, "_known", {})  # another process
+    again = choose(weight(), None, SHAPE, timer=never, card=CARD)
+    assert again == HeadChoice(choice.own, choice.text.replace("measured now", "as measured before"))
+
+
+def test_another_card_torch_or_shape_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(weight(), None, SHAPE, timer=clock(2, 3), card=CARD)
+    other = replace(SHAPE, tokens=512)
+    assert not choose(weight(), None, other, timer=clock(3, 2), card=CARD).own
+    assert not choose(weight(), None, SHAPE, timer=clock(3, 2), card="Another").own
+    assert len(kept_times(CARD)) == 2
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert kept_times(CARD) == {}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(SHAPE, stored=torch.bfloat16, compute=torch.bfloat16),
+        replace(SHAPE, stored=torch.float16, gradients=("log_probs", "entropy")),
+        replace(SHAPE, trained=True, capped=True, outputs=()),
+    ],
+    ids=str,
+)
+def test_both_heads_run_as_the_trainer_calls_them(shape: HeadShape) -> None:
+    """Forward and backward of both, in turns: one to warm up, then five."""
+    ran: list[Any] = []
+    own = weight(shape)
+    before = own.clone()
+    choose(own, torch.zeros(50, dtype=shape.stored), shape, timer=clock(1, 2, ran), card=CARD)
+    assert len(ran) == 12
+    assert torch.equal(own, before)
+    assert not own.requires_grad
+    assert own.grad is None
+
+
+def test_the_median_decides() -> None:
+    times = iter([9.0, 9.0, *[1.0, 2.0] * 3, *[90.0, 2.0] * 2])
+
+    def timed(call: Callable[[], object]) -> float:
+        return next(times)
+
+    assert choose(weight(), None, SHAPE, timer=timed, card=CARD).own
+    assert kept_times(CARD)[str(SHAPE)] == HeadTimes(1.0, 2.0)
+
+
+def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(call: Callable[[], object]) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    choice = choose(weight(), None, SHAPE, timer=full, card=CARD)
+    assert choice == HeadChoice(False, "TRL's: no room to measure isotype's beside it")
+
+    class Sharded(torch.Tensor):
+        pass
+
+    sharded = weight().as_subclass(Sharded)
+    assert not choose(sharded, None, SHAPE, timer=never, card=CARD).own
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("PTX was made for another card\nand more")
+
+    monkeypatch.setattr(head_choice, "_theirs", broken)
+    choice = choose(weight(), None, SHAPE, timer=clock(1, 2), card=CARD)
+    assert choice == HeadChoice(
+        True, "isotype's: TRL's cannot run here: RuntimeError: PTX was made for another card"
+    )
+    assert kept_times(CARD) == {}
+
+
+def test_a_damaged_file_is_measured_again_and_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = measured.file_of_card("heads", CARD, REVISION)
+    file.parent.mkdir()
+    write_whole(file, '{"a": {"isotype": 1}}')
+    assert kept_times(CARD) == {}
+    monkeypatch.setattr(head_choice, "keep_times", lambda *_: "no room")
+    assert (
+        "measured now, not kept: no room" in choose(weight(), None, SHAPE, timer=clock(1, 2), card=CARD).text
+    )
+
+
+@pytest.mark.parametrize(("tokens", "stands"), [(0, 256), (300, 512), (512, 512), (100_000, 2048)])
+def test_classes_of_tokens(tokens: int, stands: int) -> None:
+    assert token_class(tokens) == stands
+
+
+def test_the_name_of_a_card_is_its_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda _: SimpleNamespace(get_device_name=lambda device: f"card {device.index}"),
+    )
+    assert card_of(torch.device("cuda", 1)) == "card 1"
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_trainer_takes_the_one_that_was_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with Triton, where both can compute it; the trainer keeps the line for the report."""
+    asked: list[HeadShape] = []
+
+    def choice(own: torch.Tensor, bias: Any, shape: HeadShape) -> HeadChoice:
+        asked.append(shape)
+        return HeadChoice(faster, "a line")
+
+    real = own_is_better
+    calls: list[bool] = []
+
+    def on_gpu(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
+        assert real(model, smoothing=smoothing, faster=faster)
+        calls.append(faster)
+        return faster
+
+    monkeypatch.setattr(isotype.train.head, "choose", choice)
+    monkeypatch.setattr(isotype.train.head, "own_is_better", on_gpu)
+    model = causal("llama")
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    args = SimpleNamespace(
+        bf16=True, fp16=False, per_device_train_batch_size=2, max_length=200, entropy_coef=0.1
+    )
+    trainer = holder(model, args=args, accelerator=SimpleNamespace(num_processes=1))
+    use_own_head(trainer)
+    width = model.config.hidden_size
+    assert asked == [
+        HeadShape(
+            model.config.vocab_size,
+            width,
+            512,
+            torch.float32,
+            torch.bfloat16,
+            ("entropy",),
+            ("log_probs", "entropy"),
+            True,
+        )
+    ]
+    assert vars(trainer)[HEAD_CHOICE] == "a line"
+    calls.clear()
+    model(**given(), fused_lm_head=True)
+    assert calls == [faster]
+
+
+def test_trls_stays_on_a_gpu_until_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal("llama")
+    monkeypatch.setattr("transformers.utils.is_triton_available", lambda: True)
+    on_gpu = SimpleNamespace(
+        weight=SimpleNamespace(device=torch.device("cuda"), is_floating_point=lambda: True)
+    )
+    monkeypatch.setattr(isotype.train.head, "_projects", lambda model: True)
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: on_gpu)
+    assert not own_is_better(model)
+    assert own_is_better(model, faster=True)
+    assert own_is_better(model, smoothing=True)
