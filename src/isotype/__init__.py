@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from isotype.lora.fuse import FusionReport, fuse, unfuse
     from isotype.model.adapters import add_lora
     from isotype.planning.plan import Plan, plan
+    from isotype.precision.damages import Damages
     from isotype.precision.policy import PrecisionPolicy
     from isotype.precision.ranges import Ranges
     from isotype.preflight.check import check
     from isotype.preflight.repair import Repairs, repair
     from isotype.preflight.request import StepRequest
+    from isotype.ranges.damage.measure import measure_quality
     from isotype.ranges.measure import measure_ranges
     from isotype.report.check.report import Report
     from isotype.rules.finding import Finding, Fix
@@ -54,7 +56,9 @@ _HOME = {
     "plan": "isotype.planning.plan",
     "repair": "isotype.preflight.repair",
     "measure_ranges": "isotype.ranges.measure",
+    "measure_quality": "isotype.ranges.damage.measure",
     "PrecisionCallback": "isotype.train.callback",
+    "Damages": "isotype.precision.damages",
     "Finding": "isotype.rules.finding",
     "Fix": "isotype.rules.finding",
     "FusionReport": "isotype.lora.fuse",
@@ -73,6 +77,7 @@ _HOME = {
 
 __all__ = [
     "CheckpointError",
+    "Damages",
     "DataError",
     "Finding",
     "Fix",
@@ -95,6 +100,7 @@ __all__ = [
     "fuse",
     "load",
     "load_module",
+    "measure_quality",
     "measure_ranges",
     "plan",
     "repair",

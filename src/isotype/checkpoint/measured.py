@@ -1,4 +1,4 @@
-"""Measurements of value ranges that are kept: in the user's cache folder, found again by what the checkpoint holds."""
+"""Measurements of value ranges and of damages that are kept: in the user's cache folder, found again by what the checkpoint holds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.locate import resolve_source
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import Problem, SaveError
+from isotype.precision.damages import Damages
 from isotype.precision.ranges import Ranges
 
 _SAMPLE = 256
@@ -55,8 +56,37 @@ def keep_ranges(ranges: Ranges) -> Path:
         raise SaveError("the measurement of value ranges cannot be kept", [problem]) from error
 
 
-def _path(key: str) -> Path:
-    return default_cache_dir() / "ranges" / f"{key}.json"
+def kept_damages(key: str) -> Damages | None:
+    """The measurement of what quantization does to a checkpoint, as `kept_ranges`."""
+    path = _path(key, "damages")
+    try:
+        found = Damages.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if found.key == key else None
+
+
+def keep_damages(damages: Damages) -> Path:
+    """Keep a measurement of a checkpoint for `kept_damages`.
+
+    Raises:
+        ValueError: it is of a model in memory.
+        SaveError: it cannot be written.
+    """
+    if not damages.key:
+        raise ValueError("a model in memory has no key to keep its damages under")
+    path = _path(damages.key, "damages")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return damages.save(path)
+    except OSError as error:
+        fix = "set ISOTYPE_CACHE to a folder that can be written"
+        problem = Problem(f"{path}: {error}", "a folder that can be written", fix)
+        raise SaveError("the measurement of damages cannot be kept", [problem]) from error
+
+
+def _path(key: str, what: str = "ranges") -> Path:
+    return default_cache_dir() / what / f"{key}.json"
 
 
 def fingerprint(source: str | Path, revision: str | None = None) -> str | None:

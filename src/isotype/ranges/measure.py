@@ -121,9 +121,9 @@ def _run(
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
     """Forward and backward of every batch: their losses, and what there is to say."""
     losses, notes = [], dict[str, None]()
-    with _undisturbed(device):
+    with undisturbed(device):
         for batch in run.batches:
-            inputs = _on(batch, device, dtype)
+            inputs = on_device(batch, device, dtype)
             with recorder.step(run.rows):
                 output = twin.model(**inputs)
                 if find_loss(output) is None:
@@ -146,7 +146,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Whatever the caller has switched on is off, what is drawn is put back."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(random_states_kept(device))
@@ -156,7 +156,9 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _on(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A batch's tensors on a device: floats in `dtype`, copied, with a gradient."""
+
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value

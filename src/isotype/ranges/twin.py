@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +28,6 @@ from isotype.model.boundary import set_boundary
 from isotype.model.copies import empty_copies, fill_copies
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of, lists_of_blocks
-from isotype.ranges.recorder import RangeRecorder
 from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
 
 _WRAPPED = (ORIGINAL, "module")
@@ -36,6 +36,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 Read = Callable[[nn.Module, str, torch.Tensor], Weight]
 """The weight of a parameter: of which module, its own name in it, and the parameter."""
+
+
+class Watcher(Protocol):
+    """What follows the modules of a copy."""
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Around each run of a block's forward, the second one of the backward included."""
+
+    def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
+        """Set hooks on the modules, of which `names` has the plain names by id; those in `inside` are in blocks."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def twin_of(
     model: nn.Module,
     weights: Weights,
-    recorder: RangeRecorder,
+    recorder: Watcher,
     done: Callable[[], None],
     read: Read | None = None,
 ) -> Twin:
@@ -194,7 +204,7 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], weights: Weights, recorder: RangeRecorder, done: Callable[[], None]
+    forward: Callable[..., Any], weights: Weights, recorder: Watcher, done: Callable[[], None]
 ) -> Callable[..., Any]:
     """The forward of a block, computed again in the backward: its weights are there while it runs."""
 

@@ -1,0 +1,199 @@
+"""What storing each linear layer in fewer bits does to a model's output, as data: what mixed storage is chosen by."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from isotype.core.errors import CheckpointError, Problem
+from isotype.core.files import write_whole
+from isotype.core.names import plural, starred
+from isotype.core.units import format_bytes
+
+FORMATS = ("nf4", "nf4-32", "fp4", "int8", "bfloat16", "float16")
+"""What a linear layer is measured in: `nf4` and `fp4` in blocks of 64 weights, `nf4-32` of 32; float32 changes nothing."""
+
+LAYOUT = 1
+"""Number of the layout of a saved measurement: one of another layout is measured again."""
+
+_NESTED = 256
+_FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4}
+_SHOWN = 12
+
+
+def block_of(form: str) -> int:
+    """Weights that share a constant in a 4-bit format."""
+    return 32 if form.endswith("-32") else 64
+
+
+def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
+    """Bytes of a weight `[rows, columns]` in a format, with the constants that its codes are multiplied with.
+
+    4 bits: a float32 for each block; with double quantization (https://arxiv.org/abs/2305.14314, section 3) one byte, and a
+    float32 for each 256 of them and one more. int8: a float32 a row.
+    """
+    values = rows * columns
+    if form in _FLOATS:
+        return values * _FLOATS[form]
+    if form == "int8":
+        return values + 4 * rows
+    blocks = math.ceil(values / block_of(form))
+    constants = blocks + 4 * math.ceil(blocks / _NESTED) + 4 if double_quant else 4 * blocks
+    return math.ceil(values / 2) + constants
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDamage:
+    """What each format of one linear layer does to the model's output.
+
+    Attributes:
+        module: fully qualified name.
+        rows, columns: shape of its weight as the layer computes with it, `[out, in]`.
+        damage: format -> nats a token, to first order in the loss: Kullback-Leibler divergence of the distribution of the next token
+            from that of the float32 model, where only this layer is stored so.
+        error: format -> squared norm of the error of its weight.
+    """
+
+    module: str
+    rows: int
+    columns: int
+    damage: Mapping[str, float]
+    error: Mapping[str, float] = field(default_factory=dict)
+
+    def bytes(self, form: str, *, double_quant: bool = False) -> int:
+        """Bytes of its weight in a format."""
+        return stored_bytes(self.rows, self.columns, form, double_quant=double_quant)
+
+    def damage_in(self, form: str) -> float:
+        """Nats a token in a format; none in float32."""
+        return 0.0 if form == "float32" else self.damage[form]
+
+
+@dataclass(frozen=True)
+class Damages:
+    """One measurement of one model.
+
+    Attributes:
+        source: what was measured, in words.
+        key: fingerprint of the checkpoint; "" of a model in memory.
+        when: date and time, ISO 8601 in UTC.
+        dtype: that it was computed in.
+        text: what was run, in words.
+        tokens: number of tokens.
+        layers: every linear layer that quantization reaches, in the model's order.
+        measured: format -> nats a token where all layers are stored so, of the same tokens: exact, no estimate.
+        notes: what there is to say about it.
+    """
+
+    source: str
+    key: str
+    when: str
+    dtype: str
+    text: str
+    tokens: int
+    layers: tuple[LayerDamage, ...]
+    measured: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_module(self) -> Mapping[str, LayerDamage]:
+        """The layers by name."""
+        return {layer.module: layer for layer in self.layers}
+
+    def total(self, form: str) -> float:
+        """Nats a token where every layer is stored in a format: as measured, else the sum of the layers'."""
+        return (
+            self.measured[form]
+            if form in self.measured
+            else self._sum((layer, form) for layer in self.layers)
+        )
+
+    def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
+        """Nats a token where the layers named in `storage` are stored as it says, and the others in the format `otherwise`.
+
+        Sums of the layers' damages, times what the measured total of `otherwise` is over theirs.
+        """
+        mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
+        plain = self._sum((layer, otherwise) for layer in self.layers)
+        return mixed * (self.total(otherwise) / plain if plain else 1.0)
+
+    @staticmethod
+    def _sum(pairs: Iterable[tuple[LayerDamage, str]]) -> float:
+        return math.fsum(layer.damage_in(form) for layer, form in pairs)
+
+    def bytes(self, form: str, *, double_quant: bool = False) -> int:
+        """Bytes of all layers' weights in one format."""
+        return sum(layer.bytes(form, double_quant=double_quant) for layer in self.layers)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source}: {plural(len(self.layers), 'linear layer')}, {plural(self.tokens, 'token')} ({self.text}), in {self.dtype}",
+            "",
+            f"{'all layers in':<14}{'nats a token':>14}{'bytes':>12}",
+        ]
+        for form in FORMATS:
+            how = "" if form in self.measured else "  (sum of layers)"
+            lines.append(f"{form:<14}{self.total(form):>14.4g}{format_bytes(self.bytes(form)):>12}{how}")
+        worst = sorted(self.layers, key=lambda layer: -layer.damage["nf4"])[:_SHOWN]
+        width = max((len(layer.module) for layer in worst), default=0)
+        lines += ["", f"{'largest in nf4':<{width}}" + "".join(f"{form:>12}" for form in FORMATS)]
+        lines += [
+            f"{layer.module:<{width}}" + "".join(f"{layer.damage[form]:>12.3g}" for form in FORMATS)
+            for layer in worst
+        ]
+        kinds: dict[str, list[LayerDamage]] = {}
+        for layer in self.layers:
+            kinds.setdefault(starred(layer.module), []).append(layer)
+        width = max((len(kind) for kind in kinds), default=0)
+        lines += ["", f"{'by kind':<{width}}{'count':>8}" + "".join(f"{form:>12}" for form in FORMATS)]
+        lines += [
+            f"{kind:<{width}}{len(group):>8}"
+            + "".join(f"{self._sum((each, form) for each in group):>12.3g}" for form in FORMATS)
+            for kind, group in kinds.items()
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_json(self) -> str:
+        """As text; `from_json` is the inverse."""
+        return json.dumps({"layout": LAYOUT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Damages:
+        """The measurement that `to_json` wrote.
+
+        Raises:
+            ValueError: it is no measurement, or one of another layout.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            if values.pop("layout") != LAYOUT:
+                raise ValueError(f"not a measurement of layout {LAYOUT}")
+            layers = tuple(LayerDamage(**layer) for layer in values.pop("layers"))
+            if any(set(FORMATS) - set(layer.damage) for layer in layers):
+                raise ValueError("not a measurement: a layer lacks a format")
+            return cls(**{**values, "layers": layers, "notes": tuple(values["notes"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a measurement: {error}") from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write the measurement to the file `path` (temporary name, then rename)."""
+        write_whole(Path(path), self.to_json() + "\n")
+        return Path(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Damages:
+        """The measurement in the file `path`.
+
+        Raises:
+            CheckpointError: the file is not one.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            problem = Problem(f"{path}: {error}", "what Damages.save wrote", "measure again")
+            raise CheckpointError("unreadable measurement of damages", [problem]) from error

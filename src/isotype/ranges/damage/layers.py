@@ -1,0 +1,160 @@
+"""The linear layers of a twin: what the error of each one's weight does to the loss, and a forward with weights as a format stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.compat.torch import UncompiledMode
+from isotype.model.walk import kind_of
+from isotype.precision.damages import FORMATS
+from isotype.ranges.damage.rounding import pieces, rounded
+from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
+from isotype.trace.recorder import operator_name
+
+
+class PlainWeights(Weights):
+    """Weights that are made and not looked at."""
+
+    def _made(self, weight: Weight) -> torch.Tensor:
+        with torch.no_grad():
+            return weight.read().detach().to(self.device, self.dtype)
+
+    def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of `weight` that `indices` name, each once, and the indices into them."""
+        with torch.no_grad():
+            stored = weight.read().detach()
+            wanted, inverse = torch.unique(indices, return_inverse=True)
+            return stored[wanted.to(stored.device)].to(self.device, self.dtype), inverse
+
+
+class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
+    """Of the embeddings' weights, only the rows that are looked up are made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
+            args = rows_of(args)
+        else:
+            args, kwargs = whole(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Sums:
+    """What is summed up of one layer: nats of all tokens and squared error of the weight, by format."""
+
+    rows: int = 0
+    columns: int = 0
+    damage: dict[str, float] = field(default_factory=dict)
+    error: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Layers:
+    """Takes the place of a recorder in `isotype.ranges.twin.twin_of`.
+
+    With f = ln p(y | x) of a y that is drawn from the model's own distribution, the divergence of the model with weights W + D is
+    ½ E[<D, df/dW>²] to second order (the Fisher information). Its diagonal is taken, token by token of the layer: for the gradient g
+    of its output and its input x, ½ Σ (g² xᵀ²) D². Errors of different weights are as good as independent; the square of a sum over
+    tokens would want hundreds of draws.
+
+    Attributes:
+        wanted: names of the layers that are measured.
+        form_of: what each layer's weight is rounded to in a forward without gradients; no name, no rounding.
+        sums: of each layer that a backward has come to.
+    """
+
+    wanted: Collection[str]
+    form_of: Mapping[str, str] = field(default_factory=dict)
+    sums: dict[str, Sums] = field(default_factory=dict)
+
+    def again(self) -> Any:
+        """Around each run of a block: nothing."""
+        return nullcontext()
+
+    def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
+        """Put this measurement's forward into the wanted layers, and give embeddings a gradient."""
+        for module in model.modules():
+            if names[id(module)] in self.wanted:
+                vars(module)["forward"] = self._forward(module, names[id(module)])
+            elif kind_of(module) == "embedding" and id(module) not in inside:
+                module.register_forward_hook(_give_gradient, prepend=True)
+
+    def _forward(self, module: Any, name: str) -> Any:
+        turned = type(module).__name__ == "Conv1D"
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            weight = module.weight.T.contiguous() if turned else module.weight
+            form = self.form_of.get(name)
+            if form is not None:
+                made = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                for rows in pieces(*weight.shape):
+                    made[rows] = rounded(weight[rows], form)
+                weight = made
+            output: torch.Tensor = _Product.apply(x, weight, self, name)  # type: ignore[no-untyped-call]
+            bias = module.bias
+            return output if bias is None else output + bias
+
+        return forward
+
+    def add(self, name: str, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add up what one call of a layer tells.
+
+        Args:
+            name: of the layer.
+            x: its input `[…, in]`.
+            weight: `[out, in]`, float32.
+            gradient: of its output `[…, out]`.
+        """
+        sums = self.sums.setdefault(name, Sums(*weight.shape))
+        squares = x.reshape(-1, x.shape[-1]).square()
+        above = gradient.reshape(-1, gradient.shape[-1]).square()
+        damage = dict.fromkeys(FORMATS, 0.0)
+        error = dict.fromkeys(FORMATS, 0.0)
+        for rows in pieces(*weight.shape):
+            part = weight[rows]
+            fisher = above[:, rows].T @ squares
+            for form in FORMATS:
+                off = rounded(part, form).sub_(part).square_()
+                error[form] += float(off.sum())
+                damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
+        for form in FORMATS:
+            sums.damage[form] = sums.damage.get(form, 0.0) + damage[form]
+        sums.error = error
+
+    @contextmanager
+    def rounding(self, form_of: Mapping[str, str]) -> Iterator[None]:
+        """Within it, layers compute with their weights as these formats store them."""
+        before, self.form_of = self.form_of, form_of
+        try:
+            yield
+        finally:
+            self.form_of = before
+
+
+def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
+    wants = isinstance(output, torch.Tensor) and output.is_floating_point() and not output.requires_grad
+    return attached(output) if wants and torch.is_grad_enabled() else output
+
+
+class _Product(torch.autograd.Function):
+    """X Wᵀ; its backward tells the measurement what it sees. Only gradients of X are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layers: Layers, name: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layers, ctx.name = layers, name
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            ctx.layers.add(ctx.name, x, weight, gradient)
+            return gradient @ weight, None, None, None

@@ -1,0 +1,279 @@
+"""measure_quality: what storing each linear layer in fewer bits does to the distribution of the next token."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.measured import fingerprint, keep_damages
+from isotype.checkpoint.plan import quantized_weights
+from isotype.core.bar import Bar
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import Problem, SaveError, UsageError
+from isotype.core.names import base_name, listed, plural
+from isotype.precision.damages import Damages, LayerDamage
+from isotype.ranges.batches import Batches, given_batches, made_batches
+from isotype.ranges.damage.layers import EmbeddedRows, Layers, PlainWeights
+from isotype.ranges.measure import on_device, undisturbed
+from isotype.ranges.sources import Measured, of_checkpoint, of_module
+from isotype.ranges.twin import Twin, twin_of
+
+TOKENS = 256
+"""Tokens that are run where nobody gives a batch."""
+
+_SEED = 0
+_CHUNK = 64
+"""Rows of logits of which the divergence is computed at a time."""
+
+
+def measure_quality(
+    model: nn.Module | str | Path,
+    data: Any = None,
+    *,
+    tokens: int = TOKENS,
+    exact: Sequence[str] = ("nf4",),
+    device: str | torch.device | None = None,
+    progress: bool = True,
+    revision: str | None = None,
+) -> Damages:
+    """Measure, for each linear layer and format, what storing the layer so does to the distribution of the next token.
+
+    A forward and a backward in float32 estimate all layers at once (see `isotype.ranges.damage.layers.Layers`); for each format in
+    `exact`, a forward with all layers in it gives the divergence itself. A checkpoint is read block by block, each time; a model in memory
+    is not changed. What is measured of a checkpoint on the text of this package is kept for `isotype.checkpoint.measured.kept_damages`.
+
+    Args:
+        model: a module, or a checkpoint: a directory, a GGUF file, `embedded:NAME` or a hub id; it returns logits.
+        data: what the model is called with, a dict of tensors or a list of such; by default short texts that come with isotype.
+            Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
+        tokens: how many tokens of these texts.
+        exact: formats that are measured for all layers together, each for a forward more.
+        device: where it is computed; by default where the model is, of a checkpoint the CPU.
+        progress: whether a bar is shown on a terminal when it takes longer than three seconds.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be loaded.
+        UsageError: no batch can be made up for the model, or the one given is none; the model returns no logits.
+    """
+    session = _session(model, data, tokens, device, revision, 3 + len(exact), progress)
+    try:
+        count = session.backward()
+        measured = {form: session.divergence(dict.fromkeys(session.layers.wanted, form)) for form in exact}
+    finally:
+        session.bar.close()
+    sums = session.layers.sums
+    missing = [name for name in session.layers.wanted if name not in sums]
+    notes = [*session.measured.notes, *session.run.notes]
+    if missing:
+        notes.append(
+            f"{plural(len(missing), 'layer')} not measured, which the text has not reached: {listed(missing)}"
+        )
+    of_files = not isinstance(model, nn.Module)
+    damages = Damages(
+        source=session.measured.source,
+        key=fingerprint(str(model), revision) or "" if of_files else "",
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        dtype=dtype_name(torch.float32),
+        text=session.run.said,
+        tokens=count,
+        layers=tuple(
+            LayerDamage(
+                name,
+                sums[name].rows,
+                sums[name].columns,
+                {form: nats / count for form, nats in sums[name].damage.items()},
+                sums[name].error,
+            )
+            for name in session.layers.wanted
+            if name in sums
+        ),
+        measured=measured,
+        notes=tuple(notes),
+    )
+    return _kept(damages) if damages.key and data is None and tokens >= TOKENS else damages
+
+
+def measure_divergence(
+    model: nn.Module | str | Path,
+    storages: Mapping[str, Mapping[str, str]],
+    data: Any = None,
+    *,
+    tokens: int = TOKENS,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+    revision: str | None = None,
+) -> dict[str, float]:
+    """Nats a token between the distribution of the next token in float32 and that under each of several mixed storages, exactly.
+
+    Args:
+        model, data, tokens, device, progress, revision: as of `measure_quality`.
+        storages: by a name of the caller's, the format (of `isotype.precision.damages.FORMATS`) of each layer by its name; layers that
+            are not named stay in float32.
+
+    Raises:
+        CheckpointError, UsageError: as of `measure_quality`; a layer that the model has not.
+    """
+    session = _session(model, data, tokens, device, revision, 1 + len(storages), progress)
+    unknown = sorted({name for each in storages.values() for name in each} - set(session.layers.wanted))
+    if unknown:
+        problem = Problem(
+            listed(unknown), "linear layers that quantization reaches", "give names of the base model"
+        )
+        raise UsageError(f"no such layers in {session.measured.source}", [problem])
+    try:
+        session.plain()
+        return {name: session.divergence(form_of) for name, form_of in storages.items()}
+    finally:
+        session.bar.close()
+
+
+def _kept(damages: Damages) -> Damages:
+    """The measurement, which is in the cache now, or says why it is not."""
+    try:
+        keep_damages(damages)
+    except SaveError as error:
+        return replace(damages, notes=(*damages.notes, f"it was not kept: {error.problems[0].given}"))
+    return damages
+
+
+@dataclass
+class _Session:
+    """A model that is run several times.
+
+    Attributes:
+        measured: what it is.
+        run: what it is called with.
+        layers: those that are measured.
+        twin: the model whose layers they are.
+        device: where it runs.
+        bar: how far it is.
+        known: log probabilities `[tokens, vocabulary]` of each batch in float32.
+        rows: of embeddings, what is looked up is made.
+    """
+
+    measured: Measured
+    run: Batches
+    layers: Layers
+    twin: Twin
+    device: torch.device
+    bar: Bar
+    known: list[torch.Tensor]
+    rows: EmbeddedRows
+
+    def backward(self) -> int:
+        """Forward and backward of every batch, for the layers' sums; returns how many tokens count."""
+        generator = torch.Generator(device="cpu").manual_seed(_SEED)
+        with undisturbed(self.device), self.rows:
+            for batch in self.run.batches:
+                inputs = on_device(_without_labels(batch), self.device, torch.float32)
+                logits = self._logits(inputs)
+                counted = _counted(batch, logits.shape[:-1])
+                rows = torch.log_softmax(logits.detach()[counted.to(logits.device)].float(), -1)
+                self.known.append(rows)
+                if logits.requires_grad:
+                    logits.backward(_of_draws(rows, counted, logits, generator))  # type: ignore[no-untyped-call]
+                self.twin.weights.end_step()
+        return sum(each.shape[0] for each in self.known)
+
+    def plain(self) -> None:
+        """A forward of every batch in float32."""
+        self.known += self._distributions()
+
+    def divergence(self, form_of: Mapping[str, str]) -> float:
+        """Nats a token from the distributions that are known, with the layers in these formats."""
+        with self.layers.rounding(form_of):
+            sums = [_divergence(p, q) for p, q in zip(self.known, self._distributions(), strict=True)]
+        return sum(sums) / max(1, sum(each.shape[0] for each in self.known))
+
+    def _distributions(self) -> Iterator[torch.Tensor]:
+        for batch in self.run.batches:
+            with undisturbed(self.device), torch.no_grad(), self.rows:
+                logits = self._logits(on_device(_without_labels(batch), self.device, torch.float32))
+                counted = _counted(batch, logits.shape[:-1])
+                yield torch.log_softmax(logits[counted.to(logits.device)].float(), -1)
+
+    def _logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        output = self.twin.model(**inputs)
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor):
+            problem = Problem(
+                f"{self.measured.source}, which returns {type(output).__name__} without logits",
+                "a model with a distribution of the next token (or of classes)",
+                "give the model with its head",
+            )
+            raise UsageError("the damage of quantization cannot be measured", [problem])
+        return logits
+
+
+def _session(
+    model: nn.Module | str | Path,
+    data: Any,
+    tokens: int,
+    device: str | torch.device | None,
+    revision: str | None,
+    passes: int,
+    progress: bool,
+) -> _Session:
+    measured = of_module(model) if isinstance(model, nn.Module) else of_checkpoint(model, revision)
+    run = (
+        given_batches(data)
+        if data is not None
+        else made_batches(measured.model, measured.tokenizer(), tokens)
+    )
+    where = torch.device(device) if device is not None else measured.device
+    wanted = [base_name(name.removesuffix(".weight")) for name in _linear_weights(measured.model)]
+    layers, weights = Layers(wanted), PlainWeights(torch.float32, where)
+    bar = Bar("measuring what quantization does", progress)
+    twin = twin_of(measured.model, weights, layers, bar.advance, measured.read)
+    bar.total = passes * len(run.batches) * sum(map(len, twin.blocks))
+    rows = EmbeddedRows()  # type: ignore[no-untyped-call]
+    return _Session(measured, run, layers, twin, where, bar, [], rows)
+
+
+def _linear_weights(model: Any) -> list[str]:
+    """Names of the weights that quantization reaches, in the model's order."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    chosen = quantized_weights(base)
+    return [name for name, _ in base.named_parameters(remove_duplicate=False) if name in chosen]
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
+    """Which of the logits' rows count, `[batch, tokens]`."""
+    counted = torch.ones(shape, dtype=torch.bool)
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if isinstance(mask, torch.Tensor) and mask.shape == shape:
+        counted &= mask.cpu().bool()
+    if isinstance(labels, torch.Tensor) and labels.shape == shape:
+        following = torch.full_like(labels, -100)
+        following[..., :-1] = labels[..., 1:]  # a row of logits is that of the token after it
+        counted &= (following != -100).cpu() if bool((labels == -100).any()) else True
+    return counted
+
+
+def _of_draws(
+    rows: torch.Tensor, counted: torch.Tensor, logits: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """The gradient of Σ ln p(y) for one y drawn from each row's distribution: one-hot y - p."""
+    gradient = rows.exp()
+    drawn = torch.multinomial(gradient.cpu(), 1, generator=generator).to(rows.device)
+    gradient.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=gradient.dtype))
+    whole = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    whole[counted.to(logits.device)] = gradient.to(logits.dtype)
+    return whole
+
+
+def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+    """Σ p (ln p - ln q) over all rows, of their logarithms."""
+    parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
+    return sum(float((a.exp() * (a - b)).sum(dtype=torch.float64)) for a, b in parts)

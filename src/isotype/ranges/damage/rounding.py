@@ -1,0 +1,38 @@
+"""A weight as a format stores it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.core.dtypes import parse_dtype
+from isotype.model.bnb_blocks import dequantize_4bit
+from isotype.model.quantize import quantize_4bit, quantize_int8
+from isotype.precision.damages import block_of
+
+_PIECE = 1 << 20
+_BLOCKS = 64  # rows in whole blocks of 4 bits, however wide a row is
+
+
+def rounded(weight: torch.Tensor, form: str) -> torch.Tensor:
+    """The values `[rows, columns]` in float32 that a float32 weight, or whole blocks of its rows, has in a format.
+
+    Args:
+        weight: `[rows, columns]`.
+        form: one of `isotype.precision.damages.FORMATS`.
+    """
+    if form == "int8":
+        codes, scales = quantize_int8(weight)
+        return codes.float() * (scales.float() / 127).to(weight.device).unsqueeze(1)
+    if form in ("bfloat16", "float16"):
+        return weight.to(parse_dtype(form)).float()
+    codes, state = quantize_4bit(weight.contiguous(), form.removesuffix("-32"), blocksize=block_of(form))
+    return dequantize_4bit(codes, state).float()
+
+
+def pieces(rows: int, columns: int) -> Iterator[slice]:
+    """Rows of a weight that are in work at a time: some megabytes, in whole blocks of 4 bits."""
+    step = max(_BLOCKS, _PIECE // max(1, columns) // _BLOCKS * _BLOCKS)
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))

@@ -1,0 +1,166 @@
+"""measure_quality against autograd on the whole model, and against forwards with rounded weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from isotype.checkpoint.measured import fingerprint, kept_damages
+from isotype.core.errors import UsageError
+from isotype.precision.damages import FORMATS, Damages, stored_bytes
+from isotype.ranges.damage.measure import measure_divergence
+from isotype.ranges.damage.rounding import pieces, rounded
+from tests.models import save_tiny, tiny_batch, tiny_model
+
+LAYERS = {"llama": 14, "gpt2": 8}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+
+
+def reference(weight: torch.Tensor, form: str) -> torch.Tensor:
+    """What bitsandbytes makes of a weight."""
+    if form == "int8":
+        codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())
+        return codes.float() * scales[:, None] / 127
+    if form in ("bfloat16", "float16"):
+        return weight.to(getattr(torch, form)).float()
+    name, _, block = form.partition("-")
+    return bnb.dequantize_4bit(
+        *bnb.quantize_4bit(weight, blocksize=int(block or 64), quant_type=name)
+    ).float()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_rounded_weights(form: str) -> None:
+    weight = torch.randn(200, 72, generator=torch.Generator().manual_seed(0))
+    # bitsandbytes divides by 127 at another place.
+    torch.testing.assert_close(rounded(weight, form), reference(weight, form), rtol=2e-7, atol=0)
+
+
+def test_pieces_are_whole_blocks() -> None:
+    for rows, columns in ((200, 30_000), (4, 7), (129, 72)):
+        cut = list(pieces(rows, columns))
+        assert [row for part in cut for row in range(part.start, part.stop)] == list(range(rows))
+        assert all(part.start * columns % 64 == 0 for part in cut)
+
+
+def logits(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    made: torch.Tensor = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    return made
+
+
+def matrix(layer: Any) -> torch.Tensor:
+    """The weight as `[out, in]`."""
+    weight: torch.Tensor = layer.weight.detach()
+    return weight.T.contiguous() if type(layer).__name__ == "Conv1D" else weight
+
+
+def linear(model: nn.Module) -> dict[str, Any]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and name != "lm_head"
+    }
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> None:
+    model = tiny_model(name).float().eval()
+    batch = tiny_batch(name)
+    damages = isotype.measure_quality(model, batch, exact=(), progress=False)
+    assert len(damages.layers) == LAYERS[name]
+    # The same draws, one layer's gradients at a time, in float64.
+    double = copy.deepcopy(model).double()
+    seen: dict[str, list[torch.Tensor]] = {}
+    for module_name, module in linear(double).items():
+
+        def follow(_: Any, args: Any, out: torch.Tensor, key: str = module_name) -> None:
+            out.retain_grad()
+            seen[key] = [args[0].detach(), out]
+
+        module.register_forward_hook(follow)
+    p = torch.log_softmax(logits(model, batch), -1).detach()
+    drawn = torch.multinomial(p.exp().view(-1, p.shape[-1]), 1, generator=torch.Generator().manual_seed(0))
+    q = torch.log_softmax(logits(double, batch), -1)
+    q.view(-1, q.shape[-1]).gather(1, drawn).sum().backward()
+    tokens = drawn.numel()
+    assert damages.tokens == tokens
+    for layer in damages.layers:
+        x, out = seen[layer.module]
+        assert out.grad is not None
+        x, gradient = x.reshape(-1, x.shape[-1]), out.grad.reshape(-1, out.shape[-1])
+        weight = matrix(linear(model)[layer.module])
+        assert (layer.rows, layer.columns) == weight.shape
+        for form in FORMATS:
+            off = (reference(weight, form) - weight).double()
+            wanted = 0.5 * float((gradient.square().T @ x.square() * off.square()).sum()) / tokens
+            # float32 sums of some hundred terms of one sign.
+            assert layer.damage[form] == pytest.approx(wanted, rel=2e-3)
+
+
+def test_what_is_measured_exactly_is_the_divergence() -> None:
+    model = tiny_model("llama").float().eval()
+    batch = tiny_batch("llama")
+    layers = linear(model)
+    chosen = {name: ("int8" if at % 2 else "fp4") for at, name in enumerate(layers)}
+    found = measure_divergence(model, {"mixed": chosen, "float32": {}}, batch, progress=False)
+    before = torch.log_softmax(logits(model, batch).detach().double(), -1)
+    changed = copy.deepcopy(model)
+    for name, layer in linear(changed).items():
+        layer.weight.data = reference(layer.weight.data, chosen[name])
+    after = torch.log_softmax(logits(changed, batch).detach().double(), -1)
+    wanted = float((before.exp() * (before - after)).sum(-1).mean())
+    assert found["mixed"] == pytest.approx(wanted, rel=1e-2)  # a difference of float32 logarithms
+    assert found["float32"] == 0.0
+    with pytest.raises(UsageError, match="no such layers"):
+        measure_divergence(model, {"other": {"lm_head": "nf4"}}, batch, progress=False)
+
+
+def test_a_checkpoint_is_measured_from_disk_once(tmp_path: Path) -> None:
+    path = save_tiny("llama", tmp_path / "model")
+    damages = isotype.measure_quality(path, progress=False)
+    assert damages.key == fingerprint(path)
+    assert kept_damages(damages.key) == damages
+    assert Damages.from_json(damages.to_json()) == damages
+    assert damages.measured["nf4"] > 0
+    loaded = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
+    again = isotype.measure_quality(loaded, progress=False)
+    assert not again.key
+    for one, other in zip(damages.layers, again.layers, strict=True):
+        assert one.module == other.module
+        assert one.damage == pytest.approx(dict(other.damage), rel=1e-4)
+    assert "14 linear layers" in str(damages)
+
+
+def test_a_model_without_logits_is_refused() -> None:
+    model = tiny_model("llama").float().model
+    with pytest.raises(UsageError, match="without logits"):
+        isotype.measure_quality(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)}, progress=False)
+
+
+@pytest.mark.parametrize("form", ["nf4", "nf4-32", "fp4", "int8"])
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_bytes_are_those_of_the_stored_tensors(form: str, double_quant: bool) -> None:
+    weight = torch.randn(300, 200)
+    if form == "int8":
+        codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())
+        wanted = codes.nbytes + scales.float().nbytes
+    else:
+        name, _, block = form.partition("-")
+        codes, state = bnb.quantize_4bit(
+            weight, blocksize=int(block or 64), quant_type=name, compress_statistics=double_quant
+        )
+        nested = state.state2.absmax.nbytes + state.offset.nbytes if double_quant else 0
+        wanted = codes.nbytes + state.absmax.nbytes + nested
+    assert stored_bytes(300, 200, form, double_quant=double_quant) == wanted
