@@ -154,6 +154,8 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
         ("check bad_syntax:f", ["SyntaxError", "bad_syntax.py, line 1"]),
         ("check bad_import:f", ["no_such_package_of_anybody", "bad_import.py:1"]),
         ("inspect", ["the following arguments are required: path"]),
+        ("quality chat --tokens x", ["--tokens x expected a whole number"]),
+        ("quality chat --exact nf5", ["did you mean nf4?"]),
         ("inspect pickled", ["cd pickled && python -c", "weights_only=True"]),
         ("merge pickled -o merged", ["cd pickled && python -c"]),
         ("merge pickled", ["the following arguments are required: -o/--output"]),

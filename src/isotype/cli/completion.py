@@ -44,6 +44,7 @@ def _tree() -> argparse.ArgumentParser:
     from isotype.cli.explain import explain_parser
     from isotype.cli.inspect import inspect_parser
     from isotype.cli.merge import merge_parser
+    from isotype.cli.quality import quality_parser
     from isotype.data.methods import METHODS
     from isotype.planning.request import parser as plan_parser
     from isotype.train.plan import help_parser
@@ -57,6 +58,7 @@ def _tree() -> argparse.ArgumentParser:
         "plan": plan_parser(),
         "check": help_parser(),
         "inspect": inspect_parser(),
+        "quality": quality_parser(),
         "explain": explain_parser(),
         "chat": chat_parser(),
         "merge": merge_parser(),

@@ -25,7 +25,7 @@ from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.report.narrow import wrapped
 
-COMMANDS = ("plan", "check", "run", "inspect", "explain", "completion", "doctor", "merge", "chat")
+COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "completion", "doctor", "merge", "chat")
 """Commands with a module of their own, which is imported when they are run."""
 
 CRASHED = 1
@@ -47,6 +47,7 @@ know before it runs:
   check    whether a training step will crash, fit, crawl or lose precision, on any device, without weights
   run      a training script of your own, unchanged, with its first step watched and its crash explained
   inspect  the dtypes, bytes and quantization that a checkpoint holds, and what loading would make of them
+  quality  what storing each layer in 4 or 8 bits does to the model's output
   explain  what a finding means
   doctor   what this machine and these library versions can do, and what each dtype costs here
 
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # and as much again when it ends.
         gc.disable()
         atexit.register(gc.freeze)
-    if command in (*METHODS, "demo", "chat", "merge", "check", "plan", "inspect"):
+    if command in (*METHODS, "demo", "chat", "merge", "check", "plan", "inspect", "quality"):
         prepare_library_caches()
     try:
         handler = _handler(command)

@@ -99,6 +99,16 @@ def longest_possible(
     return (longest if limit is None else min(longest, limit)), ""
 
 
+def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
+    """The token ids of a row for SFT: of a conversation through the model's chat template, of a prompt with its completion, of a text."""
+    if row.get("input_ids") is not None:
+        return list(row["input_ids"])
+    chat = row.get("messages")
+    text = chat if chat is not None else row.get(text_field)
+    answer = row["completion"] if row.get("completion") is not None else text
+    return list(_ids(tokenizer, row.get("prompt"), answer, row.get("tools")))
+
+
 def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> int:
     for ids in ("input_ids", "chosen_ids"):
         if row.get(ids) is not None:
@@ -115,15 +125,21 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
 
 
 def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
+    ids = _ids(tokenizer, prompt, answer, tools)
+    if any(isinstance(part, list) for part in (prompt, answer)):
+        return len(ids)
+    ended = answer is None or (len(ids) > 0 and ids[-1] == tokenizer.eos_token_id)
+    return len(ids) + (not ended)
+
+
+def _ids(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> Sequence[int]:
     parts = [part for part in (prompt, answer) if part]
     if any(isinstance(part, list) for part in parts):
         turns = [turn for part in parts for turn in part]
         schemas = tools if isinstance(tools, list) else None
-        return len(
-            tokenizer.apply_chat_template(
-                turns, tools=schemas, tokenize=True, add_generation_prompt=answer is None, return_dict=False
-            )
+        made: Sequence[int] = tokenizer.apply_chat_template(
+            turns, tools=schemas, tokenize=True, add_generation_prompt=answer is None, return_dict=False
         )
+        return made
     ids: Sequence[int] = tokenizer("".join(parts))["input_ids"]
-    ended = answer is None or (len(ids) > 0 and ids[-1] == tokenizer.eos_token_id)
-    return len(ids) + (not ended)
+    return ids
