@@ -1,9 +1,10 @@
 """Which kernel torch's attention takes for a call on an NVIDIA GPU, by the conditions of `scaled_dot_product_attention`.
 
-From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.13): FlashAttention takes grouped heads and no mask, on compute
-capability 8.0 and later. The memory-efficient kernel takes masks and older GPUs, in these releases no grouped heads. cuDNN's, on Hopper
-and Blackwell's large GPUs, takes both in 16 bits. What none takes goes to plain operators (`math`), which write out all scores in float32.
-Of other devices nothing is known here.
+From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.13), in the order of `priority_order`: cuDNN's kernel comes
+first on Hopper and Blackwell's large GPUs (capability 9.x and 10.x, with cuDNN 9.15.1 or later, as torch's builds for CUDA 13 have), and takes
+masks of any float dtype and grouped heads in 16 bits. FlashAttention takes grouped heads and no mask, on compute capability 8.0 and later.
+The memory-efficient kernel takes masks and older GPUs, in these releases no grouped heads. What none takes goes to plain operators
+(`math`), which write out all scores in float32. Of other devices nothing is known here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _AMPERE = (8, 0)
 _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
 _CUDNN_HEAD = 128
+_CUDNN_PAIR = (192, 128)
+"""Sizes of a head of queries and of values that cuDNN takes besides: those of multi-head latent attention."""
 _ALIGNED = 16
 """Bytes that rows of the memory-efficient kernel are a multiple of."""
 
@@ -48,15 +51,14 @@ def attention_kernel(profile: DeviceProfile, call: AttentionCall) -> Kernel | No
     """The kernel that a call takes on an NVIDIA GPU; None where nothing is known of the device."""
     if not _is_known(profile) or profile.capability is None:
         return None
+    if _is_cudnns(profile, call):
+        return "cudnn"
     if not call.masked and call.dtype in profile.flash_attention and _same_sizes(call, at_most=_FLASH_HEAD):
         return "flash"
     query, key, value = (size * call.dtype.itemsize for size in call.sizes)
     aligned = query == key and not (query % _ALIGNED or value % _ALIGNED)
     fits = call.dtype in _efficient(profile) and call.heads == call.key_heads and aligned
-    if fits:
-        return "efficient"
-    cudnn = profile.capability[0] in _CUDNN_MAJORS and call.dtype in profile.flash_attention
-    return "cudnn" if cudnn and aligned and max(call.sizes) <= _CUDNN_HEAD else "math"
+    return "efficient" if fits else "math"
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype) -> bool:
@@ -66,6 +68,15 @@ def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype) -> bool:
 
 def _is_known(profile: DeviceProfile) -> bool:
     return profile.kind == "cuda" and profile.capability is not None
+
+
+def _is_cudnns(profile: DeviceProfile, call: AttentionCall) -> bool:
+    assert profile.capability is not None, "asked of GPUs whose capability is known"
+    if profile.capability[0] not in _CUDNN_MAJORS or call.dtype not in profile.flash_attention:
+        return False
+    query, key, value = call.sizes
+    sized = max(call.sizes) <= _CUDNN_HEAD or (query, value) == _CUDNN_PAIR
+    return query == key and sized and not (query % 8 or value % 8)
 
 
 def _efficient(profile: DeviceProfile) -> frozenset[torch.dtype]:
