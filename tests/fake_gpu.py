@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import peft
@@ -26,8 +27,10 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import isotype
 from isotype.lora import kernels, weights
+from isotype.lora.attention.registered import LENGTHS
 from isotype.lora.logits import Head
 from isotype.lora.loss import log_probs
+from isotype.lora.sequences import Sequences, saying
 from isotype.trace.fake import twin
 from tests.models import quiet
 
@@ -234,8 +237,13 @@ def _quantize(model: Any, storage: str) -> None:
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = storage == "nf4", storage == "int8"
 
 
-def step(model: Any, tokens: int = 32, *, checkpointing: bool = False) -> Launches:
-    """What one forward and backward of the layers launch, of one row: without head, loss and embedding's lookup."""
+def step(
+    model: Any, tokens: int = 32, *, checkpointing: bool = False, ends: tuple[int, ...] = ()
+) -> Launches:
+    """What one forward and backward of the layers launch, of one row: without head, loss and embedding's lookup.
+
+    `ends`: where sequences in the row end, for attention by their lengths.
+    """
     if checkpointing:
         model.get_base_model().gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -252,7 +260,11 @@ def step(model: Any, tokens: int = 32, *, checkpointing: bool = False) -> Launch
         # What the first step alone does: with more rows than go to bitsandbytes' 4-bit product.
         with torch.no_grad():
             backbone(inputs_embeds=x.detach().expand(1 + weights.FEW, -1, -1), use_cache=False)
-        with launches:
+        said = None
+        if ends:
+            steps = [end - begin for begin, end in pairwise((0, *ends))]
+            said = Sequences(torch.empty(1 + len(ends), dtype=torch.int32, device=DEVICE), max(steps))
+        with launches, saying(said):
             hidden = backbone(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
             hidden.backward(torch.empty_like(hidden))
     assert x.grad is not None
@@ -313,7 +325,9 @@ def main() -> None:
                 "kernels": launches.kernels,
                 "faults": launches.faults,
             }
+    models["LoRA"].get_base_model().set_attn_implementation(LENGTHS)
     extra = {
+        "lengths": step(models["LoRA"], ends=(12, 13, 32)),
         "few rows": generated(models["nf4"], 8),
         "many rows": generated(models["nf4"], 65),
         "few rows, DoRA": generated(models["DoRA"], 8),

@@ -87,6 +87,8 @@ def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
         ("cuda", "aten._ctc_loss.default", (B, I), "\"ctc_loss_cuda\" not implemented for 'BFloat16'"),
         ("cuda", "aten._cdist_forward.default", (B, B), "\"cdist_cuda\" not implemented for 'BFloat16'"),
         ("cuda", "aten._scaled_dot_product_flash_attention.default", (B, B, F), "query and value must have the same dtype"),
+        ("cuda", "torch_attn._varlen_attn.default", (F, F, F), "FlashAttention only support fp16 and bf16 data type"),
+        ("cuda", "torch_attn._varlen_attn.default", (B, F, B), "query and key must have the same dtype"),
         ("cuda", "aten._scaled_dot_product_efficient_attention.default", (D, D, D), "Only fp32, half & bf16 supported at the moment"),
         ("cuda", "aten._scaled_dot_product_efficient_attention.default", (B, B, B, F), "invalid dtype for bias - should match query's dtype"),
         ("cuda", "aten._scaled_dot_product_cudnn_attention.default", (F, F, F), "No available kernel. Aborting execution."),

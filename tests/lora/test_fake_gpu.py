@@ -59,7 +59,16 @@ def test_few_rows_without_gradients_dequantize_no_weight(launches: dict[str, Any
     assert (many["bitsandbytes.dequantize_4bit"], many.get("bitsandbytes.gemm_4bit")) == (14, None)
 
 
-@pytest.mark.parametrize("case", ["few rows", "many rows", "few rows, DoRA", "loss"])
+def test_rows_behind_one_another_are_attention_by_lengths_alone(launches: dict[str, Any]) -> None:
+    """A kernel each way in both layers, again where they are checkpointed, and no mask of all pairs is made."""
+    kernels = launches["lengths"]["kernels"]
+    assert (kernels["torch_attn._varlen_attn"], kernels["torch_attn._varlen_attn_backward"]) == (4, 2)
+    assert not {
+        name for name in kernels if "scaled_dot_product" in name or "bitwise" in name or name == "aten.le"
+    }
+
+
+@pytest.mark.parametrize("case", ["few rows", "many rows", "few rows, DoRA", "loss", "lengths"])
 def test_so_do_generation_and_the_loss(launches: dict[str, Any], case: str) -> None:
     assert launches[case]["faults"] == []
 

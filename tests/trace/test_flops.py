@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.version import Version
+from torch.nn.attention import varlen
 
 from isotype.trace.flops import flops_of
 
@@ -36,6 +37,20 @@ def test_keys_that_are_shared_by_heads_count_once_for_each(name: str) -> None:
     forward, backward = getattr(ATEN, name).default, getattr(ATEN, f"{name}_backward").default
     assert flops_of(forward, (query, key, value), {}, None) == 2 * ONE
     assert flops_of(backward, (query, query, key, value), {}, None) == 5 * ONE
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_sequences_of_several_lengths(known: bool) -> None:
+    """Of 3, 1 and 4 tokens: by what each of them has, or as if all were as long as the longest where nobody may look."""
+    assert varlen._varlen_attn  # registers the operators
+    operators = torch.ops.torch_attn
+    query, key = torch.empty(8, 6, 16, device="meta"), torch.empty(8, 2, 16, device="meta")
+    ends = torch.tensor([0, 3, 4, 8], dtype=torch.int32, device="cpu" if known else "meta")
+    scores = 2 * 6 * 16 * (3 * 3 + 1 + 4 * 4 if known else 8 * 4)
+    forward = (query, key, key, ends, ends, 4, 4)
+    backward = (query, query, key, key, query, query, ends, ends, 4, 4)
+    assert flops_of(operators._varlen_attn.default, forward, {}, None) == 2 * scores
+    assert flops_of(operators._varlen_attn_backward.default, backward, {}, None) == 5 * scores
 
 
 def test_other_operators_are_counted_by_torch() -> None:

@@ -75,6 +75,10 @@ def _ops(names: str) -> frozenset[str]:
     return frozenset(f"aten.{name}" for name in names.split())
 
 
+_FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | {"torch_attn._varlen_attn"}
+"""FlashAttention's forwards; attention by lengths calls the second one."""
+
+
 def _bitsandbytes(names: str) -> frozenset[str]:
     return frozenset(f"bitsandbytes.{name}" for name in names.split())
 
@@ -315,7 +319,7 @@ FAMILIES: tuple[Family, ...] = (
         devices=_NVIDIA,
     ),
     Family(
-        _ops("_scaled_dot_product_flash_attention _flash_attention_forward"),
+        _FLASH,
         alike=(0,),
         only="bh",
         refusal="FlashAttention only support fp16 and bf16 data type",
@@ -323,7 +327,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     *(
         Family(
-            _ops("_scaled_dot_product_flash_attention _flash_attention_forward"),
+            _FLASH,
             message=f"query and {name} must have the same dtype",
             alike=(0, at),
             devices=_CUDA,

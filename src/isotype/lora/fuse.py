@@ -76,7 +76,7 @@ class FusionReport:
             parts.append(plural(len(self.norms), "norm"))
         if self.attention.repeated:
             parts.append("keys and values repeated for a fused attention")
-        elif self.attention.taken:
+        elif self.attention.taken and not self.attention.by_lengths:
             parts.append("attention by the faster kernel")
         if self.attention.sides:
             parts.append("no padding")
@@ -91,6 +91,8 @@ class FusionReport:
         lines = [_fallback(name, kernel) for name, kernel in slow.items()]
         if self.attention.slow:
             lines.append(f"attention: {self.attention.slow}")
+        if self.attention.padded:
+            lines.append(f"padding: computed with the rest: {self.attention.padded}")
         if self.unseen:
             lines.append(f"one by one: {self.unseen}; give `inputs`, with which the model can be run")
         return lines

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor
+from isotype.lora.sequences import Sequences, saying
 from isotype.model.modes import in_evaluation
 
 _KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
 _LEAST_SHARE = 0.05
-_MOST_TOKENS = 8192
-"""The mask of packed sequences has a byte for every pair of tokens."""
+MOST_TOKENS = 8192
+"""The mask of packed sequences has a byte for every pair of tokens; where attention goes by lengths there is none."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
 """Of the change that is seen when rows are not kept apart. Left padding shifts rotary positions, which 16 bits round otherwise."""
 _LENGTH, _SHORT = 16, 3
@@ -34,19 +36,30 @@ class Unpadded:
     Attributes:
         inputs: arguments of the model's forward: `input_ids` and `position_ids` `[1, tokens]`, and what else it was given.
         place: where each token of the batch is among them, int64 `[rows, length]`; of no meaning for padding.
+        sequences: the rows among them.
+        tokens: which places of the batch they are, int64 `[tokens]`, rows behind one another.
+        reads: at how many places results are read.
     """
 
     inputs: Mapping[str, Any]
     place: torch.Tensor
+    sequences: Sequences
+    tokens: torch.Tensor
+    reads: int
 
 
-def unpadded(given: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor) -> Unpadded | None:
+def unpadded(
+    given: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
+) -> Unpadded | None:
     """A batch without its padding, where that saves something and nobody reads what is computed there.
+
+    The device is waited for once, for the lengths of the rows.
 
     Args:
         given: arguments of a model's forward, `input_ids` and `attention_mask` `[rows, length]` among them.
         sides: where padding may be left out, see `unpadded_sides`.
         read: at which places results are read, bool `[rows, length]`: known to who knows the labels, and to nobody else.
+        most: tokens that are left without it; None for any number.
 
     Returns:
         None for a batch with next to no padding, with padding between tokens or on another side, with more than text, or of
@@ -60,32 +73,80 @@ def unpadded(given: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor
         or {key for key, value in given.items() if value is not None} - _KNOWN
     ):
         return None
-    if isinstance(ids, FakeTensor) or ids.dim() != 2 or mask.shape != ids.shape:
+    if isinstance(ids, FakeTensor) or ids.dim() != 2 or mask.shape != ids.shape or not ids.numel():
         return None
     present = mask.bool()
-    tokens = int(present.sum())
-    if tokens > min((1 - _LEAST_SHARE) * ids.numel(), _MOST_TOKENS) or not tokens:
+    facts = _facts(present, read)
+    tokens = sum(facts.lengths)
+    enough = 0 < tokens <= (1 - _LEAST_SHARE) * ids.numel() and (most is None or tokens <= most)
+    if not enough or facts.unsound or facts.padded - sides:
         return None
-    if (read & ~present).any():
-        return None
-    begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
-    if (begins.sum(1) > 1).any():
-        return None
-    padded = {"left": ~present[:, 0], "right": ~present[:, -1]}
-    if any(side not in sides for side, rows in padded.items() if (rows & present.any(1)).any()):
-        return None
+    index = torch.nonzero_static(present.flatten(), size=tokens).squeeze(1)
     positions = present.cumsum(1) - 1
     inputs = {
         **given,
-        "input_ids": ids[present][None],
-        "position_ids": positions[present][None],
+        "input_ids": ids.flatten()[index][None],
+        "position_ids": positions.flatten()[index][None],
         "attention_mask": None,
     }
-    return Unpadded(inputs, (present.flatten().cumsum(0) - 1).clamp(min=0).view(ids.shape))
+    lengths = [length for length in facts.lengths if length]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(ids.device, non_blocking=True)
+    place = (present.flatten().cumsum(0) - 1).clamp(min=0).view(ids.shape)
+    return Unpadded(inputs, place, Sequences(ends, max(lengths)), index, facts.reads)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is asked of a batch before its padding is left out.
+
+    Attributes:
+        lengths: tokens of each row.
+        reads: at how many places results are read.
+        unsound: whether results are read at padding, or padding lies between tokens.
+        padded: sides of rows with tokens that padding lies on.
+    """
+
+    lengths: list[int]
+    reads: int
+    unsound: bool
+    padded: frozenset[str]
+
+
+def _facts(present: torch.Tensor, read: torch.Tensor) -> _Facts:
+    lengths, some = present.sum(1), present.any(1)
+    begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
+    flags = [
+        (read & ~present).any() | (begins.sum(1) > 1).any(),
+        (~present[:, 0] & some).any(),
+        (~present[:, -1] & some).any(),
+    ]
+    reads, unsound, left, right, *counts = torch.cat(
+        [torch.stack([read.sum(), *(flag.long() for flag in flags)]), lengths]
+    ).tolist()
+    padded = {side for side, is_there in (("left", left), ("right", right)) if is_there}
+    return _Facts(counts, reads, bool(unsound), frozenset(padded))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen of a model without padding.
+
+    Attributes:
+        sides: on which sides of a row (`"left"`, `"right"`) its padding may be left out without another result.
+        reason: why on none, as a clause; "" where on some.
+    """
+
+    sides: frozenset[str] = frozenset()
+    reason: str = ""
 
 
 def unpadded_sides(model: Any) -> frozenset[str]:
-    """On which sides of a row (`"left"`, `"right"`) a model's padding may be left out without another result.
+    """The sides of `tried`."""
+    return tried(model).sides
+
+
+def tried(model: Any) -> Trial:
+    """On which sides of a row a model's padding may be left out without another result.
 
     A few rows are run padded, and behind one another without padding: the difference may be a small share of what changes
     when a row sees those before it.
@@ -96,17 +157,17 @@ def unpadded_sides(model: Any) -> frozenset[str]:
     from transformers import PreTrainedModel
 
     backbone = getattr(model, "base_model", None)
-    if (
-        not isinstance(model, PreTrainedModel)
-        or not isinstance(backbone, nn.Module)
-        or _is_encoder_decoder(model)
-    ):
-        return frozenset()
+    if not isinstance(model, PreTrainedModel) or not isinstance(backbone, nn.Module):
+        return Trial(reason="it is no model of transformers with a backbone")
+    if _is_encoder_decoder(model):
+        return Trial(reason="it has an encoder and a decoder")
     try:
         with in_evaluation(model):
-            return _sound_sides(backbone)
-    except Exception:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
-        return frozenset()
+            sides = _sound_sides(backbone)
+    except Exception as error:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
+        said = str(error).strip().partition("\n")[0]
+        return Trial(reason=f"a trial without padding failed ({type(error).__name__}: {said[:200]})")
+    return Trial(sides, "" if sides else "it computes otherwise where rows lie behind one another")
 
 
 def _is_encoder_decoder(model: Any) -> bool:
@@ -123,7 +184,8 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     packed = unpadded(given, frozenset(_TOLERANCES), mask.bool())
     assert packed is not None, "two of three rows are padded"
     wanted = _states(backbone, given)[mask.bool()]
-    made = _states(backbone, packed.inputs)[0]
+    with saying(packed.sequences):
+        made = _states(backbone, packed.inputs)[0]
     order = torch.arange(len(made), device=device)[None]
     seen = _states(backbone, {**packed.inputs, "position_ids": order})[0]
     rows = {

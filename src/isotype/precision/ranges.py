@@ -36,7 +36,7 @@ MATMULS = (
     "_scaled_dot_product",
 )
 """Beginnings of the names of operators that autocast runs in 16 bits: their operands and results are rounded."""
-ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn")
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
 """Beginnings of the names of attention's kernels.
 
 Of their results only the first is a value; the others are statistics, with infinities for rows that do not exist.
@@ -45,7 +45,7 @@ Of their results only the first is a value; the others are statistics, with infi
 
 def is_attention(op: str) -> bool:
     """Whether an operator (`aten._scaled_dot_product_flash_attention.default`) is a kernel of attention."""
-    return op.removeprefix("aten.").startswith(ATTENTION)
+    return op.removeprefix("aten.").removeprefix("torch_attn.").startswith(ATTENTION)
 
 
 def is_fill(value: float) -> bool:

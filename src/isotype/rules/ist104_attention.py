@@ -27,7 +27,7 @@ from isotype.rules.kit.contract_rule import contract_rule
 
 TITLE = "Attention operands or masks of different dtypes"
 
-_KERNELS = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention")
+_KERNELS = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention", "_varlen_attn")
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*_KERNELS)),)
 
 find = contract_rule(__name__, "{given} meets {expected} in attention")

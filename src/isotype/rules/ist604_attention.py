@@ -44,7 +44,7 @@ from isotype.trace.record import Call, Trace
 TITLE = "An attention kernel that the device or the dtype rules out"
 KIND: Kind = "device"
 
-_KERNELS = ("scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention")
+_KERNELS = ("scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn")
 
 
 def find(trace: Trace) -> Iterator[Finding]:

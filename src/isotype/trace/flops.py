@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from isotype.compat.torch import operator_packet
+from isotype.compat.torch import FakeTensor, operator_packet
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -35,6 +35,25 @@ def _attention_backward(args: Any, result: Any) -> int:
     gradient, *operands = args[:4]
     shapes = (tuple(gradient.shape), *_with_all_heads(operands))
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _by_lengths(args: Any, result: Any) -> int:
+    """Of query, key and value `[tokens, heads, width]`, where sequences end, and the longest ones' tokens."""
+    return 2 * _scores(args[0], args[3], args[6]) * int(args[0].shape[-1])
+
+
+def _by_lengths_backward(args: Any, result: Any) -> int:
+    """Of the gradient and of query, key, value, result, statistics, where sequences end, and the longest ones' tokens."""
+    query, ends, longest = args[1], args[6], args[9]
+    return 5 * _scores(query, ends, longest) * int(query.shape[-1])
+
+
+def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
+    """Twice the scores of all heads; where sequences end is read on a CPU alone: elsewhere all count as long as the longest."""
+    tokens, heads = query.shape[:2]
+    if ends.device.type == "cpu" and not isinstance(ends, FakeTensor):
+        return 2 * heads * int(ends.diff().square().sum())
+    return 2 * heads * tokens * longest
 
 
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -68,6 +87,8 @@ _OWN: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,
     **dict.fromkeys(_ATTENTIONS, _attention),
     **dict.fromkeys((f"{name}_backward" for name in _ATTENTIONS), _attention_backward),
+    "torch_attn._varlen_attn": _by_lengths,
+    "torch_attn._varlen_attn_backward": _by_lengths_backward,
     "bitsandbytes.gemm_4bit": _gemm_4bit,
     "bitsandbytes.gemv_4bit": _gemm_4bit,
     "bitsandbytes.int8_linear_matmul": _gemm_4bit,

@@ -24,12 +24,13 @@ from transformers.utils import ModelOutput
 from isotype.compat.torch import FakeTensor
 from isotype.compat.trl import head_arguments, is_fused_forward
 from isotype.core.dtypes import autocast_dtype
-from isotype.lora.attention.registered import sides_of
+from isotype.lora.attention.registered import packed_by_lengths, without_padding
 from isotype.lora.fused import working_dtype
 from isotype.lora.gpu.heads import HeadShape, token_class
 from isotype.lora.head import head_of
 from isotype.lora.loss import PerToken, Precision, log_probs, log_probs_of_logits
-from isotype.lora.unpadded import unpadded
+from isotype.lora.sequences import saying
+from isotype.lora.unpadded import Unpadded
 from isotype.train.head_choice import HeadChoice, choose
 
 _THEIRS = "_isotype_trl_forward"
@@ -223,14 +224,51 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        if not fused_lm_head or not own_is_better(self, smoothing=asked.smoothing > 0, faster=asked.faster):
-            given = {name: value for name, value in named.items() if value is not None}
-            fused = {"fused_lm_head": True} if fused_lm_head else {}
-            return self.__dict__[_THEIRS](*args, **fused, **given, **kwargs)
+        if not fused_lm_head:
+            return self.__dict__[_THEIRS](*args, **_said(named), **kwargs)
+        if not own_is_better(self, smoothing=asked.smoothing > 0, faster=asked.faster):
+            return _by_trl(self, named, args, kwargs)
         with asked.autocast():
             return _fused(self, asked, named, args, kwargs)
 
     return forward
+
+
+def _said(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _labels(named: dict[str, Any]) -> torch.Tensor:
+    """The label of what each token predicts, `[rows, length]`; -100 for none."""
+    shifted: torch.Tensor | None = named["shift_labels"]
+    return nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if shifted is None else shifted
+
+
+def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """What TRL's forward returns; it is called without padding where that may be left out."""
+    theirs = model.__dict__[_THEIRS]
+    labels = _labels(named)
+    bare = None if args or not _projects(model) else without_padding(model, kwargs, labels != -100)
+    if bare is None:
+        with saying(packed_by_lengths(model, kwargs)):
+            return theirs(*args, fused_lm_head=True, **_said(named), **kwargs)
+    shifted = labels.flatten().index_select(0, bare.tokens)[None]
+    more = _said({**named, "labels": None, "shift_labels": shifted})
+    with saying(bare.sequences):
+        found = theirs(fused_lm_head=True, **more, **bare.inputs)
+    # As it would be of the padded batch: zero where there is no label, and without the last token of the rows, which has none.
+    last = labels.shape[1] - (named["shift_labels"] is None)
+    mask = labels[:, :last] != -100
+    place = bare.place[:, :last].flatten()
+    for name in _PER_TOKEN:
+        if name in found:
+            rows = found[name][0].index_select(0, place).view(mask.shape)
+            found[name] = torch.where(mask, rows, torch.zeros_like(rows))
+    found["label_mask"] = mask
+    return found
+
+
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -240,9 +278,9 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     projects = _projects(model)
-    labels = named["shift_labels"]
-    labels = nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if labels is None else labels
-    found, states, place = _run(model, projects, labels != -100, args, kwargs)
+    labels = _labels(named)
+    found, states, bare = _run(model, projects, labels != -100, args, kwargs)
+    place = None if bare is None else bare.place.to(states.device)
     if named["shift_labels"] is None:  # the last token has none
         labels, place = labels[:, :-1], None if place is None else place[:, :-1]
         states = states[:, :-1] if place is None else states
@@ -250,8 +288,13 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     mask = labels != -100
     # On fakes it is not known which positions have labels: all of them, which is the most.
     chosen = torch.ones_like(mask) if isinstance(states, FakeTensor) else mask
-    rows = _chosen(states, chosen) if place is None else states[0].index_select(0, place[chosen])
-    targets = _chosen(labels, chosen).clamp(min=0)
+    if bare is None or place is None:
+        rows, targets = _chosen(states, chosen), _chosen(labels, chosen)
+    else:  # how many there are is known without waiting for the device
+        index = torch.nonzero_static(chosen.flatten(), size=bare.reads).squeeze(1)
+        rows = states[0].index_select(0, place.flatten().index_select(0, index))
+        targets = labels.flatten().index_select(0, index)
+    targets = targets.clamp(min=0)
     each = (
         _projected(model, rows, targets, asked)
         if projects
@@ -274,19 +317,20 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
 
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
-    """(what the model returns; its states, or logits where they are not projected states; the places of tokens among them).
+) -> tuple[Any, torch.Tensor, Unpadded | None]:
+    """(what the model returns; its states, or logits where they are not projected states; the batch without its padding).
 
-    Places are of a batch that was run without its padding, see `Unpadded`; the states are `[1, tokens, hidden]` then.
+    The states are `[1, tokens, hidden]` where it was run without.
     """
     if not projects:
         found = model.__dict__[_THEIRS](*args, **kwargs)
         return found, found.logits, None
-    packed = None if args else unpadded(kwargs, sides_of(model), labelled)
-    found = model.base_model(*args, **(kwargs if packed is None else packed.inputs))
+    bare = None if args else without_padding(model, kwargs, labelled)
+    with saying(packed_by_lengths(model, kwargs) if bare is None else bare.sequences):
+        found = model.base_model(*args, **(kwargs if bare is None else bare.inputs))
     # The backbone may end on another device than the head's.
     states = found.last_hidden_state.to(model.get_output_embeddings().weight.device)
-    return found, states, None if packed is None else packed.place.to(states.device)
+    return found, states, bare
 
 
 def _chosen(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

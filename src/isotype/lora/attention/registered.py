@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,13 @@ from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
+from isotype.lora.attention.lengths import by_lengths, lengths_mask, why_not_lengths
+from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
 from isotype.lora.attention.nothing import attention_to_nothing
 from isotype.lora.attention.plan import Plan, block_rows, plan_of_lengths, plan_of_mask, spec_of
 from isotype.lora.attention.strips import compiled_strips
-from isotype.lora.unpadded import unpadded_sides
+from isotype.lora.sequences import Sequences, packed
+from isotype.lora.unpadded import MOST_TOKENS, Unpadded, tried, unpadded, unpadded_sides
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import AttentionCall, attention_kernel, needs_repeated_heads
 from isotype.precision.devices.profile import DeviceProfile
@@ -31,6 +35,9 @@ NAME = "isotype"
 
 REPEATED = "isotype_repeated"
 """The name of torch's kernel with keys and values repeated before it, see `repeated_attention_forward`."""
+
+LENGTHS = "isotype_lengths"
+"""The name of torch's kernels with one for sequences behind one another, see `lengths_attention_forward`."""
 
 _NOT_OURS = (
     "softcap",
@@ -65,6 +72,8 @@ class AttentionReport:
         left: why single calls were left to torch's kernel -> how many.
         unkept: why choices could not be kept for the next process; None where they were.
         sides: on which sides of a row padding may be left out of a batch, see `isotype.lora.unpadded`.
+        padded: why padding is computed on this GPU, as a clause; None where it may be left out.
+        name: under which the model's attention is registered; "" where it is transformers' own.
     """
 
     taken: bool
@@ -75,12 +84,19 @@ class AttentionReport:
     left: Counter[str] = field(default_factory=Counter)
     unkept: str | None = None
     sides: frozenset[str] = frozenset()
+    padded: str | None = None
+    name: str = ""
     _undo: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.taken:
             _register()  # nobody has, where a fused model is unpickled in another process
+
+    @property
+    def by_lengths(self) -> bool:
+        """Whether rows behind one another are computed by their lengths, on a GPU."""
+        return self.taken and self.name == LENGTHS
 
     def undo(self) -> None:
         """Give the model the attention that it had before."""
@@ -93,16 +109,26 @@ class AttentionReport:
             return f"attention: as transformers has it: {self.reason}"
         if self.repeated:
             return f"attention: keys and values are repeated for each head of the queries: {self.repeated} has no fused kernel for grouped heads"
+        if self.by_lengths:
+            return "\n".join(
+                [
+                    "attention: torch's kernels, and by lengths where rows lie behind one another",
+                    *self._left(),
+                ]
+            )
         lines = ["attention: the faster kernel for each class of shapes, measured when it is first called"]
         lines += [f"  {shape}: {choice}" for shape, choice in self.choices.items()]
         if self.choices and (reason := compiled_strips().reason):
             lines.append(f"  isotype's compiled kernel is not among them: {reason}")
-        lines += [
-            f"  {plural(count, 'call')} left to torch's kernel: {why}" for why, count in self.left.items()
-        ]
+        lines += self._left()
         if self.unkept:
             lines.append(f"  measured again by the next process: {self.unkept}")
         return "\n".join(lines)
+
+    def _left(self) -> list[str]:
+        return [
+            f"  {plural(count, 'call')} left to torch's kernel: {why}" for why, count in self.left.items()
+        ]
 
 
 _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKeyDictionary()
@@ -113,7 +139,8 @@ def use_fast_attention(
 ) -> AttentionReport:
     """Let a model on a CPU compute attention by the kernel that is fastest here, where transformers has chosen `sdpa`.
 
-    On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. An NVIDIA GPU without a fused kernel for
+    On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. Where FlashAttention takes the compute
+    dtype, rows that lie behind one another without padding are computed by their lengths. An NVIDIA GPU without a fused kernel for
     grouped heads has keys and values repeated before torch's kernel. What a user chose (`eager`, `flex_attention`) stays, and what models
     need that torch's kernel cannot do (soft-capping, attention sinks).
     Every token's results are those of torch's kernel but for rounding, padding included.
@@ -131,10 +158,12 @@ def use_fast_attention(
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     reason = _why_not(owners, device)
     on_cpu = reason is None
-    if not on_cpu and profile is not None and owners and _is_grouped(owners[0]):
+    if not on_cpu and profile is not None and owners:
         policy = policy_of(model)
         dtype = owners[0].dtype if policy is None else policy.compute
-        return _with_repeated_heads(owners, profile, dtype, str(reason))
+        if _is_grouped(owners[0]) and attention_kernel(profile, _grouped_call(dtype)) == "math":
+            return _with_repeated_heads(owners, profile, dtype, str(reason))
+        return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:
         return AttentionReport(False, reason)
     report = _put(owners[0], NAME, AttentionReport(True, sides=unpadded_sides(owners[0])))
@@ -145,6 +174,7 @@ def use_fast_attention(
 
 def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
     _register()
+    report.name = name
     before = _implementations(owner.config)
     owner.set_attn_implementation(_replaced(before, name))
     report._undo.append((owner, before))
@@ -155,13 +185,14 @@ def _is_grouped(model: nn.Module) -> bool:
     return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
 
 
+def _grouped_call(dtype: torch.dtype) -> AttentionCall:
+    return AttentionCall(dtype, 2, 1, (64, 64, 64))  # of a common size
+
+
 def _with_repeated_heads(
     owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
 ) -> AttentionReport:
     """Keys and values repeated, where that is what it takes for a fused kernel in `dtype`; else `reason` stays."""
-    call = AttentionCall(dtype, 2, 1, (64, 64, 64))  # grouped heads of a common size
-    if attention_kernel(profile, call) != "math":
-        return AttentionReport(False, reason)
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
         return AttentionReport(False, slow, slow=slow)
@@ -171,6 +202,47 @@ def _with_repeated_heads(
             False, other, slow=f"{profile.title} has no fused kernel for grouped heads, and {other}"
         )
     return _put(owners[0], REPEATED, AttentionReport(True, repeated=profile.title))
+
+
+def _with_lengths(
+    model: nn.Module, owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
+) -> AttentionReport:
+    """Attention by lengths, in a model that is seen to compute the same by it; else `reason` stays, and why padding does."""
+    owner = owners[0]
+    why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
+    if why is None and any(parameter.is_meta for parameter in owner.parameters()):
+        why = "without weights nothing is known of it"
+    if why is not None:
+        return AttentionReport(False, reason, padded=why)
+    report = _put(owner, LENGTHS, AttentionReport(True))
+    for module in model.modules():
+        _reports[module] = report
+    trial = tried(owner)
+    why = ", ".join(report.left) or trial.reason
+    if why:
+        report.undo()
+        return AttentionReport(False, reason, padded=why)
+    report.sides = trial.sides
+    return report
+
+
+def without_padding(model: nn.Module, given: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
+    """A batch without its padding, where the model's attention allows it and somebody gains by it; see `isotype.lora.unpadded`.
+
+    Args:
+        model: one that `use_fast_attention` has seen.
+        given: arguments of its forward.
+        read: at which places results are read, bool `[rows, length]`.
+    """
+    report = _reports.get(model)
+    lengths = report is not None and report.by_lengths
+    return unpadded(given, sides_of(model), read, most=None if lengths else MOST_TOKENS)
+
+
+def packed_by_lengths(model: nn.Module, given: Mapping[str, Any]) -> Sequences | None:
+    """The sequences of a packed batch, where the model's attention goes by lengths."""
+    report = _reports.get(model)
+    return packed(given) if report is not None and report._undo and report.by_lengths else None
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
@@ -230,6 +302,8 @@ def _register() -> None:
         AttentionInterface.register(name, forward)
         # Who attends to whom is the model's to say, and nobody else's.
         AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionInterface.register(LENGTHS, lengths_attention_forward)
+    AttentionMaskInterface.register(LENGTHS, lengths_mask)
 
 
 def attention_forward(
@@ -318,6 +392,44 @@ def repeated_attention_forward(
         layer = _Ungrouped(bool(getattr(module, "is_causal", True)))
     found: tuple[torch.Tensor, None] = sdpa_attention_forward(
         layer, query, key, value, attention_mask, is_causal=is_causal, **kwargs
+    )
+    return found
+
+
+def lengths_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | Sequences | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Transformers' `sdpa`, and torch's attention by lengths where the mask is the sequences of a row.
+
+    A call that this kernel does not take computes by the mask of the sequences: the same numbers. Arguments and results as of
+    `attention_forward`.
+
+    Raises:
+        NotImplementedError: the mask has a window and the layer another one, as layers of attention in chunks do.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    mask = attention_mask
+    if isinstance(mask, Sequences):
+        if (kwargs.get("sliding_window") or None) != mask.window:
+            raise NotImplementedError("attention in parts that are no sliding window")
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        inputs = _under_autocast(query, key, value)
+        reason = why_not_by_lengths(inputs, mask, causal, kwargs)
+        if reason is None:
+            return by_lengths(inputs, mask, scale=scaling, causal=causal), None
+        if (report := _reports.get(module)) is not None:
+            report.left[reason] += 1
+        mask = mask.mask(query.shape[2], causal=causal)
+    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
     )
     return found
 

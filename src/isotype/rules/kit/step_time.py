@@ -24,6 +24,7 @@ _ATTENTION = (
     ".scaled_dot_product_attention",
     "._flash_attention",
     "._efficient_attention",
+    "._varlen_attn",
 )
 
 

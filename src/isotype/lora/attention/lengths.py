@@ -1,0 +1,131 @@
+"""Attention of rows behind one another by FlashAttention's form for sequences of several lengths, which computes no padding.
+
+`torch.nn.attention.varlen.varlen_attn` (torch 2.11 with a scale and windows) takes 16-bit queries, keys and values `[tokens, heads, head]`
+on NVIDIA GPUs of compute capability 8.0 and later, grouped heads, causal attention and windows, and has a backward. It has no dropout, no
+soft cap, no bias, and one size for all heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.lora.sequences import Sequences, current
+from isotype.precision.devices.profile import DeviceProfile
+
+DTYPES = (torch.float16, torch.bfloat16)
+_MOST_HEAD = 256
+_ALIGNED = 8
+"""What the size of a head is a multiple of."""
+_ARGUMENTS = ("scale", "window_size")
+_CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask", "position_bias")
+"""Keyword arguments of layers that change the result."""
+
+
+@cache
+def varlen_attention() -> Any:
+    """torch's function; None of a torch without it, or whose function takes no scale and no window."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    taken = inspect.signature(varlen_attn).parameters
+    return varlen_attn if all(name in taken for name in _ARGUMENTS) else None
+
+
+def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
+    """Why a device, a compute dtype or a model's configuration rule this kernel out, as a clause; None where none does."""
+    if profile.kind != "cuda":
+        return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
+    if dtype not in profile.flash_attention or dtype not in DTYPES:
+        return f"{profile.title} has no FlashAttention in {dtype_name(dtype)}"
+    if varlen_attention() is None:
+        return f"torch {torch.__version__} has no attention by lengths with a scale and windows"
+    dropped = [
+        name
+        for name, value in config.to_dict().items()
+        if "drop" in name and "att" in name and isinstance(value, float) and value > 0
+    ]
+    return (
+        f"attention drops scores ({', '.join(dropped)}), which attention by lengths does not"
+        if dropped
+        else None
+    )
+
+
+def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
+    """What models make their mask by: of sequences that somebody said, these; else transformers' mask for `sdpa`.
+
+    Raises:
+        NotImplementedError: the model's mask is made by a function of its own, of which the sequences say nothing.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    # A compiler would have to look into the context; positions tell sdpa's mask the same.
+    sequences = None if torch.compiler.is_compiling() else current()
+    if sequences is None:
+        return sdpa_mask(*args, local_size=local_size, **kwargs)
+    if kwargs.get("use_vmap"):
+        raise NotImplementedError("a mask by a function of the model's own")
+    return Sequences(sequences.ends, sequences.longest, local_size)
+
+
+def why_not_call(
+    inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
+) -> str | None:
+    """Why a call computes by a mask after all, as a clause; None where it computes by lengths.
+
+    Args:
+        inputs: query, key and value `[batch, heads, tokens, head]`.
+        sequences: of the one row.
+        causal: whether a query attends to no key after it.
+        kwargs: what the layer says besides.
+    """
+    query, key, value = inputs
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        return f"its inputs are {', '.join(sorted({dtype_name(x.dtype) for x in inputs}))}"
+    sizes = {x.shape[-1] for x in inputs}
+    if len(sizes) > 1 or max(sizes) > _MOST_HEAD or max(sizes) % _ALIGNED:
+        return f"its heads have sizes {', '.join(map(str, sorted(sizes)))}"
+    if len(query) != 1 or query.shape[2] != key.shape[2]:
+        return "it is not of one row with as many keys as queries"
+    if sequences.window is not None and not causal:
+        return "it has a window and is not causal"
+    if kwargs.get("dropout"):
+        return "it has dropout"
+    given = [name for name in _CHANGES if kwargs.get(name) is not None]
+    if given:
+        return f"it has {', '.join(given)}"
+    return None
+
+
+def by_lengths(
+    inputs: tuple[torch.Tensor, ...], sequences: Sequences, *, scale: float | None, causal: bool
+) -> torch.Tensor:
+    """The result `[1, tokens, query heads, head]` of a call that `why_not_call` has nothing against."""
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
+    window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
+    grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}
+    ends, longest = sequences.ends, sequences.longest
+    result: torch.Tensor = varlen_attention()(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(window - 1, 0 if causal else -1),
+        **grouped,
+    )
+    return result[None]
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    return frozenset(inspect.signature(varlen_attention()).parameters)
