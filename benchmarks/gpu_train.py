@@ -209,7 +209,7 @@ class Peer:
 
     def _loop(self, setting: Setting, steps: Steps) -> None:
         import isotype
-        from isotype.train.recompute import checkpoint_gradients
+        from isotype.model.recompute import checkpoint_gradients
 
         model, device = self.model, self.request.device
         model.train()

@@ -111,7 +111,7 @@ def one(way: str, path: str, small: str) -> dict[str, float]:
 
 def rows(model: str, folder: Path) -> Iterator[tuple[str, Path, float]]:
     """(name, checkpoint, MiB of the largest block in float32) of what is measured."""
-    from isotype.ranges.sources import largest_part
+    from isotype.checkpoint.measure import largest_part
 
     yield model, (source := _checkpoint(model)), largest_part(source) * 4 / _MIB
     for blocks in (1, 3):

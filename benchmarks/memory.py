@@ -28,10 +28,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import isotype
+from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.precision.policy import PrecisionPolicy
-from isotype.preflight.from_trainer import CHECKPOINTING
 from isotype.trace.live.recorder import measure_step
-from isotype.train.recompute import checkpoint_gradients
 from isotype.train.weightless import weightless_model
 
 TOLERANCE = 0.05

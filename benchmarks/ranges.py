@@ -170,10 +170,11 @@ def foretold(report: Report) -> str | None:
 
 def batches_of(tokens: int, count: int) -> list[dict[str, Any]]:
     """Rows of the embedded text through SmolLM2's own tokenizer."""
+    from isotype.checkpoint.adapter import tokenizer_of
+    from isotype.checkpoint.load import tokenizer_source
     from isotype.ranges.batches import passages
-    from isotype.ranges.sources import of_checkpoint
 
-    tokenizer: Any = of_checkpoint("embedded:smollm2", None).tokenizer()
+    tokenizer: Any = tokenizer_of(tokenizer_source("embedded:smollm2"))
     ids = tokenizer("\n".join(passages()), return_tensors="pt")["input_ids"][0]
     rows = ids[: ids.numel() // tokens * tokens].view(-1, tokens)
     return [

@@ -13,13 +13,13 @@ from tools.walk import walk
 
 FILES = {
     "preflight/check.py": """
-        from isotype.preflight.request import Request
+        from isotype.records.request import Request
         from isotype.trace.step import trace
         def check(model, name):
             request = Request(model, name)
             return request.run(trace)
         """,
-    "preflight/request.py": """
+    "records/request.py": """
         from dataclasses import dataclass
         from isotype.trace.step import trace, count
         @dataclass
@@ -60,7 +60,7 @@ def test_a_value_is_followed_through_records_methods_and_conversions(tmp_path: P
         ("isotype.checkpoint.load:load", "path"),
         ("isotype.checkpoint.load:unread", "path"),
         ("isotype.preflight.check:check", "model"),
-        ("isotype.preflight.request:Request.run", "self"),
+        ("isotype.records.request:Request.run", "self"),
         ("isotype.trace.step:trace", "what"),
     ]
     assert len(result.files) == 4

@@ -24,7 +24,7 @@ top=$(cd "$(dirname "$0")/.." && pwd)
 cd "$top" || exit 2
 python=${PYTHON:-$top/.venv/bin/python}
 
-computes=(tests/core tests/precision tests/contracts tests/lora tests/model tests/rules tests/trace/test_loss.py tests/train/test_step.py)
+computes=(tests/core tests/precision tests/contracts tests/lora tests/model tests/rules tests/model/test_loss.py tests/train/test_step.py)
 reads=(tests/core tests/data tests/report tests/cli tests/checkpoint tests/ranges/test_cache.py tests/train/test_recipes.py
     tests/train/test_validate.py tests/train/test_saved.py tests/test_public.py)
 quick_computes=(tests/core/test_compiled.py tests/precision tests/lora/test_linear.py tests/lora/test_products.py tests/lora/test_norms.py

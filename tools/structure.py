@@ -30,19 +30,20 @@ WALKS = {
 """What is followed: a function and its parameter."""
 
 WINGS = {
-    "judge": ("contracts", "trace", "rules", "ranges", "preflight", "report.check"),
+    "judge": ("contracts", "trace", "rules", "preflight", "report.check"),
     "doer": (
         "data",
         "checkpoint",
         "lora",
+        "planning",
         "train",
         "report.run",
         "report.inspect",
         "report.inspect_plan",
         "report.merge",
     ),
-    "cellar": ("core", "compat", "precision", "model", "report"),
-    "door": ("cli", "__init__", "__main__", "testing"),
+    "cellar": ("core", "compat", "precision", "records", "model", "ranges", "report"),
+    "door": ("cli", "report.doctor", "__init__", "__main__", "testing"),
 }
 """Rooms by wing; the longest name that fits decides."""
 

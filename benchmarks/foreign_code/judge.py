@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import isotype
 from foreign_code.case import Case, Step
 from isotype.preflight.run import setting_value
+from isotype.records.finding import Finding
 from isotype.report.check.report import Report
-from isotype.rules.finding import Finding
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 # Code that has no line to edit: torch's own, Python's, and what torch.fx generates.

@@ -79,8 +79,7 @@ def foreseen(options: Options, row: Row) -> int:
     import transformers
 
     import isotype
-    from isotype.preflight.from_trainer import CHECKPOINTING
-    from isotype.train.recompute import checkpoint_gradients
+    from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
     from isotype.train.weightless import weightless_model
 
     source = str(options.scratch / "speed-model")

@@ -13,6 +13,8 @@ from isotype.core.package import VERSION
 from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
+    from isotype.checkpoint.damage.measure import measure_quality
+    from isotype.checkpoint.measure import measure_ranges
     from isotype.checkpoint.modules import StateDictAdapter, load_module
     from isotype.checkpoint.open import load
     from isotype.checkpoint.resolve import resolve_precision
@@ -32,11 +34,9 @@ if TYPE_CHECKING:
     from isotype.precision.ranges import Ranges
     from isotype.preflight.check import check
     from isotype.preflight.repair import Repairs, repair
-    from isotype.preflight.request import StepRequest
-    from isotype.ranges.damage.measure import measure_quality
-    from isotype.ranges.measure import measure_ranges
+    from isotype.records.finding import Finding, Fix
+    from isotype.records.request import StepRequest
     from isotype.report.check.report import Report
-    from isotype.rules.finding import Finding, Fix
     from isotype.train.callback import PrecisionCallback
     from isotype.train.enforce import enforce
 
@@ -55,18 +55,18 @@ _HOME = {
     "check": "isotype.preflight.check",
     "plan": "isotype.planning.plan",
     "repair": "isotype.preflight.repair",
-    "measure_ranges": "isotype.ranges.measure",
-    "measure_quality": "isotype.ranges.damage.measure",
+    "measure_ranges": "isotype.checkpoint.measure",
+    "measure_quality": "isotype.checkpoint.damage.measure",
     "PrecisionCallback": "isotype.train.callback",
     "Damages": "isotype.precision.damages",
-    "Finding": "isotype.rules.finding",
-    "Fix": "isotype.rules.finding",
+    "Finding": "isotype.records.finding",
+    "Fix": "isotype.records.finding",
     "FusionReport": "isotype.lora.fuse",
     "Plan": "isotype.planning.plan",
     "Ranges": "isotype.precision.ranges",
     "Repairs": "isotype.preflight.repair",
     "Report": "isotype.report.check.report",
-    "StepRequest": "isotype.preflight.request",
+    "StepRequest": "isotype.records.request",
     "IsotypeError": "isotype.core.errors",
     "PrecisionError": "isotype.core.errors",
     "CheckpointError": "isotype.core.errors",

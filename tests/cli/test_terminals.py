@@ -19,7 +19,7 @@ from isotype.cli.main import main
 from isotype.core.files import write_whole
 from isotype.core.terminal import _NEAREST, as_typed, print_the_nearest
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.check.report import write_report
+from isotype.report.files import write_report
 from isotype.report.narrow import fitting, wrapped
 from isotype.train.describe import command_line, show_policy
 

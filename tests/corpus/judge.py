@@ -10,8 +10,8 @@ import torch
 import isotype
 from isotype.preflight.apply import apply_actions
 from isotype.preflight.run import setting_value
+from isotype.records.finding import Finding
 from isotype.report.check.report import Report
-from isotype.rules.finding import Finding
 from tests.corpus.scenario import Broken, Scenario
 from tests.reality import real_step
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from isotype.preflight import run as preflight
+from isotype.records.trace import Trace
 from isotype.rules import judge
 from isotype.rules.kit.contract_rule import settled
 from isotype.trace.fake.step import trace_step
-from isotype.trace.record import Trace
 from tests.corpus.discover import all_scenarios
 from tests.corpus.judge import check_broken
 

@@ -14,8 +14,8 @@ import isotype
 from isotype.lora.attention import registered
 from isotype.lora.attention.registered import REPEATED, AttentionReport, use_fast_attention
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
+from isotype.records.request import StepRequest
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
 
 T4, A100 = device_profile("t4"), device_profile("a100-40gb")

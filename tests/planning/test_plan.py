@@ -17,8 +17,9 @@ from isotype.cli.main import main
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.planning.plan import Plan
 from isotype.planning.record import Row
-from isotype.preflight.request import StepRequest
-from isotype.trace.record import Call, Memory, Operand, Origin, Trace
+from isotype.preflight.setup import setup_of
+from isotype.records.request import StepRequest
+from isotype.records.trace import Call, Memory, Operand, Origin, Trace
 from isotype.train.plan import parse_options, plan_of
 from isotype.train.recompute_choice import steady_peak
 from isotype.train.step import check_plan
@@ -73,7 +74,7 @@ def test_every_row_is_what_a_check_of_its_command_foresees(config: Path) -> None
 
 def step_of(request: StepRequest) -> Trace:
     """Weights of 1 MiB in 4 bits, 4 MiB otherwise, and 4 KiB a token, of which checkpointing saves three quarters; a product."""
-    setup = request.setup()
+    setup = setup_of(request)
     rows, tokens = setup.batch["input_ids"]
     policy = setup.policy
     assert policy is not None

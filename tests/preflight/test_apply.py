@@ -14,7 +14,7 @@ from torch import nn
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.boundary import Boundary
 from isotype.preflight.apply import apply_actions, take_back
-from isotype.rules.finding import Action
+from isotype.records.finding import Action
 from tests.small import BF16, FP16, FP32, WIDTH, Net, ids, net, wide_norms
 
 

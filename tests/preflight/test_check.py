@@ -21,13 +21,13 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight.check import check
-from isotype.preflight.request import compute_dtype
 from isotype.preflight.run import with_settings
-from isotype.rules.finding import Action
-from isotype.trace.fake.code import LossOf
+from isotype.preflight.setup import compute_dtype
+from isotype.records.finding import Action
+from isotype.records.request import LossOf
+from isotype.records.trace import Setup, Trace
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.optimizers import OPTIMIZERS
-from isotype.trace.record import Setup, Trace
 from tests.reality import real_step
 from tests.small import BF16, FP16, FP32, WIDTH, ids, net, wide_norms
 

@@ -12,10 +12,9 @@ from torch import nn
 import isotype
 from isotype.preflight import measured
 from isotype.preflight.check import check
-from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
+from isotype.records.request import LossOf, StepRequest
 from isotype.report.check.report import Report
-from isotype.trace.fake.code import LossOf
 from tests.model.test_range_boundaries import llama
 
 IDS = torch.arange(24).reshape(2, 12)
@@ -66,7 +65,7 @@ def test_other_steps_are_not_measured(autocast: Any, monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(measured, "measure_ranges", refuse)
+    monkeypatch.setattr(measured, "measure", refuse)
     report = checked(model(), autocast=autocast)
     assert (report.ranges, report.trace.setup.ranges, notes(report)) == (None, None, ())
 

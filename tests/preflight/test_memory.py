@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isotype
+from isotype.model.fold import fold
 from isotype.precision.policy import PrecisionPolicy
-from isotype.trace.fold import fold
 from isotype.train.weightless import weightless_model
 from tests.models import quiet
 

@@ -13,8 +13,8 @@ from torch import nn
 from isotype.core.errors import UsageError
 from isotype.preflight.check import check
 from isotype.preflight.repair import Repairs, plan, repair
+from isotype.records.finding import Action, Finding, Fix, by_preference, in_library
 from isotype.report.check.report import Report
-from isotype.rules.finding import Action, Finding, Fix, by_preference, in_library
 from tests.reality import real_step
 from tests.small import BF16, ids, net, wide_norms
 

@@ -9,9 +9,8 @@ import torch
 
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.ranges import OperatorRange, Ranges
-from isotype.report.check.report import Report
-from isotype.rules.finding import Action, Cost, Finding, Fix
-from isotype.trace.record import (
+from isotype.records.finding import Action, Cost, Finding, Fix
+from isotype.records.trace import (
     Breach,
     Call,
     Failure,
@@ -23,6 +22,7 @@ from isotype.trace.record import (
     Trace,
     Weight,
 )
+from isotype.report.check.report import Report
 
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 MIB = 2**20

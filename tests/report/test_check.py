@@ -19,6 +19,8 @@ from rich.console import Console
 
 from isotype import __version__
 from isotype.core.errors import PrecisionError, SaveError
+from isotype.records.finding import Action, Cost, Fix
+from isotype.records.trace import Memory
 from isotype.report.check.html import to_html
 from isotype.report.check.json import SCHEMA_VERSION
 from isotype.report.check.report import Report
@@ -32,8 +34,6 @@ from isotype.report.check.text import (
     verdict,
 )
 from isotype.report.text import format_flops, format_share
-from isotype.rules.finding import Action, Cost, Fix
-from isotype.trace.record import Memory
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_traced, too_large
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")

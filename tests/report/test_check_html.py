@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from isotype.records.finding import Finding
+from isotype.records.trace import MEMORY_KINDS, Memory, Trace
 from isotype.report.check.html import to_html
-from isotype.rules.finding import Finding
-from isotype.trace.record import MEMORY_KINDS, Memory, Trace
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, plain, setup, too_large
 
 VOID = {"meta", "link", "br", "wbr", "hr", "img", "input"}

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isotype.core.names import plain_name
+from isotype.records.trace import Weight
 from isotype.report.check.map import Cell, Stack, dtype_map, layer_counts, split_layer
-from isotype.trace.record import Weight
 from tests.report.check_samples import (
     BF16,
     CRASH,

@@ -11,9 +11,10 @@ import torch
 import isotype
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
+from isotype.records.finding import Cost
+from isotype.report.check.cost import seconds_words
 from isotype.report.check.record import Record
-from isotype.report.check.text import cost_clauses, seconds_words, to_text
-from isotype.rules.finding import Cost
+from isotype.report.check.text import cost_clauses, to_text
 from isotype.rules.ist605_memory import unquantized_experts
 from isotype.rules.kit.step_time import step_time
 from isotype.train.weightless import weightless_model

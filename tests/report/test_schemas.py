@@ -17,12 +17,12 @@ from jsonschema.exceptions import best_match
 
 import isotype
 from isotype.precision.policy import PrecisionPolicy
+from isotype.records.finding import SCOPES, SEVERITIES, ActionKind
+from isotype.records.trace import MEMORY_KINDS, OriginKind, Phase
 from isotype.report.check import json as check_json
 from isotype.report.check.record import Outlook, Status
 from isotype.report.run.json import to_json as run_to_json
 from isotype.report.run.record import SCHEMA_VERSION, DataSummary, RunRecord
-from isotype.rules.finding import SCOPES, SEVERITIES, ActionKind
-from isotype.trace.record import MEMORY_KINDS, OriginKind, Phase
 from tests.report import test_run_report
 from tests.report.check_samples import SAMPLES, costly, crash, not_traced
 

@@ -10,7 +10,7 @@ import torch
 
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.trace.record import (
+from isotype.records.trace import (
     Breach,
     Call,
     Failure,

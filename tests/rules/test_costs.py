@@ -8,8 +8,8 @@ from torch import nn
 
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
+from isotype.records.trace import Call, Operand, Origin
 from isotype.rules.kit import costs
-from isotype.trace.record import Call, Operand, Origin
 from tests.rules.traces import BF16, FP32, on, traced
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.rules.finding import Finding
+from isotype.records.finding import Finding
+from isotype.records.trace import Failure
 from isotype.rules.ist199_not_traced import is_about_dtypes
-from isotype.trace.record import Failure
 from tests.rules import samples
 from tests.rules.traces import batch, found, llama, traced
 from tests.small import BF16

@@ -7,9 +7,9 @@ from torch import nn
 
 from isotype.preflight.check import check
 from isotype.preflight.repair import repair
-from isotype.rules.finding import Action
+from isotype.records.finding import Action
+from isotype.records.trace import Failure
 from isotype.rules.ist301_scaler_float16 import find
-from isotype.trace.record import Failure
 from tests.reality import real_step
 from tests.rules.samples import FP16, FP32, adapter, trace, unscale, weight
 from tests.small import WIDTH

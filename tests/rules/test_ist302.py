@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from isotype.rules.finding import Action
+from isotype.records.finding import Action
 from isotype.rules.ist302_scaler_bfloat16 import find
 from tests.rules.samples import BF16, FP16, FP32, adapter, trace
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from isotype.rules.finding import Action
+from isotype.records.finding import Action
 from isotype.rules.ist303_no_scaler import find
 from tests.rules.samples import BF16, FP16, FP32, LAYER, adapter, call, operand, packed, trace
 from tests.rules.traces import batch, cast, llama, verified

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from isotype.rules.finding import Action
+from isotype.records.finding import Action
+from isotype.records.trace import Operand, Origin
 from isotype.rules.ist305_optimizer import find
-from isotype.trace.record import Operand, Origin
 from tests.rules.samples import BF16, FP32, adapter, norm, operand, refused, trace, weight
 
 

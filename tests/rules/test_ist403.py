@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from isotype.records.trace import Call, Failure, Operand, Origin
 from isotype.rules.ist403_packed_raw import explains, find
-from isotype.trace.record import Call, Failure, Operand, Origin
 from tests.rules.samples import BF16, FP16, FP32, LAYER, call, operand, packed, trace, weight
 
 COLUMN = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x64 and 1x2048)"

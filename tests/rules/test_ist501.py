@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isotype.precision.policy import PrecisionPolicy
-from isotype.trace.record import Trace
+from isotype.records.trace import Trace
 from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
 
 RULE = "ist501_checkpoint_dtype"

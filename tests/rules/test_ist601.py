@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.rules.finding import Action
-from isotype.trace.record import Trace
+from isotype.records.finding import Action
+from isotype.records.trace import Trace
 from tests.rules.samples import call, operand, trace
 from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
 

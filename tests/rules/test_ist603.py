@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from isotype.precision.versions import Incompatibility, incompatibilities
-from isotype.preflight.request import StepRequest
-from isotype.trace.record import Trace
+from isotype.preflight.setup import setup_of
+from isotype.records.request import StepRequest
+from isotype.records.trace import Trace
 from tests.rules.traces import found, traced
 
 RULE = "ist603_versions"
@@ -36,7 +37,7 @@ def test_libraries_that_fit() -> None:
 
 
 def test_a_step_knows_the_libraries_of_its_own_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotype.preflight.request.incompatible_here", lambda kind: tuple(OLD))
+    monkeypatch.setattr("isotype.preflight.setup.incompatible_here", lambda kind: tuple(OLD))
     model, inputs = nn.Linear(4, 4), {"input": torch.ones(2, 4)}
-    assert StepRequest(model, inputs, device="cpu").setup().incompatible == tuple(OLD)
-    assert StepRequest(model, inputs, device="t4").setup().incompatible == ()
+    assert setup_of(StepRequest(model, inputs, device="cpu")).incompatible == tuple(OLD)
+    assert setup_of(StepRequest(model, inputs, device="t4")).incompatible == ()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.trace.record import Trace
+from isotype.records.trace import Trace
 from tests.rules.traces import BF16, FP32, batch, cast, found, llama, on, traced
 
 RULE = "ist604_attention"

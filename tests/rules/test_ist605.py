@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from isotype.rules.finding import Finding
-from isotype.trace.record import Trace
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
 from tests.rules.traces import BF16, FP32, batch, found, llama, on, traced
 
 RULE = "ist605_memory"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from isotype.rules.finding import Action
+from isotype.records.finding import Action
 from isotype.rules.ist803_positions import find
 from tests.rules.samples import BF16, FP32, call, operand, trace, weight, with_modules
 

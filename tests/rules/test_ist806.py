@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from isotype.records.trace import Call, Trace
 from isotype.rules.ist806_router import find
-from isotype.trace.record import Call, Trace
 from tests.rules.samples import BF16, FP32, call, operand, trace, weight
 
 GATE = "model.layers.0.mlp.gate"

@@ -25,8 +25,8 @@ import isotype
 from isotype.core.names import base_name
 from isotype.model.boundary import original_class
 from isotype.preflight.check import check
+from isotype.records.finding import Finding
 from isotype.report.check.report import Report
-from isotype.rules.finding import Finding
 from tests.model.test_range_boundaries import llama
 
 FP16 = torch.float16

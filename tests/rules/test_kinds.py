@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import isotype
+from isotype.records.finding import Finding, Kind
 from isotype.rules import all_rules
-from isotype.rules.finding import Finding, Kind
 from tests.cli.test_check import report_with
 
 SOURCES = Path(isotype.__file__).parent

@@ -14,7 +14,7 @@ from isotype.contracts.contract import contracts_for
 from isotype.contracts.example import decode, is_float, tensors_in
 from isotype.contracts.measure import EXAMPLES, REFUSALS, combinations, overload
 from isotype.contracts.pattern import FLOAT_DTYPES
-from isotype.trace.source import first_line
+from isotype.core.errors import first_line
 from tests.reality import real_step
 from tests.rules.traces import BF16, FP32, traced
 

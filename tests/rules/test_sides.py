@@ -12,8 +12,8 @@ from torch import nn
 
 import isotype
 from isotype.preflight.check import check
-from isotype.preflight.request import compute_dtype
-from isotype.trace.record import Origin
+from isotype.preflight.setup import compute_dtype
+from isotype.records.trace import Origin
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import weights_of
 from tests.reality import real_step

@@ -12,11 +12,11 @@ from torch import nn
 
 import isotype.preflight.check
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.request import compute_dtype
-from isotype.rules.finding import Finding
+from isotype.preflight.setup import compute_dtype
+from isotype.records.finding import Finding
+from isotype.records.trace import Phase, Setup, Trace
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
-from isotype.trace.record import Phase, Setup, Trace
 from tests.models import tiny_batch, tiny_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

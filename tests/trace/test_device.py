@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 
 import isotype
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
+from isotype.records.request import StepRequest
 from isotype.trace.fake.device import cpu_stands_for, written_for
 from tests.small import BF16, FP16, FP32, Seen
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as nnf
 
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.request import compute_dtype
+from isotype.preflight.setup import compute_dtype
+from isotype.records.trace import Origin, Setup, Trace
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
-from isotype.trace.record import Origin, Setup, Trace
 from tests.reality import real_step
 from tests.rules.traces import traced
 from tests.small import BF16, FP16, FP32

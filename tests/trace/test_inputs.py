@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.records.trace import Call, Trace
 from isotype.trace.fake.inputs import named_tensors
-from isotype.trace.record import Call, Trace
 from tests.rules.traces import traced
 from tests.small import BF16, WIDTH
 

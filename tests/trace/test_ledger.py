@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.model.fold import STANDS_FOR
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
+from isotype.records.trace import Memory, Setup
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
-from isotype.trace.fold import STANDS_FOR
 from isotype.trace.ledger import Ledger
-from isotype.trace.record import Memory, Setup
 from isotype.train.weightless import weightless_model
 from tests.small import BF16, FP32, WIDTH, Block, ids, net
 

@@ -20,11 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isotype.compat.torch import is_simulated
 from isotype.preflight.check import check
+from isotype.records.trace import Failure, Setup
 from isotype.trace.live.forward import named_inputs
 from isotype.trace.live.modes import no_modes, put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, measure_step
 from isotype.trace.live.watch import Beginning, Watch
-from isotype.trace.record import Failure, Setup
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from isotype.trace.record import Call, Origin, Trace
+from isotype.records.trace import Call, Origin, Trace
 from isotype.trace.recorder import Recorder
 from tests.reality import real_step
 from tests.rules.traces import traced

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.model.fold import fold
 from isotype.model.shard import groups_of
-from isotype.preflight.request import StepRequest
+from isotype.preflight.setup import setup_of
+from isotype.records.request import StepRequest
 from isotype.trace.fake.sharded import shard_bytes
-from isotype.trace.fold import fold
 from tests.small import WIDTH, Net, ids
 
 FLOAT = 4
@@ -154,4 +155,4 @@ def test_integers_may_stay_whole() -> None:
 def test_the_number_of_devices_has_to_be_one() -> None:
     for devices in (0, -2, 1.5):
         with pytest.raises(isotype.UsageError, match="a number of devices, at least 1"):
-            StepRequest(Net(), ids(), devices=devices).setup()  # type: ignore[arg-type]
+            setup_of(StepRequest(Net(), ids(), devices=devices))  # type: ignore[arg-type]

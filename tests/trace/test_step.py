@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from isotype.model.loss import loss_of
 from isotype.precision.devices.profile import device_profile
-from isotype.trace.fake.code import LossOf, StepCode
+from isotype.records.request import LossOf
+from isotype.records.trace import Setup, Trace
+from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.step import trace_step
-from isotype.trace.loss import loss_of
-from isotype.trace.record import Setup, Trace
 from tests.reality import real_step
 from tests.small import BF16, FP16, FP32, WIDTH, Seen, ids, net, wide_norms
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from isotype.records.trace import FLOATS, Trace
 from isotype.rules.kit.groups import groups
 from isotype.trace.live.recorder import measure_step
-from isotype.trace.record import FLOATS, Trace
 from isotype.trace.taken import call_of
 from tests.reality import real_step
 from tests.rules.traces import traced

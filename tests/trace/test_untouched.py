@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
+from isotype.records.trace import Setup
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.fake.untouched import Untouched, beside_twin
-from isotype.trace.record import Setup
 from tests.reality import real_step
 from tests.rules.traces import traced
 from tests.small import FP32, WIDTH, ids, wide_norms

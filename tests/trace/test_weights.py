@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from isotype.model.fold import STANDS_FOR
+from isotype.records.trace import Quantization, Weight
 from isotype.trace.fake.twin import fake_mode, twin_of
-from isotype.trace.fold import STANDS_FOR
-from isotype.trace.record import Quantization, Weight
 from isotype.trace.weights import weights_of
 from tests.small import BF16, FP16, FP32, net
 

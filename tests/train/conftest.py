@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.preflight.from_trainer import checkpointing
+from isotype.model.recompute import checkpointing
 from isotype.train.recompute_choice import Choice
 from isotype.train.settings import Settings
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from isotype.precision.devices.profile import TIGHT
+from isotype.records.finding import Finding
+from isotype.records.trace import Memory
 from isotype.report.check.report import Report
-from isotype.rules.finding import Finding
-from isotype.rules.ist605_memory import TIGHT
-from isotype.trace.record import Memory
 from isotype.train.fit import fitting
 from isotype.train.plan import parse_options, plan_of
 from tests.cli.test_check import report_with

@@ -19,7 +19,7 @@ import isotype.train.governed
 import isotype.train.head
 from isotype.data.methods import METHODS
 from isotype.lora.head import head_of
-from isotype.trace.fake.code import LossOf
+from isotype.records.request import LossOf
 from isotype.trace.live.recorder import measure_step
 from isotype.train import recipes
 from isotype.train.head import put_head, use_own_head, use_trl_head

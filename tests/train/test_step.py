@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from isotype.preflight.request import DEFAULT_PHASES
+from isotype.records.request import DEFAULT_PHASES
 from isotype.train import step, weightless
 from isotype.train.plan import parse_options, plan_of
 from tests.models import CONFIGS

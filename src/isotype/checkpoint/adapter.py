@@ -19,11 +19,11 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.values.finite import require_finite
 from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
+from isotype.model.finite import require_finite
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy

@@ -21,7 +21,7 @@ from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
 from isotype.checkpoint.values.dequantize import dense_layer, dense_weight, dequantize
-from isotype.checkpoint.values.finite import refuse
+from isotype.model.finite import refuse
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import align_4bit, align_8bit
 from isotype.model.walk import blocks_in, kind_of, places

@@ -15,11 +15,11 @@ from isotype.checkpoint.formats.staged import BUFFER, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted
-from isotype.checkpoint.values.finite import not_finite
 from isotype.checkpoint.values.gguf_values import Turn
 from isotype.checkpoint.values.unpack import Packing, dense
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
+from isotype.model.finite import not_finite
 from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.quantized import holds_turned
 

@@ -21,13 +21,13 @@ from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.complete import require_complete_gguf
 from isotype.checkpoint.streaming import can_stream, headers_of, stream
-from isotype.checkpoint.values.finite import not_finite, refuse
 from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.compat.hub import asking
 from isotype.compat.transformers import DTYPE_PLAN, LOAD, is_auto_class, pin, pinned, pinned_strictly, rename
 from isotype.compat.transformers import subclass as loading_class
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import contradiction, enforce_model
+from isotype.model.finite import not_finite, refuse
 from isotype.model.range_boundaries import float32_by_ranges
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy

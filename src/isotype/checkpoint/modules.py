@@ -19,12 +19,12 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import dense_shape, stored_tensors
 from isotype.checkpoint.plan import quantized_weights
-from isotype.checkpoint.values.finite import not_finite, refuse
 from isotype.checkpoint.values.unpack import Packing, dense, packing_of
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
 from isotype.model.enforce import dtypes_to_load, enforce_model
+from isotype.model.finite import not_finite, refuse
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
 

@@ -21,12 +21,12 @@ from isotype.checkpoint.load import forget_quantization
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
-from isotype.checkpoint.values.finite import require_finite
 from isotype.checkpoint.weightless import model_config, skeleton, store
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import base_name
+from isotype.model.finite import require_finite
 from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
 from isotype.model.quantized import holds_turned, quantization_state
 from isotype.model.shard import device_of, mesh_over_all, shard_model

@@ -50,7 +50,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     """
     options = quality_parser().parse_args(list(argv))
     quiet_libraries()
-    from isotype.ranges.damage.measure import measure_quality
+    from isotype.checkpoint.damage.measure import measure_quality
     from isotype.train.quality import batch_of_data
 
     with interrupts_kept():

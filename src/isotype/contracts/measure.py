@@ -58,6 +58,7 @@ from isotype.contracts.pattern import (
     patterns_of,
 )
 from isotype.contracts.values import REFUSALS, corrupted, results_of
+from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
 
@@ -162,18 +163,13 @@ def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Itera
         except REFUSALS as error:
             if isinstance(error, getattr(torch, "AcceleratorError", ())):
                 raise  # the device is lost: every later call would fail too
-            yield Outcome(pattern, error=_first_line(error))
+            yield Outcome(pattern, error=first_line(error))
             continue
         if letters != recorded and corrupted(function, example, letters, recorded, returned, device):
             yield Outcome(pattern, error=CORRUPTS)
             continue
         unsure = loose or (pointwise and len(set(letters)) > 1)
         yield Outcome(pattern, results=UNSPECIFIED if unsure else _result_letters(returned))
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.split("\n", 1)[0].strip()
 
 
 def _result_letters(returned: Any) -> str:

@@ -79,3 +79,8 @@ class SaveError(IsotypeError):
     """Something could not be written; what was there before is untouched."""
 
     exit_code = 1
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message in one line; its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isotype.core.errors import Problem
+from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed
 from isotype.data.cells import COLUMNS, TEXT_COLUMNS, Row
 from isotype.data.columns import columns_problem, quoted, survey
@@ -338,7 +338,3 @@ def _part_of(index: int, parts: Parts) -> tuple[str, int]:
 def literal(files: Iterable[Path]) -> list[str]:
     """Paths for `load_dataset`, which reads them as patterns."""
     return [glob.escape(str(path.absolute())) for path in files]
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

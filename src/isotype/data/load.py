@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from isotype.compat.hub import offline_if_unreachable
-from isotype.core.errors import DataError, Problem
-from isotype.data.build import Job, first_line, opened, prepare
+from isotype.core.errors import DataError, Problem, first_line
+from isotype.data.build import Job, opened, prepare
 from isotype.data.locate import EMBEDDED, LocalData, data_error, find_local, splits_problems
 from isotype.data.mapping import parse_columns
 from isotype.data.mixture import load_mixture

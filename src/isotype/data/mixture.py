@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.compat.hub import offline_if_unreachable
-from isotype.core.errors import Problem
-from isotype.data.build import Job, Prepared, first_line, literal, opened, prepare
+from isotype.core.errors import Problem, first_line
+from isotype.data.build import Job, Prepared, literal, opened, prepare
 from isotype.data.cells import COLUMNS, TURN_COLUMNS
 from isotype.data.columns import formats_of, matching, quoted
 from isotype.data.locate import LocalData, data_error, find_local, splits_problems

@@ -79,7 +79,7 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList some of whose children stand for others (`isotype.trace.fold`).
+    """A ModuleList some of whose children stand for others (`isotype.model.fold`).
 
     They keep the numbers they had in the whole model, and are indexed by what is left.
     """

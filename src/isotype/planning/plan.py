@@ -25,7 +25,7 @@ from isotype.planning.request import PlanRequest, parse_request, require_known_g
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.report.check.report import write_report
+from isotype.report.files import write_report
 from isotype.train.recompute_choice import Room, room_of
 from isotype.train.step import row_length
 

@@ -12,14 +12,14 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, UsageError
+from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
 from isotype.planning.record import Row, Time
 from isotype.planning.request import PlanRequest
 from isotype.planning.steps import Steps, Traced, largest
 from isotype.planning.workload import work_of
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.preflight.from_trainer import CHECKPOINTING
-from isotype.rules.kit.step_time import StepTime
+from isotype.records.step_time import StepTime
 from isotype.train.plan import Plan as Step
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room

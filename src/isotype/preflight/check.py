@@ -15,10 +15,9 @@ from torch import nn
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.from_trainer import request_of_trainer
-from isotype.preflight.request import StepRequest
 from isotype.preflight.run import run
+from isotype.records.request import LossOf, StepRequest
 from isotype.report.check.report import Report
-from isotype.trace.fake.code import LossOf
 
 
 class Options(TypedDict, total=False):

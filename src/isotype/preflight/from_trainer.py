@@ -13,10 +13,10 @@ from torch import nn
 
 from isotype.core.errors import Problem, UsageError
 from isotype.core.random_states import random_states_kept
+from isotype.model.loss import loss_of
+from isotype.model.recompute import checkpointing
 from isotype.model.shard import is_sharded
-from isotype.preflight.request import StepRequest
-from isotype.trace.fake.code import LossOf
-from isotype.trace.loss import loss_of
+from isotype.records.request import LossOf, StepRequest
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
@@ -100,23 +100,6 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
         "reshard": str(config.get("reshard_after_forward", True)).lower() in ("true", "1", "full_shard"),
         "shard_integers": False,
     }
-
-
-CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-"""What a trainer gives to `gradient_checkpointing_enable` that is told no more than to do it."""
-
-
-def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """The arguments that the trainer gives to `gradient_checkpointing_enable`, None where it is off.
-
-    But for `offload`: a step that is traced has no other memory to put activations into.
-    """
-    if not arguments.gradient_checkpointing:
-        return None
-    given = dict(arguments.gradient_checkpointing_kwargs or {})
-    given.pop("offload", None)
-    own = {"every_n_layers": given.pop("every_n_layers")} if "every_n_layers" in given else {}
-    return {**({"gradient_checkpointing_kwargs": given} if given else CHECKPOINTING), **own}
 
 
 def _autocast(arguments: Any) -> torch.dtype | bool:

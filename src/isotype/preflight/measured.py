@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
+from isotype.core.errors import first_line
 from isotype.precision.ranges import Ranges
-from isotype.preflight.request import StepRequest
-from isotype.ranges.measure import measure_ranges
+from isotype.ranges.batches import given_batches
+from isotype.ranges.measure import measure
+from isotype.ranges.measured import of_module
+from isotype.records.request import StepRequest, given_inputs
+from isotype.records.trace import Trace
 from isotype.rules.kit.value_ranges import computes_float16
-from isotype.trace.fake.code import given_inputs
 from isotype.trace.fake.surroundings import surroundings
-from isotype.trace.record import Trace
-from isotype.trace.source import first_line
 
 logger = logging.getLogger("isotype")
 
@@ -47,7 +48,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
     logger.info("measuring value ranges, for about %.0f s at most", seconds)
     try:
         with surroundings():
-            return measure_ranges(model, dict(inputs)), ()
+            return measure(of_module(model), given_batches(dict(inputs))), ()
     except Exception as error:  # noqa: BLE001 - a check never ends a script: its report says what was not measured
         raised = f"{type(error).__name__}: {first_line(error)}"
         return None, (f"value ranges: the model could not be measured on these inputs, because of {raised}",)

@@ -10,8 +10,8 @@ from torch import nn
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
 from isotype.preflight.apply import Undo, apply_actions, take_back
+from isotype.records.finding import Action, Finding, Fix, by_preference, marked
 from isotype.report.check.report import Report
-from isotype.rules.finding import Action, Finding, Fix, by_preference, marked
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,17 @@ from isotype.core.random_states import random_states_kept
 from isotype.preflight.apply import apply_actions
 from isotype.preflight.measured import measured
 from isotype.preflight.repair import needs_the_caller
-from isotype.preflight.request import StepRequest
+from isotype.preflight.setup import setup_of
+from isotype.records.finding import Action, Finding, Fix, Severity
+from isotype.records.request import StepRequest
+from isotype.records.trace import Call, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.rules import judge, resolves, unjudged
-from isotype.rules.finding import Action, Finding, Fix, Severity
 from isotype.rules.kit.contract_rule import settled
 from isotype.rules.kit.value_ranges import computes_float16
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import failed_trace, trace_step
 from isotype.trace.fake.untouched import Untouched
-from isotype.trace.record import Call, Setup, Trace
 from isotype.trace.weights import weights_of
 
 
@@ -57,7 +58,7 @@ def run(
         PrecisionError: an unknown device or dtype.
     """
     started = time.perf_counter()
-    setup = request.setup()
+    setup = setup_of(request)
     try:
         step = _Step(_code_of(request), setup)
         # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
@@ -82,7 +83,7 @@ def run(
 @random_states_kept()
 def trace_of(request: StepRequest) -> Trace:
     """The trace of a request alone, unjudged: what it takes, and whether it could be traced."""
-    setup = request.setup()
+    setup = setup_of(request)
     try:
         return _Step(_code_of(request), setup).trace()
     except IsotypeError:

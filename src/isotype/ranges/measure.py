@@ -1,4 +1,4 @@
-"""measure_ranges: the largest values of a model, in one forward and backward in float32."""
+"""The largest values of a module, in one forward and backward in float32."""
 
 from __future__ import annotations
 
@@ -6,88 +6,64 @@ import contextlib
 import datetime
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from isotype.checkpoint.measured import fingerprint, keep_ranges
 from isotype.compat.torch import tree_map
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import SaveError
 from isotype.core.random_states import random_states_kept
+from isotype.model.loss import find_loss, loss_of
 from isotype.precision.ranges import Ranges
-from isotype.ranges.batches import Batches, given_batches, made_batches
+from isotype.ranges.batches import Batches
+from isotype.ranges.measured import Measured
 from isotype.ranges.recorder import RangeRecorder
-from isotype.ranges.sources import of_checkpoint, of_module
 from isotype.ranges.twin import Twin, twin_of
 from isotype.ranges.weights import Weights
-from isotype.trace.loss import find_loss, loss_of
-
-TOKENS = 256
-"""Tokens that are run where nobody gives a batch."""
 
 
-def measure_ranges(
-    model: nn.Module | str | Path,
-    batch: Any = None,
+def measure(
+    measured: Measured,
+    run: Batches,
     *,
-    tokens: int = TOKENS,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     progress: bool = True,
-    revision: str | None = None,
 ) -> Ranges:
     """Run a forward and a backward of the mean loss and write down the largest magnitude of every value.
 
     It is computed in float32 from the weights as they are, in evaluation mode, without autocast and without a policy's
-    boundaries. Of a checkpoint, and of a model in memory, one block at a time is there in float32: blocks are computed
-    again in the backward. A model in memory is not changed, nor its gradients, hooks, modes or random states. What is
-    measured of a checkpoint on text of this package, no less than by default, is kept for
-    `isotype.checkpoint.measured.kept_ranges`.
+    boundaries. One block at a time is there in float32: blocks are computed again in the backward. The model is not changed, nor
+    its gradients, hooks, modes or random states.
 
     Args:
-        model: a module (with PEFT adapters, quantized layers, boundaries or not), or a checkpoint: a directory, a
-            GGUF file, `embedded:NAME` or a hub id.
-        batch: what the model is called with, a dict of tensors, labels included, or a list of such dicts; by default
-            short texts that come with isotype.
-        tokens: how many tokens of these texts.
-        device: where it is computed; by default where the model is, of a checkpoint the CPU.
+        measured: the model.
+        run: what it is called with.
+        device: where it is computed; by default where the model is.
         dtype: dtype that it is computed in; by default float32, bfloat16 where that does not fit into free memory.
         progress: whether a bar is shown on a terminal when it takes longer than three seconds.
-        revision: branch, tag or commit of a hub id.
 
     Returns:
-        The measurement. Where even float32 overflows it holds infinity or NaN, and a note names the first operator.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it cannot be loaded.
-        UsageError: no batch can be made up for the model, or the one given is none; a model in memory without values.
+        The measurement, without a key. Where even float32 overflows it holds infinity or NaN, and a note names the first operator.
     """
-    measured = of_module(model) if isinstance(model, nn.Module) else of_checkpoint(model, revision)
-    base = measured.model
-    run = given_batches(batch) if batch is not None else made_batches(base, measured.tokenizer(), tokens)
     where = torch.device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
     recorder, weights = RangeRecorder(), Weights(chosen, where)
     bar = Bar("measuring value ranges", progress)
-    twin = twin_of(base, weights, recorder, bar.advance, measured.read)
+    twin = twin_of(measured.model, weights, recorder, bar.advance, measured.read)
     bar.total = 2 * len(run.batches) * sum(map(len, twin.blocks))
     try:
         losses, notes = _run(twin, recorder, run, where, chosen)
     finally:
         bar.close()
-    ranges = replace(
+    return replace(
         _ranges(recorder, twin, run),
         source=measured.source,
-        key="" if isinstance(model, nn.Module) else fingerprint(str(model), revision) or "",
         dtype=dtype_name(chosen),
         loss=losses,
         notes=(*measured.notes, *run.notes, *notes),
     )
-    return _kept(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
 
 
 def _ranges(recorder: RangeRecorder, twin: Twin, run: Batches) -> Ranges:
@@ -105,15 +81,6 @@ def _ranges(recorder: RangeRecorder, twin: Twin, run: Batches) -> Ranges:
         operators=recorder.operators(),
         stream=_stream(recorder, twin),
     )
-
-
-def _kept(ranges: Ranges) -> Ranges:
-    """The measurement, which is in the cache now, or says why it is not."""
-    try:
-        keep_ranges(ranges)
-    except SaveError as error:
-        return replace(ranges, notes=(*ranges.notes, f"it was not kept: {error.problems[0].given}"))
-    return ranges
 
 
 def _run(

@@ -25,6 +25,8 @@ from isotype.compat.torch import (
     without_dispatch,
 )
 from isotype.core.names import named
+from isotype.core.operators import is_view, leaves, operator_name, tensors_in
+from isotype.core.source import asking_line, shown
 from isotype.model.walk import kind_of
 from isotype.precision.ranges import ModuleRange, OperatorRange, is_attention
 from isotype.ranges.magnitude import (
@@ -36,10 +38,7 @@ from isotype.ranges.magnitude import (
     pass_on,
     remember,
 )
-from isotype.ranges.views import is_view
 from isotype.ranges.weights import WeightRange, attached, rows_of, whole
-from isotype.trace.recorder import leaves, operator_name, tensors_in
-from isotype.trace.source import asking_line, shown
 
 # They move values or make them from nothing: none is rounded.
 _MOVES = frozenset(

@@ -9,8 +9,8 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem
 from isotype.core.names import plural
-from isotype.ranges.nonfinite.record import NonFinite, Value
-from isotype.report.check.text import short_source
+from isotype.records.nonfinite import NonFinite, Value
+from isotype.report.text import short_source
 
 _ROWS_NAMED = 6
 _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}

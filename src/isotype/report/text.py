@@ -1,4 +1,4 @@
-"""Amounts as a person reads them, the same in every report."""
+"""Amounts and places as a person reads them, the same in every report."""
 
 from __future__ import annotations
 
@@ -40,3 +40,8 @@ def format_flops(flops: float) -> str:
         if flops >= unit:
             return f"{format_number(flops / unit, 3)} {name}FLOP"
     return f"{flops:,.0f} FLOP"
+
+
+def short_source(source: str) -> str:
+    """`/lib/transformers/models/llama/modeling_llama.py:64` -> `llama/modeling_llama.py:64`."""
+    return "/".join(source.replace("\\", "/").split("/")[-2:])

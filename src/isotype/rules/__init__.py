@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from isotype.rules.finding import SEVERITIES, Finding, Kind, by_preference
+from isotype.core.errors import first_line
+from isotype.core.source import line_of
+from isotype.records.finding import SEVERITIES, Finding, Kind, by_preference
+from isotype.records.trace import Trace
 from isotype.rules.kit.claims import rule_modules
-from isotype.trace.record import Trace
-from isotype.trace.source import first_line, line_of
 
 FAMILIES: Mapping[str, str] = {
     "IST1": "operands that crash",

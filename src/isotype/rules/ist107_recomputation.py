@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.rules.finding import Finding
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice, setting
-from isotype.trace.record import Trace
 
 TITLE = "Recomputation in other dtypes than the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)

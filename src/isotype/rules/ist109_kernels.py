@@ -26,12 +26,12 @@ from dataclasses import replace
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
-from isotype.rules.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.trace import UNSAFE, Call, Trace
 from isotype.rules.kit.claims import Broken, Claim
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.words import device_says
-from isotype.trace.record import UNSAFE, Call, Trace
 
 TITLE = "No kernel for this dtype"
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.rules.finding import Finding
-from isotype.trace.record import Trace
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
 
 TITLE = "Something the check could not put back"
 

@@ -30,11 +30,11 @@ import re
 from collections.abc import Iterator
 
 from isotype.core.names import plural, short
+from isotype.records.finding import Finding, Kind
+from isotype.records.trace import Failure, Trace
 from isotype.rules import ist403_packed_raw
-from isotype.rules.finding import Finding, Kind
 from isotype.rules.kit import contract_rule
 from isotype.rules.kit.fixes import advice
-from isotype.trace.record import Failure, Trace
 
 TITLE = "The step could not be traced to its end"
 KIND: Kind = "untraced"

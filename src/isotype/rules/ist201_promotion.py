@@ -39,14 +39,14 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import base_name, starred
-from isotype.rules.finding import Action, Cost, Finding, Fix, finding_at, places
+from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, places
+from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.fixes import actions, and_its_like, safety_of_cast
 from isotype.rules.kit.groups import Group
 from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import cause_text, evidence
-from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 

@@ -36,12 +36,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Cost, Finding, finding_at
+from isotype.records.finding import Cost, Finding, finding_at
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import cast_fix
 from isotype.rules.kit.words import cause_text
-from isotype.trace.record import Trace, Weight
 
 TITLE = "Weights or adapter inputs that are cast again at every step"
 

@@ -38,11 +38,11 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name, listed
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Cost, Finding
+from isotype.records.finding import Cost, Finding
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import cast_fix, finding_of, names
-from isotype.trace.record import Trace, Weight
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
 

@@ -36,11 +36,11 @@ from collections.abc import Iterator, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, short
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Cost, Finding, finding_at
+from isotype.records.finding import Cost, Finding, finding_at
+from isotype.records.trace import Call, Origin, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.per_trace import per_trace
-from isotype.trace.record import Call, Origin, Trace
 
 TITLE = "Whole outputs copied to float32"
 

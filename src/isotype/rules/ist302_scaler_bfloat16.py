@@ -28,11 +28,11 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.rules.finding import Finding
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
 from isotype.rules.kit.fixes import setting
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import device_says
-from isotype.trace.record import Trace
 
 TITLE = "GradScaler without float16"
 

@@ -31,11 +31,11 @@ import torch
 
 from isotype.core.dtypes import parse_dtype
 from isotype.core.names import agree
+from isotype.records.finding import Action, Finding, Fix
+from isotype.records.trace import Trace
 from isotype.rules import ist404_compute_dtype
-from isotype.rules.finding import Action, Finding, Fix
 from isotype.rules.kit.value_ranges import flushed
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
-from isotype.trace.record import Trace
 
 TITLE = "float16 training without loss scaling"
 

@@ -29,9 +29,9 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import casts, count, finding_of, float32_masters, trained
-from isotype.trace.record import Trace, Weight
 
 TITLE = "Trainable parameters in another dtype than the policy's masters"
 

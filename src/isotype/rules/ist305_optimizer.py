@@ -28,13 +28,13 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, short, starred
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.records.finding import Action, Finding, Fix
+from isotype.records.trace import FLOATS, Call, Operand, Trace
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import cause_text, device_says
 from isotype.trace.optimizers import OPTIMIZERS
-from isotype.trace.record import FLOATS, Call, Operand, Trace
 
 TITLE = "Mixed dtypes in the optimizer's step"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Action, Finding, Fix
-from isotype.trace.record import Trace
+from isotype.records.finding import Action, Finding, Fix
+from isotype.records.trace import Trace
 
 TITLE = "Autocast in another dtype than the policy's"
 

@@ -27,11 +27,11 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named
-from isotype.rules.finding import Cost, Finding, Fix
+from isotype.records.finding import Cost, Finding, Fix
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import actions
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, main_dtype, modules, quantized
-from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit layers that compute in another dtype than the model"
 

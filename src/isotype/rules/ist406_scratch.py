@@ -27,11 +27,11 @@ safe too, and slower. Only the owner of that code can change it, so the fix is a
 
 from __future__ import annotations
 
-from isotype.rules.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import SHARED
 from isotype.rules.kit.claims import Broken, Claim
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice
-from isotype.trace.record import SHARED
 
 TITLE = "A shared scratch tensor with another dtype"
 

@@ -28,10 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.rules.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
-from isotype.trace.record import Trace, Weight
 
 TITLE = "4-bit weights that an evaluation on this CPU repacks"
 

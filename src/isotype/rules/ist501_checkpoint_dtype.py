@@ -35,11 +35,11 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Cost, Finding, Severity
+from isotype.records.finding import Cost, Finding, Severity
+from isotype.records.trace import FLOATS, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import cast_fix, finding_of, main_dtype
-from isotype.trace.record import FLOATS, Trace, Weight
 
 TITLE = "A checkpoint's dtype that did not survive loading"
 

@@ -33,10 +33,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Finding
+from isotype.records.finding import Finding
+from isotype.records.trace import FLOATS, Trace
 from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.weight_sets import finding_of, names
-from isotype.trace.record import FLOATS, Trace
 
 TITLE = "Trained adapters of different dtypes"
 

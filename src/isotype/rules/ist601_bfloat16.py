@@ -34,9 +34,9 @@ import torch
 
 from isotype.core.grouping import grouped
 from isotype.core.names import short
-from isotype.rules.finding import Finding, Kind, finding_at
+from isotype.records.finding import Finding, Kind, finding_at
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit import slow_dtype
-from isotype.trace.record import Call, Trace
 
 TITLE = "bfloat16 on a device without it"
 KIND: Kind = "device"

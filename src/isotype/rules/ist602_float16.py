@@ -31,9 +31,9 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.rules.finding import Finding, Kind
+from isotype.records.finding import Finding, Kind
+from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
-from isotype.trace.record import Trace
 
 TITLE = "float16 on a device without fast float16"
 KIND: Kind = "device"

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.rules.finding import Finding, Kind
+from isotype.records.finding import Finding, Kind
+from isotype.records.trace import Trace
 from isotype.rules.kit.fixes import advice
-from isotype.trace.record import Trace
 
 TITLE = "Library versions that do not fit each other"
 KIND: Kind = "versions"

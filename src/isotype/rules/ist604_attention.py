@@ -33,13 +33,13 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.grouping import grouped
 from isotype.core.names import plural
-from isotype.rules.finding import Finding, Kind, finding_at
+from isotype.records.finding import Finding, Kind, finding_at
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.groups import Group
 from isotype.rules.kit.words import cause_text, evidence
-from isotype.trace.record import Call, Trace
 
 TITLE = "An attention kernel that the device or the dtype rules out"
 KIND: Kind = "device"

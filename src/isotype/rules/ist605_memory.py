@@ -43,16 +43,14 @@ import torch
 from isotype.compat.torch import operator_schema
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Cost, Finding, Fix, Kind
+from isotype.precision.devices.profile import TIGHT
+from isotype.records.finding import Cost, Finding, Fix, Kind
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.fixes import fix
-from isotype.trace.record import Trace, Weight
 
 TITLE = "The step does not fit into the device's memory"
 KIND: Kind = "memory"
-
-TIGHT = 0.92
-"""Share of the memory above which a step only just fits."""
 
 _NF4_BYTES = 0.5 + 4 / 64
 _NUMBERS = re.compile(r"\.\d+\.")

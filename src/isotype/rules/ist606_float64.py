@@ -31,10 +31,10 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.names import distinct_names, plural, short
-from isotype.rules.finding import ActionKind, Finding, Fix, Kind, finding_at
+from isotype.records.finding import ActionKind, Finding, Fix, Kind, finding_at
+from isotype.records.trace import Call, Origin, Trace
 from isotype.rules.kit.fixes import advice, and_its_like, fix
 from isotype.rules.kit.words import cause_text
-from isotype.trace.record import Call, Origin, Trace
 
 TITLE = "float64 on a device without it"
 KIND: Kind = "device"

@@ -31,10 +31,10 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.grouping import grouped
-from isotype.rules.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.fixes import advice, setting
 from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained
-from isotype.trace.record import Trace, Weight
 
 TITLE = "FSDP1 over parameters of several dtypes"
 

@@ -27,10 +27,10 @@ from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree
-from isotype.rules.finding import Finding
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import count, finding_of, quantized
-from isotype.trace.record import Trace
 
 TITLE = "FSDP over integer codes"
 

@@ -34,7 +34,8 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import base_name
 from isotype.precision.ranges import ModuleRange
-from isotype.rules.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import (
     HALVES,
     borders,
@@ -45,7 +46,6 @@ from isotype.rules.kit.weight_sets import (
     spacing,
     trained,
 )
-from isotype.trace.record import Trace, Weight
 
 TITLE = "Updates smaller than the masters' dtype can hold"
 

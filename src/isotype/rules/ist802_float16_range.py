@@ -30,12 +30,12 @@ import torch
 
 from isotype.core.names import agree, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
-from isotype.rules.finding import Finding, finding_at
+from isotype.records.finding import Finding, finding_at
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import count, finding_of
-from isotype.trace.record import Trace, Weight
 
 TITLE = "Values beyond float16's range"
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)

@@ -29,10 +29,10 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.core.grouping import grouped
 from isotype.core.names import agree, named, short
-from isotype.rules.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, names
-from isotype.trace.record import Call, Trace, Weight
 
 TITLE = "Rotary positions in 16 bit"
 

@@ -24,10 +24,10 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.rules.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import HALVES, borders, casts, count, finding_of
-from isotype.trace.record import Trace, Weight
 
 TITLE = "A pinned parameter in 16 bit"
 

@@ -25,11 +25,11 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.core.grouping import grouped
 from isotype.core.names import short
-from isotype.rules.finding import Finding, finding_at
+from isotype.records.finding import Finding, finding_at
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import HALVES
 from isotype.rules.kit.words import evidence
-from isotype.trace.record import Call, Trace
 
 TITLE = "A long reduction returned in 16 bit"
 

@@ -29,11 +29,11 @@ from collections.abc import Iterator, Mapping
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
-from isotype.rules.finding import Action, Finding, Fix, finding_at
+from isotype.records.finding import Action, Finding, Fix, finding_at
+from isotype.records.trace import Call, Operand, Trace, Weight
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import HALVES
 from isotype.rules.kit.words import evidence
-from isotype.trace.record import Call, Operand, Trace, Weight
 
 TITLE = "Experts chosen from 16-bit scores"
 

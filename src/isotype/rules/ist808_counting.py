@@ -26,9 +26,9 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
-from isotype.rules.finding import Finding, finding_at
+from isotype.records.finding import Finding, finding_at
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit.fixes import advice, fix
-from isotype.trace.record import Call, Trace
 
 TITLE = "Whole numbers beyond what 16 bits count"
 

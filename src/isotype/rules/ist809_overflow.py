@@ -41,10 +41,10 @@ from isotype.core.names import named, plural
 from isotype.precision.by_ranges import decide_by_ranges, number
 from isotype.precision.facts import ModelFacts
 from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
-from isotype.rules.finding import Finding, Fix, Kind, RangeBoundaries, finding_at
+from isotype.records.finding import Finding, Fix, Kind, RangeBoundaries, finding_at
+from isotype.records.trace import Trace
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.value_ranges import Held, growth, held
-from isotype.trace.record import Trace
 
 TITLE = "Measured values beyond float16's range"
 KIND: Kind = "values"

@@ -31,10 +31,10 @@ import math
 from collections.abc import Iterator
 
 from isotype.precision.ranges import first_loss_scale
-from isotype.rules.finding import Finding, Kind
+from isotype.records.finding import Finding, Kind
+from isotype.records.trace import Trace
 from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.value_ranges import flushed
-from isotype.trace.record import Trace
 
 TITLE = "Gradients too small for float16 at the first loss scale"
 KIND: Kind = "values"

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,16 +22,16 @@ from isotype.compat.torch import (
     current_node,
     last_node_number,
     node_number,
-    operator_schema,
     tree_leaves,
 )
+from isotype.core.operators import leaves, operator_name
+from isotype.core.source import asking_line, shown
+from isotype.model.fold import repeats_of
 from isotype.model.hooks import listening
 from isotype.model.walk import plain_tensors
+from isotype.records.trace import FLOATS, Breach, Call, MemoryKind, Operand, Origin, Phase
 from isotype.trace.flops import flops_of
-from isotype.trace.fold import repeats_of
 from isotype.trace.ledger import Ledger
-from isotype.trace.record import FLOATS, Breach, Call, MemoryKind, Operand, Origin, Phase
-from isotype.trace.source import asking_line, shown
 from isotype.trace.taken import DtypeReads
 
 aten = torch.ops.aten
@@ -403,55 +402,6 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 # ------------------------------------------------------------------------------------------------------- helpers
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
-    roles: tuple[str, ...]
-    mutates: bool
-    written: frozenset[str]
-
-
-@cache
-def operator_name(func: Any) -> str:
-    """`aten.mm.default`; torch puts it together again each time."""
-    return str(func)
-
-
-@cache
-def schema_of(func: Any) -> Schema:
-    arguments = operator_schema(func).arguments
-    first = arguments[0] if arguments else None
-    mutates = first is not None and first.alias_info is not None and first.alias_info.is_write
-    written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return Schema(tuple(argument.name for argument in arguments), mutates, frozenset(written))
-
-
-def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
-    roles = schema_of(func).roles
-    for position, value in enumerate(args):
-        _add(found, roles[position], value)
-    for name, value in kwargs.items():
-        _add(found, name, value)
-    return found
-
-
-def _add(found: list[tuple[str, torch.Tensor]], role: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append((role, value))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            if isinstance(item, torch.Tensor):
-                found.append((f"{role}[{index}]", item))
-
-
-def leaves(result: Any) -> Iterator[Any]:
-    if isinstance(result, (list, tuple)):
-        for item in result:
-            yield from leaves(item)
-    else:
-        yield result
-
-
 def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
     """Whether a copy goes, with a change of the dtype, into unset memory that another module has allocated."""
     into, value = operands[:2]
@@ -474,9 +424,3 @@ def _tells(operand: Operand) -> int:
 
 def width(dtype: torch.dtype) -> int:
     return dtype.itemsize
-
-
-def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors among a function's arguments, lists gone through, numbered by where they stand."""
-    given = enumerate(leaves((args, tuple(kwargs.values()))))
-    return [(f"[{i}]", leaf) for i, leaf in given if isinstance(leaf, torch.Tensor)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isotype.trace.record import FLOATS, Origin, Setup, Weight
+from isotype.records.trace import FLOATS, Origin, Setup, Weight
 
 _HALVES = (torch.bfloat16, torch.float16)
 _HELD = ("parameter", "buffer", "attribute")

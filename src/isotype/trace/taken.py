@@ -21,8 +21,8 @@ import torch
 
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import MODULE_CALL
-from isotype.trace.record import Origin
-from isotype.trace.source import is_library
+from isotype.core.source import is_library
+from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
 """What a function mode's function is bound to where code reads `tensor.dtype`."""

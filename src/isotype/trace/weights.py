@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from isotype.checkpoint.values.finite import all_finite
 from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import pinned, pinned_strictly
+from isotype.model.finite import all_finite
+from isotype.model.fold import repeats_of
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, kind_of, places
-from isotype.trace.fold import repeats_of
-from isotype.trace.record import MemoryKind, Quantization, Weight
+from isotype.records.trace import MemoryKind, Quantization, Weight
 
 # Medians and digits of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
 _LOOKED_AT = 1 << 24

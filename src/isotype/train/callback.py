@@ -119,7 +119,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Keep the loss scale, to see whether the step lowers it; end a training whose values are no numbers.
 
         Raises:
-            TrainingError: loss or gradient are not finite, see `isotype.ranges.nonfinite.verdict`.
+            TrainingError: loss or gradient are not finite, see `isotype.ranges.verdict`.
         """
         self._scale, self._skips = self._read_scale(kwargs["optimizer"])
         if self._steps is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from isotype.rules.finding import Action, Finding, Fix
+from isotype.records.finding import Action, Finding, Fix
 
 _FLAGS = {
     "autocast": "--dtype",

@@ -10,12 +10,13 @@ import torch
 from accelerate.utils import is_compiled_module
 from torch import nn
 
+from isotype.core.errors import first_line
+from isotype.core.source import line_of
 from isotype.preflight.from_trainer import request_of_first_step
 from isotype.preflight.run import run
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
 from isotype.report.check.report import Report
-from isotype.rules.finding import Finding
-from isotype.trace.record import Trace
-from isotype.trace.source import first_line, line_of
 
 logger = logging.getLogger("isotype")
 

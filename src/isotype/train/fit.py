@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from isotype.core.units import format_bytes
-from isotype.rules.finding import Fix
-from isotype.rules.ist605_memory import TIGHT
+from isotype.precision.devices.profile import TIGHT
+from isotype.records.finding import Fix
 from isotype.train.command import set_flag, without_flag
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.values.finite import all_finite
 from isotype.checkpoint.written import require_readable
 from isotype.compat.torch import loss_scale
 from isotype.core.errors import PrecisionError, Problem, SaveError
@@ -33,11 +32,12 @@ from isotype.core.staging import (
     write_failure,
 )
 from isotype.model.enforce import Change, enforce_model
+from isotype.model.finite import all_finite
+from isotype.model.recompute import needs_input_gradients
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.compilation import take_compilation
 from isotype.train.diverged import not_finite
 from isotype.train.head import use_own_head
-from isotype.train.recompute import needs_input_gradients
 from isotype.train.record import MemoryMeter, StepMeasures, StepValues, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 from isotype.train.sharded import Sharded, has_shards

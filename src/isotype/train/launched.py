@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from isotype.core.errors import Problem, TrainingError, UsageError
-from isotype.preflight.from_trainer import CHECKPOINTING
-from isotype.train.recompute import take_checkpointing
+from isotype.model.recompute import CHECKPOINTING, take_checkpointing
 
 T = TypeVar("T")
 

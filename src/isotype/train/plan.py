@@ -14,8 +14,8 @@ from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
 from isotype.data.methods import METHODS
+from isotype.model.recompute import CHECKPOINTING, checkpointing
 from isotype.precision.decide import PrecisionRequest
-from isotype.preflight.from_trainer import CHECKPOINTING, checkpointing
 from isotype.train.launched import processes, requested_sharding
 from isotype.train.limits import number_problems
 

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
+from isotype.checkpoint.measure import measure_ranges
 from isotype.checkpoint.resolve import resolve_request
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
-from isotype.ranges.measure import measure_ranges
 from isotype.train.launched import from_first, processes
 
 WHEN = ("measure", "known")

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.adapter import Adapter
+from isotype.model.recompute import checkpointing, take_checkpointing
 from isotype.precision.policy import PrecisionPolicy
-from isotype.preflight.from_trainer import checkpointing
 from isotype.train.launched import from_first
 from isotype.train.lengths import Lengths
 from isotype.train.plan import training_plan
-from isotype.train.recompute import take_checkpointing
 from isotype.train.recompute_choice import Choice
 from isotype.train.same_run import RUN_FILE
 from isotype.train.saved import read_json

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from isotype.core.errors import Problem, TrainingError, UsageError
-from isotype.trace.source import first_line, line_of
+from isotype.core.errors import Problem, TrainingError, UsageError, first_line
+from isotype.core.source import line_of
 
 BUILT_IN = (
     "accuracy_reward",

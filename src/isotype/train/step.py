@@ -19,22 +19,21 @@ from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
+from isotype.model.fold import fold
+from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
-from isotype.preflight.from_trainer import CHECKPOINTING
-from isotype.preflight.request import DEFAULT_PHASES, StepRequest
 from isotype.preflight.run import run, trace_of
+from isotype.records.request import DEFAULT_PHASES, StepRequest
+from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.step_time import step_time
-from isotype.trace.fold import fold
-from isotype.trace.record import Trace
 from isotype.train.fit import fitting
 from isotype.train.head import put_head
 from isotype.train.plan import DEFAULT_LENGTH, Plan
 from isotype.train.ranges import policy_by_ranges
-from isotype.train.recompute import checkpoint_gradients
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model

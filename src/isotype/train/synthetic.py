@@ -12,9 +12,9 @@ from torch import nn
 
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS, Loss
+from isotype.model.loss import loss_of
 from isotype.ranges.batches import image_shape
-from isotype.trace.fake.code import LossOf
-from isotype.trace.loss import loss_of
+from isotype.records.request import LossOf
 
 Inputs = LossOf | Callable[[nn.Module], torch.Tensor]
 

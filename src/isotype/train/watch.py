@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from isotype.compat.transformers import GRADIENT_NORM, PREPARE_INPUTS
+from isotype.core.errors import first_line
 from isotype.core.random_states import RandomStates
-from isotype.ranges.nonfinite.again import first_nonfinite
-from isotype.ranges.nonfinite.record import NonFinite
-from isotype.ranges.nonfinite.verdict import Verdict
-from isotype.trace.source import first_line
+from isotype.ranges.verdict import Verdict
+from isotype.records.nonfinite import NonFinite
+from isotype.trace.nonfinite.again import first_nonfinite
 
 
 @dataclass(frozen=True, slots=True)

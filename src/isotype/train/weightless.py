@@ -14,8 +14,8 @@ from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.weightless import model_config, skeleton, skipped_modules, store
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.model.adapters import add_lora
+from isotype.model.fold import fold as fold_layers
 from isotype.precision.policy import PrecisionPolicy
-from isotype.trace.fold import fold as fold_layers
 from isotype.train.models import check_module_names, first_sentence
 
 _NUMBER = re.compile(r"(^|\.)\d+(\\?\.|$)|\\d|\[\d|\(\d")
@@ -40,7 +40,7 @@ def weightless_model(
         policy: from `isotype.resolve_precision`.
         model_class: a transformers model class or auto class; by default the class that the config names.
         lora: a `peft.LoraConfig` or the arguments of one; None for no adapters.
-        fold: whether equal layers are folded (see `isotype.trace.fold`): before adapters are made, except where
+        fold: whether equal layers are folded (see `isotype.model.fold`): before adapters are made, except where
             layers are chosen by their numbers.
         revision: branch, tag or commit of a hub id.
         attn_implementation: as in `from_pretrained`.

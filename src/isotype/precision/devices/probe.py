@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from isotype.core.dtypes import COMPUTE_DTYPES
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError, Problem, first_line
 from isotype.precision.devices.profile import device_profile
 
 _FIRST_SIDE = 64
@@ -152,7 +152,7 @@ class _Probe:
         try:
             self.operands = _operands(side, self.dtype, self.device)
         except (RuntimeError, TypeError) as error:  # how torch refuses a dtype, a device or an allocation
-            self.message = _first_line(error)
+            self.message = first_line(error)
             return
         self._call()
 
@@ -162,14 +162,10 @@ class _Probe:
         try:
             took = _time_call(self.operands, _SYNCHRONIZE.get(self.device.type, lambda: None))
         except (RuntimeError, TypeError) as error:  # as above
-            self.message = _first_line(error)
+            self.message = first_line(error)
             return 0.0
         self.spent += took
         return took
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def measure_all(

@@ -21,11 +21,10 @@ from torch import nn
 from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import FAKE_LOGGER, tree_map
 from isotype.core.dtypes import autocast_dtype
-from isotype.preflight.request import DEFAULT_PHASES, StepRequest
 from isotype.preflight.run import run
+from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.report.check.report import Report
 from isotype.report.check.text import repairable
-from isotype.trace.fake.code import LossOf
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import enumerate_inputs
 from isotype.trace.live.modes import no_modes

@@ -18,10 +18,11 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
+from isotype.core.source import condition_at
 from isotype.core.units import format_bytes
+from isotype.model.loss import find_loss, loss_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
-from isotype.preflight.request import StepRequest, compute_dtype
 from isotype.preflight.script.ahead import (
     TRIED_AFTER,
     TRIED_BEFORE,
@@ -35,18 +36,19 @@ from isotype.preflight.script.ahead import (
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.options import Options
+from isotype.preflight.setup import compute_dtype
+from isotype.records.finding import Finding
+from isotype.records.request import StepRequest
+from isotype.records.trace import Breach, Call, Failure, Memory, Operand, Origin, Setup
 from isotype.report.check.report import Report
-from isotype.report.check.text import fix_standing, render, short_source
+from isotype.report.check.text import fix_standing, render
 from isotype.report.narrow import wrapped
+from isotype.report.text import short_source
 from isotype.rules import judge
-from isotype.rules.finding import Finding
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning, Watch
-from isotype.trace.loss import find_loss, loss_of
-from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup
-from isotype.trace.source import condition_at
 
 AGAIN_SECONDS = 60.0
 """Seconds that tracing the step again may take after a crash."""

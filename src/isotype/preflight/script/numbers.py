@@ -19,16 +19,17 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
+from isotype.core.errors import first_line
 from isotype.core.random_states import RandomStates
-from isotype.ranges.nonfinite.again import first_nonfinite
-from isotype.ranges.nonfinite.verdict import Verdict
-from isotype.report.check.text import short_source
+from isotype.core.source import asking_line, shown
+from isotype.model.loss import find_loss
+from isotype.ranges.verdict import Verdict
 from isotype.report.nonfinite import problem_of
+from isotype.report.text import short_source
 from isotype.trace.live.forward import enumerate_inputs, named_inputs
 from isotype.trace.live.modes import no_modes
 from isotype.trace.live.recorder import device_of
-from isotype.trace.loss import find_loss
-from isotype.trace.source import asking_line, first_line, shown
+from isotype.trace.nonfinite.again import first_nonfinite
 
 STOPPED = 1
 """Exit status of a script that was stopped."""

@@ -17,6 +17,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import MEMORY_KINDS, Memory, MemoryKind, Operand
 from isotype.report.charts import (
     Area,
     Part,
@@ -27,30 +29,25 @@ from isotype.report.charts import (
     stacked_bar,
     tick_labels,
 )
+from isotype.report.check.cost import device_words, sharding_words, time_rows
 from isotype.report.check.map import dtype_map, layer_counts
 from isotype.report.check.map_html import map_content
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
     cost_clauses,
     counts,
-    device_words,
     elide,
     fix_scope,
     fold_places,
     next_steps,
     ranges_words,
-    sharding_words,
-    short_source,
-    time_rows,
     trust,
     verdict,
 )
 from isotype.report.html import package_file, render
 from isotype.report.palette import dtype_class, palette_css
-from isotype.report.text import format_duration, format_flops, format_share
-from isotype.rules.finding import Finding, Fix
+from isotype.report.text import format_duration, format_flops, format_share, short_source
 from isotype.rules.ist605_memory import unquantized_experts
-from isotype.trace.record import MEMORY_KINDS, Memory, MemoryKind, Operand
 
 Content = dict[str, object]
 """What one macro of a template shows, text by its name there."""

@@ -8,11 +8,11 @@ from typing import Any
 from isotype.contracts.contract import doubts, judged_by
 from isotype.core.dtypes import dtype_name
 from isotype.core.package import VERSION
+from isotype.records.finding import Cost, Finding, Fix
+from isotype.records.step_time import StepTime
+from isotype.records.trace import Operand, Setup
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.check.text import sharding_notes, verdict
-from isotype.rules.finding import Cost, Finding, Fix
-from isotype.rules.kit.step_time import StepTime
-from isotype.trace.record import Operand, Setup
 
 SCHEMA_VERSION = 1
 """Version of the JSON form; it grows when a reader of the former version would misread the new one."""

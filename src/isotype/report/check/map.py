@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plain_name
-from isotype.rules.finding import Finding
-from isotype.trace.record import Call, Trace, Weight
+from isotype.records.finding import Finding
+from isotype.records.trace import Call, Trace, Weight
 
 Dtypes = tuple[str, ...]
 

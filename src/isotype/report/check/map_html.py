@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from isotype.core.units import format_bytes
+from isotype.records.finding import Finding
 from isotype.report.check.map import Block, Cell, Dtypes, Row, Stack
 from isotype.report.palette import dtype_class
-from isotype.rules.finding import Finding
 
 Content = dict[str, object]
 

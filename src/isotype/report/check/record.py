@@ -8,10 +8,11 @@ from typing import Literal, get_args
 
 import torch
 
-from isotype.rules.finding import Action, Finding, Severity
-from isotype.rules.kit.step_time import StepTime, step_time
+from isotype.records.finding import Action, Finding, Severity
+from isotype.records.step_time import StepTime
+from isotype.records.trace import Memory, Trace
+from isotype.rules.kit.step_time import step_time
 from isotype.rules.kit.value_ranges import Held, computes_float16, largest
-from isotype.trace.record import Memory, Trace
 
 Again = Callable[[Sequence[Action]], tuple[Finding, ...]]
 Status = Literal["fails", "does not fit", "unknown", "costs", "unmeasured", "clean"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from isotype.core.errors import PrecisionError, Problem, SaveError
-from isotype.core.files import write_whole
+from isotype.core.errors import PrecisionError, Problem
+from isotype.records.finding import Finding, marked
+from isotype.records.trace import Setup
 from isotype.report.check.html import to_html
 from isotype.report.check.json import to_json
 from isotype.report.check.record import Record
 from isotype.report.check.sarif import to_sarif
 from isotype.report.check.text import to_text, verdict
-from isotype.rules.finding import Finding, marked
-from isotype.trace.record import Setup
+from isotype.report.files import write_report
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,6 @@ class Report(Record):
 
     def __str__(self) -> str:
         return to_text(self)
-
-
-def write_report(path: Path, text: str) -> Path:
-    """Write a report whole, in a folder that is made if need be.
-
-    Raises:
-        SaveError: the file cannot be written; a former one is untouched.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return write_whole(path, text)
-    except OSError as error:
-        given = f"{path}: {error.strerror or error}"
-        expected = "a path that can be written to, with room for the report"
-        problem = Problem(given, expected, "free the path or give another one")
-        raise SaveError("the report could not be written", [problem]) from error
 
 
 def _problem(finding: Finding, setup: Setup) -> Problem:

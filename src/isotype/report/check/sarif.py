@@ -14,10 +14,10 @@ from typing import Any
 from urllib.parse import quote
 
 from isotype.core.dtypes import dtype_name
+from isotype.records.finding import Finding
 from isotype.report.check.record import Record
 from isotype.report.check.text import cost_clauses, fix_standing, verdict
 from isotype.rules import Rule, all_rules
-from isotype.rules.finding import Finding
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import torch
 
-from isotype.trace.record import FLOATS, Call, Operand, Trace, Weight
+from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
 
 Stage = Literal[
     "tensor",  # whose tensor it is

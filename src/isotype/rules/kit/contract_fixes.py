@@ -10,11 +10,11 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, listed, short, starred
-from isotype.rules.finding import Fix
+from isotype.records.finding import Fix
+from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
 from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.groups import SCATTERS, Group
 from isotype.rules.kit.siblings import modules_meant, weights_meant
-from isotype.trace.record import FLOATS, Call, Operand, Trace, Weight
 
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:

@@ -17,9 +17,9 @@ import torch
 
 from isotype.compat.torch import operator_schema
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.rules.finding import Cost
+from isotype.records.finding import Cost
+from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace
 from isotype.rules.kit.per_trace import per_trace
-from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from isotype.core.names import distinct_names
-from isotype.rules.finding import Action, ActionKind, Fix, Safety
-from isotype.trace.record import Weight
+from isotype.records.finding import Action, ActionKind, Fix, Safety
+from isotype.records.trace import Weight
 
 
 def fix(

@@ -12,9 +12,9 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
+from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.claims import Broken, Refused, claimed
 from isotype.rules.kit.per_trace import per_trace
-from isotype.trace.record import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.trace.sides import Sides, is_adapter, sides_of
 
 SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from isotype.trace.record import Trace
+from isotype.records.trace import Trace
 
 T = TypeVar("T")
 

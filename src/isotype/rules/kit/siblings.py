@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from isotype.core.grouping import grouped
 from isotype.core.names import starred
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.per_trace import per_trace
-from isotype.trace.record import Trace, Weight
 
 
 @per_trace

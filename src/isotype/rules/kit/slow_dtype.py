@@ -8,9 +8,9 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, starred
-from isotype.rules.finding import Action, Cost, Finding, Fix, places
+from isotype.records.finding import Action, Cost, Finding, Fix, places
+from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.trace.record import Call, Trace, Weight
 
 _LEAST_SHARE = 0.01
 _LEAST_SLOWER = 1.5

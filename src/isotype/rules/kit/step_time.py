@@ -9,15 +9,12 @@ How long the host takes for a launch is on no data sheet. What it may take befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
+from isotype.records.step_time import Products, StepTime
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.per_trace import per_trace
-from isotype.trace.record import Call, Trace
 
 _ATTENTION = (
     "_scaled_dot_product_",
@@ -26,72 +23,6 @@ _ATTENTION = (
     "._efficient_attention",
     "._varlen_attn",
 )
-
-
-@dataclass(frozen=True)
-class Products:
-    """The matmul-like operators of one dtype.
-
-    Attributes:
-        flops: FLOPs of a step, of attention half.
-        flops_per_second: the device's dense peak rate.
-    """
-
-    flops: float
-    flops_per_second: float
-
-    @property
-    def seconds(self) -> float:
-        """Least seconds of a step."""
-        return self.flops / self.flops_per_second
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The least time of one step.
-
-    Attributes:
-        seconds: sum over the products of what bounds each: no fusion of the rest is faster.
-        traced_seconds: the same sum over all operators as they were traced.
-        products: by the dtype they run in.
-        bytes: that all operators read and write.
-        bytes_per_second: the device's memory bandwidth.
-        launches: operators that run on the device, each one kernel at least.
-        tokens: of the step's batch on one device, None where it has none.
-    """
-
-    seconds: float
-    traced_seconds: float
-    products: Mapping[torch.dtype, Products]
-    bytes: int
-    bytes_per_second: float
-    launches: int
-    tokens: int | None
-
-    @property
-    def products_seconds(self) -> float:
-        """Least seconds of all products."""
-        return sum(each.seconds for each in self.products.values())
-
-    @property
-    def traffic_seconds(self) -> float:
-        """Least seconds of all reads and writes."""
-        return self.bytes / self.bytes_per_second
-
-    @property
-    def bound(self) -> Literal["products", "memory traffic"]:
-        """What most of the traced step goes to."""
-        return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The most tokens a second on one device."""
-        return self.tokens / self.seconds if self.tokens is not None else None
-
-    @property
-    def launch_seconds(self) -> float:
-        """What the host may take for one launch, in seconds, before a device that reached `traced_seconds` would wait for it."""
-        return self.traced_seconds / self.launches
 
 
 @per_trace

@@ -23,8 +23,8 @@ from isotype.precision.ranges import (
     is_attention,
     is_fill,
 )
+from isotype.records.trace import FLOATS, Call, Operand, Trace
 from isotype.rules.kit.per_trace import per_trace
-from isotype.trace.record import FLOATS, Call, Operand, Trace
 
 _CAST = "aten._to_copy.default"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
-from isotype.trace.record import Call, Origin, Weight
+from isotype.records.trace import Call, Origin, Weight
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:

@@ -9,22 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.model.loss import loss_of
+from isotype.records.request import LossOf, given_inputs
+from isotype.records.trace import Weight
 from isotype.trace.fake.untouched import Untouched, beside_twin
-from isotype.trace.loss import loss_of
-from isotype.trace.record import Weight
-
-
-@dataclass(frozen=True)
-class LossOf:
-    """A loss over inputs that are faked with the model.
-
-    Attributes:
-        function: (model, inputs) -> loss.
-        inputs: tensors by name.
-    """
-
-    function: Callable[[nn.Module, Any], torch.Tensor]
-    inputs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +24,7 @@ class StepCode:
         inputs: the keyword arguments the model is called with, a callable model -> loss, or a `LossOf`.
         optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the set-up's.
         generate: what the phase `generate` runs; None for one forward without labels and without gradients.
-        folded: trace equal layers once, see `isotype.trace.fold`.
+        folded: trace equal layers once, see `isotype.model.fold`.
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
     """
 
@@ -77,11 +65,3 @@ class StepCode:
                 *beside_twin(self.model),
             ]
         )
-
-
-def given_inputs(inputs: Any) -> Mapping[str, Any]:
-    """The tensors among the inputs of a step, by name; none where a callable brings its own."""
-    given: Mapping[str, Any] = (
-        inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
-    )
-    return given

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import FakeTensor, unset_fake_temporarily
-from isotype.trace.record import FLOATS
-from isotype.trace.recorder import leaves
+from isotype.core.operators import leaves
+from isotype.records.trace import FLOATS
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from isotype.compat.torch import (
     without_dispatch,
     without_modes,
 )
-from isotype.trace.source import first_line
+from isotype.core.errors import first_line
 
 _CPU = torch.device("cpu")
 _BUILT_IN = ("aten", "prims")

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from isotype.trace.record import FLOATS, Breach
-from isotype.trace.recorder import schema_of
+from isotype.core.operators import schema_of
+from isotype.records.trace import FLOATS, Breach
 
 # Operators that write a number into a tensor, with the arguments that it comes in: the number has to fit the tensor's
 # dtype (`Scalar::to`, c10/core/Scalar.h).

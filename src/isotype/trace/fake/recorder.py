@@ -27,6 +27,10 @@ from isotype.compat.torch import (
 from isotype.contracts.contract import Contracts, is_exempt
 from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
+from isotype.core.errors import first_line
+from isotype.core.operators import given_tensors, leaves, operator_name, schema_of, tensors_in
+from isotype.core.source import condition_at, raising_frame, shown
+from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.conversion import as_measured, converted, made_in
 from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
@@ -34,19 +38,8 @@ from isotype.trace.fake.leaves import map_leaves
 from isotype.trace.fake.numbers import numbers_of, overflow, without_numbers
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
-from isotype.trace.record import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
-from isotype.trace.recorder import (
-    Place,
-    Recorder,
-    given_tensors,
-    leaves,
-    operator_name,
-    schema_of,
-    tensors_in,
-    width,
-)
+from isotype.trace.recorder import Place, Recorder, width
 from isotype.trace.sides import Sides
-from isotype.trace.source import condition_at, first_line, raising_frame, shown
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

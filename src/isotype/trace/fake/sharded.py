@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import in_backward
+from isotype.model.fold import STANDS_FOR
 from isotype.model.shard import Group, groups_of
-from isotype.trace.fold import STANDS_FOR
+from isotype.records.trace import Setup
 from isotype.trace.ledger import Ledger
-from isotype.trace.record import Setup
 
 
 def shard_bytes(parameter: torch.Tensor, devices: int) -> int:

@@ -20,8 +20,12 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.contracts.contract import contracts_of
+from isotype.core.errors import first_line
 from isotype.core.names import base_name
+from isotype.core.source import line_of
 from isotype.model.boundary import exponent_by_ranges
+from isotype.model.fold import fold
+from isotype.records.trace import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
@@ -32,10 +36,7 @@ from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.fake.twin import fake_inputs, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
-from isotype.trace.fold import fold
-from isotype.trace.record import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.sides import sides_of
-from isotype.trace.source import first_line, line_of
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
 Change = Callable[[nn.Module], None]

@@ -23,10 +23,11 @@ from torch.utils.weak import TensorWeakRef
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks
 from isotype.contracts.contract import contracts_here
 from isotype.core.dtypes import autocast_dtype
+from isotype.core.errors import first_line
+from isotype.core.operators import given_tensors, tensors_in
+from isotype.records.trace import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
 from isotype.trace.live.modes import put_under, take_out
-from isotype.trace.record import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
-from isotype.trace.recorder import ORIGIN, Recorder, given_tensors, tensors_in
-from isotype.trace.source import first_line
+from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 

@@ -25,6 +25,7 @@ from torch.optim import optimizer as optimizers
 
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import has_compiler, is_compiled, is_simulated, is_traced, original
+from isotype.records.trace import Failure, Memory, Phase, Setup, Trace
 from isotype.trace.live.forward import (
     enumerate_inputs,
     has_parameters,
@@ -36,7 +37,6 @@ from isotype.trace.live.forward import (
 from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 from isotype.trace.optimizers import learning_rate_of
-from isotype.trace.record import Failure, Memory, Phase, Setup, Trace
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.trace.loss import find_loss, loss_of
+from isotype.model.loss import find_loss, loss_of
 
 
 @dataclass

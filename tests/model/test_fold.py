@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from isotype.model.fold import _plan, fold, stands_for
 from isotype.preflight.check import check
-from isotype.trace.fold import _plan, fold, stands_for
 from tests.models import CONFIGS, tiny_batch
 
 

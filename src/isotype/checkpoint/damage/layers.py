@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.compat.torch import UncompiledMode
+from isotype.core.operators import operator_name
 from isotype.model.walk import kind_of
 from isotype.precision.damages import FORMATS
-from isotype.ranges.damage.rounding import pieces, rounded
 from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
-from isotype.trace.recorder import operator_name
 
 
 class PlainWeights(Weights):

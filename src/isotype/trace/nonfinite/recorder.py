@@ -18,14 +18,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from isotype.compat.torch import OpOverload, current_node, storage_key
+from isotype.core.operators import is_view, leaves, operator_name
+from isotype.core.source import shown
 from isotype.precision.ranges import is_attention
-from isotype.ranges.nonfinite.cause import cause_of, entries_at, exact_result, fresh_elements
-from isotype.ranges.nonfinite.operands import Operand, operands_of, written_in
-from isotype.ranges.nonfinite.record import Cause, NonFinite, Value
-from isotype.ranges.nonfinite.values import is_finite, value_of
-from isotype.ranges.views import is_view
-from isotype.trace.recorder import Place, Recorder, leaves, operator_name
-from isotype.trace.source import shown
+from isotype.records.nonfinite import Cause, NonFinite, Value
+from isotype.trace.nonfinite.cause import cause_of, entries_at, exact_result, fresh_elements
+from isotype.trace.nonfinite.operands import Operand, operands_of, written_in
+from isotype.trace.nonfinite.values import is_finite, value_of
+from isotype.trace.recorder import Place, Recorder
 from isotype.trace.weights import state_tensors
 
 _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
+from isotype.checkpoint.measure import to_measure
 from isotype.checkpoint.measured import fingerprint, keep_damages
 from isotype.checkpoint.plan import quantized_weights
 from isotype.core.bar import Bar
@@ -18,10 +20,9 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, SaveError, UsageError
 from isotype.core.names import base_name, listed, plural
 from isotype.precision.damages import Damages, LayerDamage
-from isotype.ranges.batches import Batches, given_batches, made_batches
-from isotype.ranges.damage.layers import EmbeddedRows, Layers, PlainWeights
+from isotype.ranges.batches import Batches
 from isotype.ranges.measure import on_device, undisturbed
-from isotype.ranges.sources import Measured, of_checkpoint, of_module
+from isotype.ranges.measured import Measured
 from isotype.ranges.twin import Twin, twin_of
 
 TOKENS = 256
@@ -44,7 +45,7 @@ def measure_quality(
 ) -> Damages:
     """Measure, for each linear layer and format, what storing the layer so does to the distribution of the next token.
 
-    A forward and a backward in float32 estimate all layers at once (see `isotype.ranges.damage.layers.Layers`); for each format in
+    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.layers.Layers`); for each format in
     `exact`, a forward with all layers in it gives the divergence itself. A checkpoint is read block by block, each time; a model in memory
     is not changed. What is measured of a checkpoint on the text of this package is kept for `isotype.checkpoint.measured.kept_damages`.
 
@@ -221,12 +222,7 @@ def _session(
     passes: int,
     progress: bool,
 ) -> _Session:
-    measured = of_module(model) if isinstance(model, nn.Module) else of_checkpoint(model, revision)
-    run = (
-        given_batches(data)
-        if data is not None
-        else made_batches(measured.model, measured.tokenizer(), tokens)
-    )
+    measured, run = to_measure(model, data, tokens, revision)
     where = torch.device(device) if device is not None else measured.device
     wanted = [base_name(name.removesuffix(".weight")) for name in _linear_weights(measured.model)]
     layers, weights = Layers(wanted), PlainWeights(torch.float32, where)

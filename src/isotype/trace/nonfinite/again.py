@@ -11,9 +11,9 @@ from torch import nn
 
 from isotype.compat.torch import own_buffers
 from isotype.core.random_states import random_states_kept
-from isotype.ranges.nonfinite.record import NonFinite
-from isotype.ranges.nonfinite.recorder import FirstNonFinite, FoundError
-from isotype.ranges.nonfinite.values import is_finite
+from isotype.records.nonfinite import NonFinite
+from isotype.trace.nonfinite.recorder import FirstNonFinite, FoundError
+from isotype.trace.nonfinite.values import is_finite
 
 
 def first_nonfinite(

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from isotype.trace.record import Call, Operand, Weight
+from isotype.records.trace import Call, Operand, Weight
 
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["safe", "unsafe"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isotype.trace.recorder import operator_name, schema_of, tensors_in
+from isotype.core.operators import operator_name, schema_of, tensors_in
 
 # What these write over is no operand.
 _OVERWRITE = (

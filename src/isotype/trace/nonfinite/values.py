@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import is_traceable_wrapper_subclass
-from isotype.ranges.nonfinite.record import Value
+from isotype.records.nonfinite import Value
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:

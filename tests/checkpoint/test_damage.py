@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.checkpoint.damage.measure import measure_divergence
+from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.checkpoint.measured import fingerprint, kept_damages
 from isotype.core.errors import UsageError
 from isotype.precision.damages import FORMATS, Damages, stored_bytes
-from isotype.ranges.damage.measure import measure_divergence
-from isotype.ranges.damage.rounding import pieces, rounded
 from tests.models import save_tiny, tiny_batch, tiny_model
 
 LAYERS = {"llama": 14, "gpt2": 8}

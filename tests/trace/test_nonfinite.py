@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from isotype.ranges.nonfinite.again import first_nonfinite
-from isotype.ranges.nonfinite.record import NonFinite
-from isotype.ranges.nonfinite.verdict import Verdict
+from isotype.ranges.verdict import Verdict
+from isotype.records.nonfinite import NonFinite
+from isotype.trace.nonfinite.again import first_nonfinite
 from tests.models import quiet
 from tests.naive import Naive, broken
 

@@ -5,6 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+"""What a trainer gives to `gradient_checkpointing_enable` that is told no more than to do it."""
+
+
+def checkpointing(arguments: Any) -> dict[str, Any] | None:
+    """The arguments that the trainer gives to `gradient_checkpointing_enable`, None where it is off.
+
+    But for `offload`: a step that is traced has no other memory to put activations into.
+    """
+    if not arguments.gradient_checkpointing:
+        return None
+    options = dict(arguments.gradient_checkpointing_kwargs or {})
+    options.pop("offload", None)
+    layers = {"every_n_layers": options.pop("every_n_layers")} if "every_n_layers" in options else {}
+    return {**({"gradient_checkpointing_kwargs": options} if options else CHECKPOINTING), **layers}
+
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
     """Whether gradient checkpointing with these arguments needs a gradient of the embeddings: torch's reentrant kind does."""

@@ -77,8 +77,3 @@ def shown(source: Any) -> str:
     if source is None:
         return ""
     return f"{source[0]}:{source[1]}"
-
-
-def first_line(error: Exception) -> str:
-    """An error's message in one line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from isotype.ranges.nonfinite.operands import Operand, widened
-from isotype.ranges.nonfinite.record import Cause
-from isotype.ranges.nonfinite.values import readable
-from isotype.trace.recorder import leaves, operator_name
+from isotype.core.operators import leaves, operator_name
+from isotype.records.nonfinite import Cause
+from isotype.trace.nonfinite.operands import Operand, widened
+from isotype.trace.nonfinite.values import readable
 
 _BY_ELEMENT = (
     "aten._to_copy",

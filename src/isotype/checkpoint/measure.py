@@ -1,0 +1,162 @@
+"""measure_ranges: the largest values of a model in memory, or of a checkpoint whose weights stay on disk until a module asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.adapter import tokenizer_of
+from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.formats.headers import find_weights
+from isotype.checkpoint.formats.hub import downloaded, local_snapshot
+from isotype.checkpoint.load import load, saved_format, tokenizer_source
+from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.measured import fingerprint, keep_ranges
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.stored_weights import blank_model, fill_buffers, stored_weights
+from isotype.checkpoint.weightless import model_config
+from isotype.core.errors import CheckpointError, SaveError
+from isotype.precision.facts import ModelFacts
+from isotype.precision.ranges import Ranges
+from isotype.ranges.batches import Batches, given_batches, made_batches
+from isotype.ranges.measure import measure
+from isotype.ranges.measured import Measured, base_of, of_module, parts
+from isotype.ranges.weights import Weight
+
+TOKENS = 256
+"""Tokens that are run where nobody gives a batch."""
+
+
+def measure_ranges(
+    model: nn.Module | str | Path,
+    batch: Any = None,
+    *,
+    tokens: int = TOKENS,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+    revision: str | None = None,
+) -> Ranges:
+    """Run a forward and a backward of the mean loss and write down the largest magnitude of every value.
+
+    It is computed in float32 from the weights as they are, in evaluation mode, without autocast and without a policy's
+    boundaries. Of a checkpoint, and of a model in memory, one block at a time is there in float32: blocks are computed
+    again in the backward. A model in memory is not changed, nor its gradients, hooks, modes or random states. What is
+    measured of a checkpoint on text of this package, no less than by default, is kept for
+    `isotype.checkpoint.measured.kept_ranges`.
+
+    Args:
+        model: a module (with PEFT adapters, quantized layers, boundaries or not), or a checkpoint: a directory, a
+            GGUF file, `embedded:NAME` or a hub id.
+        batch: what the model is called with, a dict of tensors, labels included, or a list of such dicts; by default
+            short texts that come with isotype.
+        tokens: how many tokens of these texts.
+        device: where it is computed; by default where the model is, of a checkpoint the CPU.
+        dtype: dtype that it is computed in; by default float32, bfloat16 where that does not fit into free memory.
+        progress: whether a bar is shown on a terminal when it takes longer than three seconds.
+        revision: branch, tag or commit of a hub id.
+
+    Returns:
+        The measurement. Where even float32 overflows it holds infinity or NaN, and a note names the first operator.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be loaded.
+        UsageError: no batch can be made up for the model, or the one given is none; a model in memory without values.
+    """
+    measured, run = to_measure(model, batch, tokens, revision)
+    ranges = measure(measured, run, device=device, dtype=dtype, progress=progress)
+    if isinstance(model, nn.Module):
+        return ranges
+    ranges = replace(ranges, key=fingerprint(str(model), revision) or "")
+    return _kept(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
+
+
+def to_measure(
+    model: nn.Module | str | Path, batch: Any, tokens: int, revision: str | None
+) -> tuple[Measured, Batches]:
+    """(the model that is measured, what it is called with): the batch, or as many tokens of the texts that come with isotype."""
+    if isinstance(model, nn.Module):
+        measured = of_module(model)
+        files = _loaded_from(measured.model) if batch is None else None
+    else:
+        files = _files(model, revision, downloaded)
+        assert files is not None
+        measured = of_checkpoint(model, files)
+    if batch is not None:
+        return measured, given_batches(batch)
+    tokenizer = None if files is None else tokenizer_of(tokenizer_source(files))
+    return measured, made_batches(measured.model, tokenizer, tokens)
+
+
+def _loaded_from(model: nn.Module) -> Path | None:
+    """The directory or GGUF file that a model in memory says it was loaded from; None where that cannot be reached."""
+    name = str(getattr(base_of(model), "name_or_path", "") or "")
+    if not name:
+        return None
+    try:
+        return _files(name, None, local_snapshot)
+    except CheckpointError:
+        return None  # it has been moved since, or lies on a hub that nobody can reach
+
+
+def _kept(ranges: Ranges) -> Ranges:
+    """The measurement, which is in the cache now, or says why it is not."""
+    try:
+        keep_ranges(ranges)
+    except SaveError as error:
+        return replace(ranges, notes=(*ranges.notes, f"it was not kept: {error.problems[0].given}"))
+    return ranges
+
+
+def largest_part(source: str | Path) -> int:
+    """Weights of the largest part of a checkpoint that has to be in memory at one time, see `parts`."""
+    return max(parts(blank_model(model_config(source))), default=0)
+
+
+def of_checkpoint(source: str | Path, files: Path) -> Measured:
+    """A checkpoint, its weights left on disk where transformers' own conversions allow to read them one by one."""
+    facts = facts_of(files)
+    if facts.quantization is not None and not facts.quantization.dequantized:
+        return _loaded(source, files, facts, f"its weights are stored in {facts.quantization.format}")
+    model = blank_model(model_config(files))
+    stored = stored_weights(model, files)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    held = {
+        each: next((name for name in tied if name in stored.shapes), None) for each, tied in names.items()
+    }
+    missing = [names[each][0] for each, name in held.items() if name is None]
+    if missing:
+        return _loaded(source, files, facts, f"it has no {missing[0]}, which transformers draws")
+    fill_buffers(model, stored)
+
+    def read(_: nn.Module, __: str, parameter: torch.Tensor) -> Weight:
+        name = held[id(parameter)]
+        assert name is not None
+        return Weight(id(parameter), parameter.shape, lambda: stored.read(name))
+
+    return Measured(model, str(source), torch.device("cpu"), read)
+
+
+def _loaded(source: str | Path, files: Path, facts: ModelFacts, why: str) -> Measured:
+    policy = resolve_precision(files, quantization=saved_format(facts), device="cpu")
+    model = load(files, policy, device_map=None)
+    note = f"loaded whole, not block by block: {why}"
+    return Measured(model.requires_grad_(False), str(source), torch.device("cpu"), None, (note,))
+
+
+def _files(
+    source: str | Path, revision: str | None, of_hub: Callable[[str, str | None], Path | None]
+) -> Path | None:
+    """The directory with a checkpoint's safetensors, or its GGUF file."""
+    place = resolve_source(source)
+    if isinstance(place, str):
+        return of_hub(place, revision)
+    weights = find_weights(place) if place.is_dir() else None
+    return weights[0] if weights is not None and weights[0].suffix == ".gguf" else place

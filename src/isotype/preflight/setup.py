@@ -1,0 +1,125 @@
+"""How a requested step is run, with every default decided; what contradicts itself is refused all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.compat.transformers import attention_of
+from isotype.core.dtypes import parse_dtype
+from isotype.core.errors import Problem, UsageError
+from isotype.model.adapters import adapter_words
+from isotype.model.enforce import policy_of
+from isotype.precision.by_ranges import known_families
+from isotype.precision.devices.profile import device_profile
+from isotype.precision.versions import incompatible_here
+from isotype.records.request import LossOf, StepRequest, given_inputs
+from isotype.records.trace import PHASES, Setup
+from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
+from isotype.trace.sides import tallies, whole
+from isotype.trace.weights import unread_weights
+
+
+def setup_of(request: StepRequest) -> Setup:
+    """How the step is run, with every default decided.
+
+    Raises:
+        UsageError: every argument that cannot be, at once.
+        PrecisionError: an unknown device or dtype.
+    """
+    problems = list(_problems(request))
+    if problems:
+        raise UsageError("the step cannot be checked as asked", problems)
+    policy = request.policy or policy_of(request.model)
+    if policy is not None and policy.keep_frozen:
+        policy = None
+    requested = policy.autocast if request.autocast is None and policy is not None else request.autocast
+    autocast = None if requested in (None, False) else parse_dtype(requested)  # type: ignore[arg-type]
+    known = policy.compute if policy is not None else autocast
+    config = getattr(request.model, "config", None)
+    profile = device_profile(
+        request.device if request.device is not None else policy.device if policy else "auto"
+    )
+    return Setup(
+        profile=profile,
+        autocast=autocast,
+        scaler=autocast == torch.float16 if request.scaler is None else request.scaler,
+        optimizer=request.optimizer
+        if isinstance(request.optimizer, str)
+        else type(request.optimizer).__name__,
+        compute=known or compute_dtype(request.model),
+        learning_rate=_learning_rate(request),
+        phases=tuple(phase for phase in PHASES if phase in request.phases),
+        policy=policy,
+        fsdp=request.fsdp,
+        devices=request.devices,
+        reshard=request.reshard,
+        shard_integers=request.shard_integers,
+        gradient_checkpointing={}
+        if request.gradient_checkpointing is True
+        else request.gradient_checkpointing or None,
+        autocast_eval=request.autocast_eval,
+        checkpoint_dtype=_checkpoint_dtype(config),
+        attention=attention_of(config),
+        batch=_shapes(request.inputs),
+        details=(*adapter_words(request.model), _checkpointing_words(request)),
+        incompatible=incompatible_here(profile.kind) if profile.present else (),
+        ranges=request.ranges,
+        family_ranges=_family_ranges(config),
+    )
+
+
+def _problems(request: StepRequest) -> Iterator[Problem]:
+    yield from unknown_optimizer(request.optimizer)
+    inputs = request.inputs
+    if not callable(inputs) and not isinstance(inputs, (Mapping, LossOf)) and not hasattr(inputs, "keys"):
+        yield Problem(
+            f"inputs of type {type(inputs).__name__}",
+            "the dict that the model is called with (labels included), or a callable model -> loss",
+            "isotype.check(model, {'input_ids': …, 'labels': …})",
+        )
+    if not isinstance(request.devices, int) or request.devices < 1:
+        yield Problem(
+            f"devices={request.devices!r}", "a number of devices, at least 1", "give 1, or leave it out"
+        )
+    unknown = [phase for phase in request.phases if phase not in PHASES]
+    if unknown:
+        yield Problem(f"phases {unknown}", f"of {', '.join(PHASES)}", "leave them out")
+
+
+def _learning_rate(request: StepRequest) -> float | None:
+    if isinstance(request.optimizer, torch.optim.Optimizer) and request.learning_rate is None:
+        return learning_rate_of(request.optimizer)
+    return request.learning_rate
+
+
+def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
+    given = given_inputs(inputs)
+    return {name: tuple(value.shape) for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+
+def _checkpoint_dtype(config: Any) -> torch.dtype | None:
+    """The dtype the model's config says its checkpoint was saved in."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _family_ranges(config: Any) -> str:
+    known = known_families().get(str(getattr(config, "model_type", "")))
+    return f"{known['reaches']} ({known['source']})" if known else ""
+
+
+def _checkpointing_words(request: StepRequest) -> str:
+    modules = request.model.modules()
+    on = request.gradient_checkpointing or any(
+        getattr(module, "gradient_checkpointing", False) is True for module in modules
+    )
+    return "gradient checkpointing" if on else "no gradient checkpointing"
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype a model computes in by itself: that of most modules that compute, of most elements in a tie."""
+    return whole(tallies(unread_weights(model))) or torch.float32

@@ -1,0 +1,113 @@
+"""What a step runs on and takes, in words: set-up, memory, FLOPs, least time."""
+
+from __future__ import annotations
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.units import format_bytes
+from isotype.records.trace import Setup
+from isotype.report.charts import format_number
+from isotype.report.check.record import Record
+from isotype.report.text import format_duration, format_flops, format_share
+
+
+def device_words(setup: Setup) -> str:
+    """What the step runs on: `"NVIDIA T4"`, `"8 × NVIDIA T4"`."""
+    return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
+
+
+def sharding_words(setup: Setup) -> str:
+    """How several devices train together: `"FSDP2 over 8 devices"`; "" for one that is not sharded."""
+    if setup.devices == 1:
+        return f"FSDP{setup.fsdp}" if setup.fsdp else ""
+    if not setup.fsdp:
+        return f"DDP on {setup.devices} devices, each with all weights"
+    kept = "" if setup.reshard else ", gathered weights kept for the backward"
+    return f"FSDP{setup.fsdp} over {setup.devices} devices{kept}"
+
+
+def setup_words(setup: Setup) -> str:
+    """How the step is run, in one line."""
+    words = [
+        f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "no autocast",
+        "GradScaler" if setup.scaler else "no GradScaler",
+        setup.optimizer + (f" lr {setup.learning_rate:g}" if setup.learning_rate is not None else ""),
+        sharding_words(setup),
+        *setup.details,
+        ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items()),
+    ]
+    return "   ".join(word for word in words if word)
+
+
+def memory_words(report: Record) -> str:
+    """Whether it fits: the peak, its phase and what it is made of."""
+    memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
+    if memory.peak_phase is None:
+        return "not measured"
+    kinds = sorted(memory.phases[memory.peak_phase].items(), key=lambda kind: -kind[1])
+    parts = ", ".join(
+        f"{kind} {format_bytes(amount)}" for kind, amount in kinds if amount >= memory.peak / 100
+    )
+    of = f" of {format_bytes(capacity)}" if capacity else ""
+    fits = {True: "", False: " (does not fit)", None: ""}[report.fits]
+    devices = report.trace.setup.devices
+    each = f" on each of {devices} devices" if devices > 1 else ""
+    return f"peak {format_bytes(memory.peak)}{of}{each}{fits} in {memory.peak_phase}: {parts}"
+
+
+def flops_words(report: Record) -> str:
+    """FLOPs of a step and their shares by dtype, the largest first."""
+    total = sum(report.flops.values())
+    if not total:
+        return "no matmul was seen"
+    profile = report.trace.setup.profile
+    shares = []
+    for dtype, count in sorted(report.flops.items(), key=lambda entry: -entry[1]):
+        support = profile.supports(dtype)
+        remark = "" if support == "native" else f" ({support})"
+        shares.append(f"{format_share(count / total)} {dtype_name(dtype)}{remark}")
+    return f"{format_flops(total)} a step: {', '.join(shares)}"
+
+
+def seconds_words(report: Record) -> str:
+    """The least time that the step takes on the device by its data sheet, and what bounds it; "" without such rates."""
+    time = report.time
+    if time is None:
+        return ""
+    title = device_words(report.trace.setup)
+    apart = "; communication is not in it" if report.trace.setup.devices > 1 else ""
+    rate = time.tokens_per_second
+    tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_each(report.trace.setup)})"
+    return (
+        f"at least {format_duration(time.seconds)} a step on {title}{tokens}: its products alone at the data sheet's rates, which no "
+        f"card reaches; {format_duration(time.traced_seconds)} with every operator as it was traced, one after another, most of it for "
+        f"{time.bound}{apart}"
+    )
+
+
+def roofline_words(report: Record) -> str:
+    """What the least time of the step is made of; "" without the device's rates."""
+    time = report.time
+    if time is None:
+        return ""
+    products = ", ".join(
+        f"{dtype_name(dtype)} {format_flops(each.flops)} at {format_flops(each.flops_per_second)}/s"
+        for dtype, each in sorted(time.products.items(), key=lambda entry: -entry[1].seconds)
+    )
+    return (
+        f"products {format_duration(time.products_seconds)} ({products}); memory traffic {format_duration(time.traffic_seconds)} "
+        f"({_figure(time.bytes / 1e9)} GB at {_figure(time.bytes_per_second / 1e9)} GB/s); {time.launches:,} launches, which bound the "
+        f"step where the host takes more than {_figure(time.launch_seconds * 1e6)} µs for one"
+    )
+
+
+def time_rows(report: Record) -> tuple[tuple[str, str], ...]:
+    """(label, sentence) of the least time and of what it is made of."""
+    return ("time", seconds_words(report)), ("roofline", roofline_words(report))
+
+
+def _each(setup: Setup) -> str:
+    return " on each" if setup.devices > 1 else ""
+
+
+def _figure(value: float) -> str:
+    return format_number(value, 3) if value < 1000 else f"{value:,.0f}"
