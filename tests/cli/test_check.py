@@ -16,7 +16,8 @@ from isotype.data.methods import METHODS
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.from_function import function_arguments
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import Failure, Memory, Setup, Trace
+from isotype.records.memory import Memory
+from isotype.records.trace import Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.train.command import repaired_command
 from tests.models import CONFIGS

@@ -18,8 +18,9 @@ from isotype.core.errors import PrecisionError, UsageError
 from isotype.planning.plan import Plan
 from isotype.planning.record import Row
 from isotype.preflight.setup import setup_of
+from isotype.records.memory import Memory
 from isotype.records.request import StepRequest
-from isotype.records.trace import Call, Memory, Operand, Origin, Trace
+from isotype.records.trace import Call, Operand, Origin, Trace
 from isotype.train.plan import parse_options, plan_of
 from isotype.train.recompute_choice import steady_peak
 from isotype.train.step import check_plan

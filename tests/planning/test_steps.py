@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from isotype.planning.steps import largest, worst_moment
-from isotype.records.trace import Memory
+from isotype.records.memory import Memory
 
 
 def test_the_largest_of_a_convex_measure_is_found_in_few_measures() -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from isotype import __version__
 from isotype.core.errors import PrecisionError, SaveError
 from isotype.records.finding import Action, Cost, Fix
-from isotype.records.trace import Memory
+from isotype.records.memory import Memory
 from isotype.report.check.html import to_html
 from isotype.report.check.json import SCHEMA_VERSION
 from isotype.report.check.report import Report

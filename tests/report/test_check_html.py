@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from isotype.records.finding import Finding
-from isotype.records.trace import MEMORY_KINDS, Memory, Trace
+from isotype.records.memory import MEMORY_KINDS, Memory
+from isotype.records.trace import Trace
 from isotype.report.check.html import to_html
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, plain, setup, too_large
 

@@ -18,7 +18,8 @@ from jsonschema.exceptions import best_match
 import isotype
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.finding import SCOPES, SEVERITIES, ActionKind
-from isotype.records.trace import MEMORY_KINDS, OriginKind, Phase
+from isotype.records.memory import MEMORY_KINDS, Phase
+from isotype.records.trace import OriginKind
 from isotype.report.check import json as check_json
 from isotype.report.check.record import Outlook, Status
 from isotype.report.run.json import to_json as run_to_json

@@ -14,7 +14,8 @@ import isotype.preflight.check
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
-from isotype.records.trace import Phase, Setup, Trace
+from isotype.records.memory import Phase
+from isotype.records.trace import Setup, Trace
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from tests.models import tiny_batch, tiny_model

@@ -8,7 +8,7 @@ import pytest
 
 from isotype.precision.devices.profile import TIGHT
 from isotype.records.finding import Finding
-from isotype.records.trace import Memory
+from isotype.records.memory import Memory
 from isotype.report.check.report import Report
 from isotype.train.fit import fitting
 from isotype.train.plan import parse_options, plan_of

@@ -20,8 +20,8 @@ from isotype.data.load import training_data
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.profile import device_profile
+from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES
-from isotype.records.trace import Memory
 from isotype.train import launched, recipes, recompute_choice, recompute_of_run, step
 from isotype.train.lengths import Lengths, longest_possible
 from isotype.train.models import processing_class

@@ -8,8 +8,9 @@ from typing import Any
 
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.preflight.run import trace_of
+from isotype.records.memory import Memory
 from isotype.records.step_time import StepTime
-from isotype.records.trace import Memory, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit.step_time import step_time
 from isotype.train.recompute_choice import NotForeseenError, steady_peak
 from isotype.train.step import PlannedStep

@@ -16,8 +16,9 @@ from isotype.model.enforce import policy_of
 from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
+from isotype.records.memory import PHASES
 from isotype.records.request import LossOf, StepRequest, given_inputs
-from isotype.records.trace import PHASES, Setup
+from isotype.records.trace import Setup
 from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
 from isotype.trace.sides import tallies, whole
 from isotype.trace.weights import unread_weights

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from isotype.records.trace import Phase
+from isotype.records.memory import Phase
 
 Cause = Literal[
     "weight",  # a parameter, a buffer or a quantization state holds it; `culprit` names it

@@ -11,7 +11,7 @@ from torch import nn
 
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
-from isotype.records.trace import Phase
+from isotype.records.memory import Phase
 
 DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
 

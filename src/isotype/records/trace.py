@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 import torch
 
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.precision.versions import Incompatibility
+from isotype.records.memory import Memory, Phase
 
-Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
 FLOATS = frozenset(
     {
         torch.float64,
@@ -28,7 +30,8 @@ FLOATS = frozenset(
 )
 """The float dtypes that a step may meet."""
 
-PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "unscale", "optimizer", "generate")
+CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
+"""What `.to(dtype)` and its kind come to."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -53,29 +56,6 @@ SHARED = ("outside", "scratch")
 
 UNSAFE = "is unsafe to autocast"
 """What a breach says where a function is refused for autocast's sake."""
-
-MemoryKind = Literal[
-    "weights",
-    "adapters",
-    "buffers",
-    "gradients",
-    "optimizer",
-    "activations",
-    "inputs",
-    "gathered",  # weights of all processes, whole while a block of a sharded model computes, with the buffers that they come in
-    "buckets",  # buffers in which gradients are summed over processes
-]
-MEMORY_KINDS: tuple[MemoryKind, ...] = (
-    "weights",
-    "adapters",
-    "buffers",
-    "gradients",
-    "optimizer",
-    "activations",
-    "inputs",
-    "gathered",
-    "buckets",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,6 +175,12 @@ class Call:
     off: float = 0.0
     rounded_at: str = ""
     emptied: int = 0
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it brings one float tensor into another float dtype."""
+        before = {each.dtype for each in self.operands[-1:]} & FLOATS
+        return self.op in CASTS and bool(before) and not before & {dtype for dtype, _ in self.results}
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,44 +316,6 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class MemoryPoint:
-    """Bytes of tensors alive at one moment, by kind."""
-
-    phase: Phase
-    kinds: Mapping[MemoryKind, int]
-
-    @property
-    def total(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.kinds.values())
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of tensors alive at the worst moment of each phase.
-
-    Attributes:
-        phases: phase -> kind -> bytes at that phase's peak.
-        timeline: moments of the step in order, at most about five hundred: of each stretch between two of them
-            the highest.
-        peak_phase: the phase with the highest sum.
-    """
-
-    phases: Mapping[Phase, Mapping[MemoryKind, int]]
-    timeline: tuple[MemoryPoint, ...] = ()
-
-    @property
-    def peak_phase(self) -> Phase | None:
-        """The phase of the overall peak; None for an empty record."""
-        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()), default=None)
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the overall peak."""
-        return max((sum(kinds.values()) for kinds in self.phases.values()), default=0)
-
-
-@dataclass(frozen=True)
 class Failure:
     """Why a step could not be traced to its end: an error that no dtype explains.
 
@@ -435,6 +383,57 @@ class Trace:
         """Every weight by each of its names."""
         return {name: weight for weight in self.weights for name in (weight.name, *weight.tied)}
 
+    def __str__(self) -> str:
+        """The step as a person reads it: its operators in order, under the modules that they run in."""
+        return "\n".join(_lines(self))
+
     def breaches(self) -> Iterator[Call]:
         """The calls that broke a contract."""
         return (call for call in self.calls if call.breach is not None)
+
+
+def _lines(trace: Trace) -> Iterator[str]:
+    """Phases, the modules of each as a tree, and a line for each operator."""
+    setup = trace.setup
+    autocast = "off" if setup.autocast is None else dtype_name(setup.autocast)
+    yield f"{trace.model or trace.modules.get('', 'a step')} on {setup.profile.title}   autocast {autocast}   scaler {'on' if setup.scaler else 'off'}"
+    phase = ""
+    entered: tuple[str, ...] = ()
+    for call in trace.calls:
+        if call.phase != phase:
+            phase, entered = call.phase, ()
+            yield phase
+        names = call.module.split(".") if call.module else []
+        path = tuple(name for i in range(len(names)) if (name := ".".join(names[: i + 1])) in trace.modules)
+        for depth, name in enumerate(path, 1):
+            if path[:depth] != entered[:depth]:
+                times = f"   stands for {call.repeats}" if depth == len(path) and call.repeats > 1 else ""
+                yield f"{'  ' * depth}{name} ({trace.modules[name]}){times}"
+        entered = path
+        yield f"{'  ' * (len(path) + 1)}{_words(call)}"
+    if trace.failure is not None:
+        yield f"ended in {trace.failure.phase} at {trace.failure.module or 'the model'}: {trace.failure.error}"
+    yield from (f"note: {note}" for note in trace.notes)
+
+
+def _words(call: Call) -> str:
+    """An operator in one line, as `aten.mm.default(self: float32[10, 16], mat2: bfloat16[16, 16]) -> float32[10, 16]`, and what is to be seen of it."""
+    operands = ", ".join(f"{each.role}: {_tensor(each.dtype, each.shape)}" for each in call.operands)
+    results = ", ".join(_tensor(*each) for each in call.results)
+    remarks = [short(call.source)] if call.source else []
+    if call.breach is not None:
+        converted = call.breach.converted
+        remarks.append(
+            f"refused{'' if converted is None else f', converted to {dtype_name(converted)}'}: {call.breach.message}"
+        )
+    elif call.is_cast:
+        remarks.append("cast" if call.autocast is None else f"cast, autocast to {dtype_name(call.autocast)}")
+    elif len({each.dtype for each in call.operands if each.dtype in FLOATS}) > 1:
+        remarks.append("operands of several dtypes")
+    if call.recomputed:
+        remarks.append("recomputed")
+    return "   ".join((f"{call.op}({operands}) -> {results or 'None'}", *remarks))
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype_name(dtype)}{list(shape)}"

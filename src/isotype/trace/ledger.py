@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import storage_key, storage_of
-from isotype.records.trace import Memory, MemoryKind, MemoryPoint, Phase
+from isotype.records.memory import Memory, MemoryKind, MemoryPoint, Phase
 
 _MOST_STEPS = 64  # in which what others of a module's kind add comes and goes
 _MOST_POINTS = 512  # of the timeline; from there on two neighbours become one

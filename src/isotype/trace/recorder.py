@@ -29,7 +29,8 @@ from isotype.core.source import asking_line, shown
 from isotype.model.fold import repeats_of
 from isotype.model.hooks import listening
 from isotype.model.walk import plain_tensors
-from isotype.records.trace import FLOATS, Breach, Call, MemoryKind, Operand, Origin, Phase
+from isotype.records.memory import MemoryKind, Phase
+from isotype.records.trace import CASTS, FLOATS, Breach, Call, Operand, Origin
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
 from isotype.trace.taken import DtypeReads
@@ -45,7 +46,6 @@ _WRITTEN: Any = torch.autograd.function.BackwardCFunction
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
-_CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
 # What `.to(dtype)` and its kind are called where Python calls them; any other function that casts was autocast.
 _CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
@@ -342,8 +342,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         dtype, source = tensor.dtype, place.source
         if breach is not None:
             return Origin("conversion", dtype, name, place.module, shown(source))
-        if name in _CASTS or kwargs.get("dtype") is not None:
-            if operands and operands[-1].dtype == dtype and name in _CASTS:
+        if name in CASTS or kwargs.get("dtype") is not None:
+            if operands and operands[-1].dtype == dtype and name in CASTS:
                 return operands[-1].origin
             returns = self._frames[-1].returns if self._frames else None
             if returns is not None and returns.dtype == dtype:

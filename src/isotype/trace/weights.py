@@ -17,7 +17,8 @@ from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
 from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, is_pinned, kind_of, places
-from isotype.records.trace import MemoryKind, Quantization, Weight
+from isotype.records.memory import MemoryKind
+from isotype.records.trace import Quantization, Weight
 
 # Medians and digits of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
 _LOOKED_AT = 1 << 24

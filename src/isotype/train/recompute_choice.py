@@ -14,7 +14,7 @@ from isotype.core.memory import free_memory
 from isotype.core.units import format_bytes
 from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.records.trace import Memory
+from isotype.records.memory import Memory
 
 SHARE_OF_GPU = 0.85
 """Of a GPU's memory that a foreseen step may take: the allocator's rounding and gaps, kernels' workspaces and the driver's context come on top."""

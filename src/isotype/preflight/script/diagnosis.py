@@ -38,8 +38,9 @@ from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.options import Options
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
+from isotype.records.memory import Memory
 from isotype.records.request import StepRequest
-from isotype.records.trace import Breach, Call, Failure, Memory, Operand, Origin, Setup
+from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Setup
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
 from isotype.report.narrow import wrapped

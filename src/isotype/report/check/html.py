@@ -18,7 +18,8 @@ from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import MEMORY_KINDS, Memory, MemoryKind, Operand
+from isotype.records.memory import MEMORY_KINDS, Memory, MemoryKind
+from isotype.records.trace import Operand
 from isotype.report.charts import (
     Area,
     Part,

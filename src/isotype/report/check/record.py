@@ -9,8 +9,9 @@ from typing import Literal, get_args
 import torch
 
 from isotype.records.finding import Action, Finding, Severity
+from isotype.records.memory import Memory
 from isotype.records.step_time import StepTime
-from isotype.records.trace import Memory, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit.step_time import step_time
 from isotype.rules.kit.value_ranges import Held, computes_float16, largest
 

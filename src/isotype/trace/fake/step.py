@@ -25,7 +25,8 @@ from isotype.core.names import base_name
 from isotype.core.source import line_of
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
-from isotype.records.trace import Breach, Call, Failure, Memory, Operand, Origin, Setup, Trace, Weight
+from isotype.records.memory import Memory
+from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors

@@ -25,7 +25,8 @@ from isotype.contracts.contract import contracts_here
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import first_line
 from isotype.core.operators import given_tensors, tensors_in
-from isotype.records.trace import FLOATS, Breach, Call, Memory, Origin, Phase, Weight
+from isotype.records.memory import Memory, Phase
+from isotype.records.trace import FLOATS, Breach, Call, Origin, Weight
 from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE

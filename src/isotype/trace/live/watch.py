@@ -25,7 +25,8 @@ from torch.optim import optimizer as optimizers
 
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import has_compiler, is_compiled, is_simulated, is_traced, original
-from isotype.records.trace import Failure, Memory, Phase, Setup, Trace
+from isotype.records.memory import Memory, Phase
+from isotype.records.trace import Failure, Setup, Trace
 from isotype.trace.live.forward import (
     enumerate_inputs,
     has_parameters,

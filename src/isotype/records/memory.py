@@ -1,0 +1,72 @@
+"""Phases of a step, and the memory that it takes by phase and kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
+
+PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "unscale", "optimizer", "generate")
+
+MemoryKind = Literal[
+    "weights",
+    "adapters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "activations",
+    "inputs",
+    "gathered",  # weights of all processes, whole while a block of a sharded model computes, with the buffers that they come in
+    "buckets",  # buffers in which gradients are summed over processes
+]
+MEMORY_KINDS: tuple[MemoryKind, ...] = (
+    "weights",
+    "adapters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "activations",
+    "inputs",
+    "gathered",
+    "buckets",
+)
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Bytes of tensors alive at one moment, by kind."""
+
+    phase: Phase
+    kinds: Mapping[MemoryKind, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors alive at the worst moment of each phase.
+
+    Attributes:
+        phases: phase -> kind -> bytes at that phase's peak.
+        timeline: moments of the step in order, at most about five hundred: of each stretch between two of them
+            the highest.
+        peak_phase: the phase with the highest sum.
+    """
+
+    phases: Mapping[Phase, Mapping[MemoryKind, int]]
+    timeline: tuple[MemoryPoint, ...] = ()
+
+    @property
+    def peak_phase(self) -> Phase | None:
+        """The phase of the overall peak; None for an empty record."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()), default=None)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the overall peak."""
+        return max((sum(kinds.values()) for kinds in self.phases.values()), default=0)
