@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -32,6 +33,7 @@ from isotype.lora.logits import Head
 from isotype.lora.loss import log_probs
 from isotype.lora.sequences import Sequences, saying
 from isotype.trace.fake import twin
+from isotype.train.step_values import launched
 from tests.models import quiet
 
 DEVICE = "npy"
@@ -301,6 +303,21 @@ def loss(tokens: int, vocabulary: int) -> Launches:
     return launches
 
 
+def step_values() -> Launches:
+    """What an optimizer step's values launch, on their way to the flag by which the update is left out."""
+    with FakeTensorMode():
+        loss, norm, tokens = (
+            torch.empty((), device=DEVICE, dtype=d) for d in (torch.float32, torch.float32, torch.int64)
+        )
+        launches = Launches()
+        with launches:
+            values = launched(
+                (tokens, loss, False, norm, None), torch.device(DEVICE, 0), SimpleNamespace(num_processes=1)
+            )
+            assert values.broken().device.type == DEVICE
+    return launches
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("none", {}),
     "dropout": ("none", {"lora_dropout": 0.1}),
@@ -332,6 +349,7 @@ def main() -> None:
         "many rows": generated(models["nf4"], 65),
         "few rows, DoRA": generated(models["DoRA"], 8),
         "loss": loss(4096, 128_256),
+        "step values": step_values(),
     }
     results |= {name: {"kernels": each.kernels, "faults": each.faults} for name, each in extra.items()}
     print(json.dumps(results))

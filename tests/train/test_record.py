@@ -20,10 +20,12 @@ from rich.console import Console
 
 from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
+from isotype.train import step_values
 from isotype.train.callback import PrecisionCallback
 from isotype.train.governed import governed
 from isotype.train.progress import ProgressView
-from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, StepValues, memory_meter
+from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
+from isotype.train.step_values import StepValues
 from tests.train.test_governed import build
 from tests.train.tiny import save_chat_model
 
@@ -179,7 +181,9 @@ def test_the_report_is_kept_now_and_then_at_little_cost(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("scaled", "stops"), [(True, False), (False, True)])
 def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, stops):
-    arguments = SimpleNamespace(fp16=scaled, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1.0)
+    arguments = SimpleNamespace(
+        fp16=scaled, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1.0, device=torch.device("cpu")
+    )
     trainer = SimpleNamespace(
         step_values=lambda: StepValues(1, 2.0, float("inf"), 65536.0 if scaled else None),
         accelerator=SimpleNamespace(optimizer_step_was_skipped=False),
@@ -190,10 +194,10 @@ def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, 
     recorder = RunRecorder(trainer)
     state = SimpleNamespace(global_step=4)
     if not stops:
-        recorder.on_pre_optimizer_step(arguments, state, None)
+        recorder.on_pre_optimizer_step(arguments, state, None, optimizer=None)
         return
     with pytest.raises(TrainingError, match="step 5: loss 2, learning rate 0, gradient norm inf") as caught:
-        recorder.on_pre_optimizer_step(arguments, state, None)
+        recorder.on_pre_optimizer_step(arguments, state, None, optimizer=None)
     assert "the gradient is not finite" in str(caught.value)
     assert "--save_steps N" in str(caught.value)
 
@@ -219,11 +223,13 @@ class Reads:
         return counted
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("scaled", "deferred"), [(False, False), (True, False), (False, True)])
 def test_the_host_waits_once_a_step(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaled: bool
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaled: bool, deferred: bool
 ) -> None:
-    trainer = build(path, tmp_path, max_steps=3, save_strategy="no")
+    """At most: where the device leaves an update out by itself, what is read is that of the step before, which has arrived."""
+    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",) if deferred else ("cuda",))
+    trainer = build(path, tmp_path, max_steps=3, save_strategy="no", logging_steps=50)
     if scaled:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
         trainer.accelerator.native_amp = True
@@ -245,8 +251,103 @@ def test_the_host_waits_once_a_step(
     recorder, _ = recorded(trainer)
     assert [step.loss_scale for step in recorder.steps] == ([65536.0] * 3 if scaled else [None] * 3)
     # What is read of the last step's end and of the training's is not counted: saving and looking at weights.
-    assert [step["governed"] for step in reads[:-1]] == [1, 1]
-    assert all(set(step) == {"governed"} for step in reads[:-1])
+    assert [step["step_values"] for step in reads[:-1]] == ([0, 1] if deferred else [1, 1])
+    assert all(set(step) <= {"step_values"} for step in reads[:-1])
+
+
+class Poison(transformers.TrainerCallback):  # type: ignore[misc]
+    """Makes the loss of one step infinite, and keeps the weights and the optimizer's state before each step."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.before: list[list[torch.Tensor]] = []
+        self._trainer, self._step, self._loss = trainer, step, trainer.compute_loss
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before.append(held(self._trainer))
+        bad = state.global_step + 1 == self._step
+        self._trainer.compute_loss = self._infinite if bad else self._loss
+
+    def _infinite(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loss(*args, **kwargs) / 0.0
+
+
+def held(trainer: Any) -> list[torch.Tensor]:
+    """Trained weights and the optimizer's state, copied."""
+    optimizer = trainer.optimizer.optimizer
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [
+        value.detach().clone() for group in optimizer.param_groups for value in (*group["params"], *state)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["adamw_torch_fused", "adamw_torch"])
+@pytest.mark.parametrize("last", [2, 4])
+def test_an_update_that_is_not_finite_is_left_out_where_the_read_comes_later(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, last: int
+) -> None:
+    """Step 2 of 4, where step 3 has run meanwhile, and of 2, where nothing follows: weights and moments stay as they were before it."""
+    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+    trainer = build(path, tmp_path, max_steps=last, save_strategy="no", logging_steps=50, optim=kind)
+    recorder = RunRecorder(trainer)
+    trainer.add_callback(recorder)
+    poison = Poison(trainer, 2)
+    trainer.add_callback(poison)
+    with pytest.raises(TrainingError, match="step 2: loss inf") as caught:
+        trainer.train()
+    assert "the loss is not finite: stopped before the update" in str(caught.value)
+    assert [(step.step, step.loss == float("inf")) for step in recorder.steps] == [(1, False), (2, True)]
+    deferred = kind == "adamw_torch_fused" and last == 4
+    assert len(poison.before) == (3 if deferred else 2)
+    for before, after in zip(poison.before[1], held(trainer), strict=True):
+        assert torch.equal(before, after)
+    assert not hasattr(trainer.optimizer.optimizer, "found_inf")
+
+
+def test_steps_are_recorded_alike_whenever_they_are_read(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, weights, shown = [], [], []
+    for place, kinds in enumerate((("cuda",), ("cpu",))):
+        monkeypatch.setattr(step_values, "DEFERRED_ON", kinds)
+        trainer = build(
+            path,
+            tmp_path / str(place),
+            max_steps=4,
+            save_steps=3,
+            logging_steps=2,
+            eval_strategy="steps",
+            eval_steps=3,
+        )
+        recorder, told = recorded(trainer)
+        records.append([replace(step, seconds=0, memory_bytes=0) for step in recorder.steps])
+        weights.append(held(trainer))
+        shown.append(told)
+        assert [record.step for record in recorder.evals] == [3, 4]
+    assert records[0] == records[1]
+    assert [record.step for record in records[0]] == [1, 2, 3, 4]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert shown[0] == shown[1] == [(0, 4, None), (1, 4, 1), (2, 4, 2), (3, 4, 3), (4, 4, 4)]
+
+
+@pytest.mark.parametrize("kind", ["adamw_torch_fused", "adamw_torch", "sgd"])
+def test_whose_update_is_left_out_on_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    cpu, weight = torch.device("cpu"), torch.nn.Parameter(torch.ones(3))
+    optimizer = {
+        "adamw_torch_fused": lambda: torch.optim.AdamW([weight], fused=True),
+        "adamw_torch": lambda: torch.optim.AdamW([weight]),
+        "sgd": lambda: torch.optim.SGD([weight], fused=True),
+    }[kind]()
+    wrapped = SimpleNamespace(optimizer=optimizer)
+    alone = SimpleNamespace(scaler=None, num_processes=1)
+    assert step_values.skipping_optimizer(wrapped, alone, cpu) is None
+    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+    able = kind == "adamw_torch_fused"
+    assert step_values.skipping_optimizer(wrapped, alone, cpu) is (optimizer if able else None)
+    several, scaled = (
+        SimpleNamespace(**{**vars(alone), **more}) for more in ({"num_processes": 2}, {"scaler": 1})
+    )
+    assert step_values.skipping_optimizer(wrapped, several, cpu) is None
+    assert step_values.skipping_optimizer(wrapped, scaled, cpu) is None
 
 
 def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
@@ -261,7 +362,7 @@ def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
     trainer.args = SimpleNamespace(device=torch.device("cpu"))
     trainer.accelerator = SimpleNamespace(num_processes=2, reduce=reduce, scaler=None)
     trainer._step_tokens, trainer._step_loss = 10, torch.tensor(1.0)
-    assert trainer.step_values() == StepValues(40, 2.0, None, None)
+    assert trainer.step_values() == StepValues(40, 2.0, None, None, 1)
     assert trainer.step_values().tokens == 40
     assert reduced == [[10.0, 1.0, 0.0]]
     assert trainer.stop_asked

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 import warnings
@@ -38,9 +37,10 @@ from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.compilation import take_compilation
 from isotype.train.diverged import not_finite
 from isotype.train.head import use_own_head
-from isotype.train.record import MemoryMeter, StepMeasures, StepValues, memory_meter
+from isotype.train.record import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.saved import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 from isotype.train.sharded import Sharded, has_shards
+from isotype.train.step_values import LaunchedValues, StepValues, launched
 
 
 class _Governed:
@@ -53,6 +53,7 @@ class _Governed:
         compilation: arguments of `torch.compile` for the model's blocks; None where nothing is to be compiled.
         asks_to_stop: whether this process was asked to stop.
         stop_asked: whether one of all processes was, when the values of the last step were read.
+        before_saving: raises where a step so far must not be saved.
     """
 
     _staging: Path | None = None
@@ -70,6 +71,7 @@ class _Governed:
     goes_on: Callable[[Path], str] | None = None
     compilation: Mapping[str, Any] | None = None
     asks_to_stop: Callable[[], bool] = staticmethod(lambda: False)
+    before_saving: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -162,46 +164,30 @@ class _Governed:
         Every process has to call it: where there are several, they bring their tokens, losses and requests to stop together.
         """
         values: StepValues | None = self._values
-        if values is not None:
-            return values
-        device = self.args.device
-        # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
-        wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        if values is None:
+            values = self._values = self.launch_step_values().read()
+            self.stop_asked = values.stops > 0
+        return values
+
+    def launch_step_values(self: Any) -> LaunchedValues:
+        """The values of the optimizer step that is under way, on the device: without waiting for it."""
         scale = loss_scale(self.accelerator.scaler)
         parts = (self._step_tokens, self._step_loss, self.asks_to_stop(), self._step_norm, scale)
-        read = torch.stack(
-            [
-                torch.as_tensor(v, dtype=wide, device=device)
-                if isinstance(v, torch.Tensor)
-                # A number is written by the device itself: to copy it there would wait for the device.
-                else torch.full((), math.nan if v is None else float(v), dtype=wide, device=device)
-                for v in parts
-            ]
-        )
-        count = self.accelerator.num_processes
-        if count > 1:
-            read[:3] = self.accelerator.reduce(read[:3], reduction="sum")
-        tokens, loss, stops, norm, scaled = read.tolist()
-        self.stop_asked = stops > 0
-        values = StepValues(
-            int(tokens),
-            loss / count,
-            None if self._step_norm is None else norm,
-            None if scale is None else scaled,
-        )
-        self._values = values
-        return values
+        return launched(parts, self.args.device, self.accelerator)
 
     def take_step_measures(self: Any) -> StepMeasures:
         """The measures of the optimizer step that has just ended; the next step starts from zero."""
         values = self.step_values()
-        memory = 0 if self._memory is None else self._memory.peak()
-        measures = StepMeasures(values.tokens, values.loss, values.grad_norm, memory, values.scale)
+        return StepMeasures(values.tokens, values.loss, values.grad_norm, self.take_step(), values.scale)
+
+    def take_step(self: Any) -> int:
+        """The most bytes of memory in the optimizer step that has just ended; the next step starts from zero."""
         self._step_tokens, self._step_loss, self._step_norm, self._values = 0, None, None, None
-        return measures
+        return 0 if self._memory is None else int(self._memory.peak())
 
     def _check_trained(self: Any) -> None:
-        """Raise TrainingError, in every process, rather than save weights that are not finite in one."""
+        """Raise TrainingError, in every process, rather than save weights that are not finite in one, or after a step that was left out."""
+        self.before_saving()
         here = all_finite(p for p in self.model.parameters() if p.requires_grad)
         broken = self.accelerator.reduce(torch.tensor(0.0 if here else 1.0, device=self.args.device))
         if broken.item():

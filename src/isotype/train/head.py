@@ -287,14 +287,17 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     labels = labels.to(states.device)
     mask = labels != -100
     # On fakes it is not known which positions have labels: all of them, which is the most.
-    chosen = torch.ones_like(mask) if isinstance(states, FakeTensor) else mask
-    if bare is None or place is None:
-        rows, targets = _chosen(states, chosen), _chosen(labels, chosen)
-    else:  # how many there are is known without waiting for the device
+    known = not isinstance(states, FakeTensor)
+    chosen = mask if known else torch.ones_like(mask)
+    if bare is not None and place is not None:  # how many there are is known without waiting for the device
         index = torch.nonzero_static(chosen.flatten(), size=bare.reads).squeeze(1)
-        rows = states[0].index_select(0, place.flatten().index_select(0, index))
-        targets = labels.flatten().index_select(0, index)
-    targets = targets.clamp(min=0)
+    elif known:
+        index = mask.flatten().nonzero().squeeze(1)
+    else:
+        index = torch.arange(mask.numel(), device=mask.device)
+    flat = states.flatten(0, 1)
+    rows = flat.index_select(0, index if place is None else place.flatten().index_select(0, index))
+    targets = labels.flatten().index_select(0, index).clamp(min=0)
     each = (
         _projected(model, rows, targets, asked)
         if projects
@@ -331,10 +334,6 @@ def _run(
     # The backbone may end on another device than the head's.
     states = found.last_hidden_state.to(model.get_output_embeddings().weight.device)
     return found, states, bare
-
-
-def _chosen(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return values.flatten(0, 1) if isinstance(values, FakeTensor) else values[mask]
 
 
 def _projected(model: Any, rows: torch.Tensor, targets: torch.Tensor, asked: _Asked) -> PerToken:

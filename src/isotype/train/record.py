@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import psutil
 import torch
@@ -19,11 +20,15 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.diverged import measured, not_finite
 from isotype.train.headroom import HeadroomMeter
-from isotype.train.watch import StepWatch
+from isotype.train.step_values import LaunchedValues, StepValues, skipping_optimizer
+from isotype.train.watch import MicroBatches, StepWatch
 
 _LOGGED_ANYWAY = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
 )
+
+_SEEN = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
+"""What a trainer's control says where something is about to be done with the step that has ended."""
 
 SAMPLING_SECONDS = 0.02
 """Time between two looks at the resident size of the process."""
@@ -41,26 +46,20 @@ class StepMeasures:
 
 
 @dataclass(frozen=True)
-class StepValues:
-    """What is read of an optimizer step before its update, all at once.
+class _Deferred:
+    """A step whose values are on their way to the host, and what else is known of it."""
 
-    Attributes:
-        tokens: that its losses are computed on, over all processes.
-        loss: of the step, over all processes.
-        grad_norm: of its gradients before clipping, None where it was not measured.
-        scale: the loss scale that its backward ran with, None without one.
-    """
-
-    tokens: int
-    loss: float
-    grad_norm: float | None
-    scale: float | None = None
+    record: StepRecord
+    values: LaunchedValues
+    batches: MicroBatches
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Makes a `StepRecord` of every optimizer step of a governed trainer.
 
-    Of several processes each holds the records, so that all judge the run alike; only the first shows progress.
+    Of several processes each holds the records, so that all judge the run alike; only the first shows progress. Where the device leaves out an
+    update by itself (`isotype.train.step_values`), a step is judged and recorded while the next one runs, or before anything is saved,
+    logged or measured of it.
 
     Args:
         trainer: from `isotype.train.governed.governed`.
@@ -97,11 +96,15 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._learning_rate = 0.0
         self._watch = StepWatch(trainer)
         self._headroom: HeadroomMeter | None = None
+        self._skipping: Any = None  # the optimizer that leaves an update out by itself, in this step
+        self._launched: LaunchedValues | None = None
+        self._deferred: _Deferred | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run starts; the checkpoint may have been rotated away by the end."""
         self.resumed_from = state.global_step or None
         self._watch.attach()
+        self.trainer.before_saving = self.settle
         if getattr(args, "fp16", False):
             self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)
@@ -121,6 +124,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the trainer as it was."""
+        self.settle()
         self._watch.detach()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -137,29 +141,71 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         Raises:
             TrainingError: loss or gradient are not finite, see `Verdict`.
         """
-        values = self.trainer.step_values()
-        loss, norm, scale = values.loss, values.grad_norm, values.scale
-        what = self._watch.verdict.of(loss, norm, None if scale is None else lambda: float(scale))
-        if what is None:
+        self.settle()
+        self._skipping = skipping_optimizer(kwargs["optimizer"], self.trainer.accelerator, args.device)
+        if self._skipping is not None:
+            self._launched = self.trainer.launch_step_values()
+            self._skipping.found_inf = self._launched.broken()
             return
-        step = state.global_step + 1
-        self.steps.append(self._record(step))
-        if self._headroom is not None:
-            self._headroom.end_step(step)
-        again = self._watch.again(scale)
-        seen = measured(loss, self._learning_rate, norm, scale)
+        values = self.trainer.step_values()
+        what = self._watch.verdict.of(values.loss, values.grad_norm, _number(values.scale))
+        if what is not None:
+            record = self._record(state.global_step + 1)
+            if self._headroom is not None:
+                self._headroom.end_step(record.step)
+            self._end(what, record, values, self._watch.batches())
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take back what told the optimizer whether to leave the update out."""
+        if self._skipping is not None:
+            del self._skipping.found_inf
+            self._skipping = None
+
+    def settle(self) -> None:
+        """Read the step that the host has not looked at yet, record it and end the run where it has to.
+
+        Raises:
+            TrainingError: its loss or gradient was not finite; its update was left out.
+        """
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
+            return
+        values = deferred.values.read()
+        record = replace(deferred.record, loss=values.loss, grad_norm=values.grad_norm, tokens=values.tokens)
+        what = self._watch.verdict.of(values.loss, values.grad_norm, None)
+        if what is not None:
+            self._end(what, record, values, deferred.batches)
+        self.steps.append(record)
+        self._show(self.trainer.state, record)
+
+    def _end(self, what: str, record: StepRecord, values: StepValues, batches: MicroBatches) -> NoReturn:
+        self.steps.append(record)
+        again = self._watch.again(values.scale, batches)
+        seen = measured(values.loss, record.learning_rate, values.grad_norm, values.scale)
         headline = f"{what}: stopped before the update"
-        raise not_finite(headline, self.trainer.args, step, seen, self.trainer.last_checkpoint(), again)
+        raise not_finite(
+            headline, self.trainer.args, record.step, seen, self.trainer.last_checkpoint(), again
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""
         if self._headroom is not None:
             self._headroom.end_step(state.global_step)
+        if self._launched is not None:
+            values, self._launched = self._launched.sent(), None
+            measures = StepMeasures(0, math.nan, None, self.trainer.take_step())
+            record = self._record_of(state.global_step, measures)
+            self._deferred = _Deferred(record, values, self._watch.batches())
+            if any(getattr(control, name) for name in _SEEN):
+                self.settle()
+            return
         self.steps.append(self._record(state.global_step))
         self._show(state, self.steps[-1])
 
     def _record(self, step: int) -> StepRecord:
-        measures = self.trainer.take_step_measures()
+        return self._record_of(step, self.trainer.take_step_measures())
+
+    def _record_of(self, step: int, measures: StepMeasures) -> StepRecord:
         return StepRecord(
             step=step,
             loss=measures.loss,
@@ -174,6 +220,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the held-back loss."""
+        self.settle()
         metrics = kwargs.get("metrics") or {}
         if "eval_loss" in metrics:
             self.evals.append(EvalRecord(step=state.global_step, loss=float(metrics["eval_loss"])))
@@ -182,6 +229,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the trainer logs of its own (rewards, margins, accuracies) with the step it has just made."""
+        self.settle()
         logs = kwargs.get("logs") or {}
         if not self.steps or self.steps[-1].step != state.global_step:
             return
@@ -197,9 +245,13 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def _show(self, state: Any, record: StepRecord | None) -> None:
         if self.on_progress is not None and state.is_world_process_zero:
-            self.on_progress(state.global_step, state.max_steps, record)
+            self.on_progress(state.global_step if record is None else record.step, state.max_steps, record)
         if self.keep is not None and record is not None and state.is_world_process_zero:
             self.keep()
+
+
+def _number(value: float | None) -> Callable[[], float] | None:
+    return None if value is None else lambda: value
 
 
 class Kept:

@@ -42,6 +42,10 @@ class _MicroBatch:
     states: RandomStates
 
 
+MicroBatches = tuple[_MicroBatch, ...]
+"""What a step was given."""
+
+
 @dataclass
 class StepWatch:
     """Sits on a trainer from `attach` to `detach` and keeps the micro-batches of the current optimizer step.
@@ -98,13 +102,18 @@ class StepWatch:
             return 0.0, norm
         return float(accelerator.reduce(torch.tensor(loss, device=device), reduction="mean")), norm
 
-    def again(self, scale: float | None) -> Again:
+    def batches(self) -> MicroBatches:
+        """What the current step was given so far, for `again`, once the next one has begun."""
+        return tuple(self._batches)
+
+    def again(self, scale: float | None, batches: MicroBatches | None = None) -> Again:
         """Run the step again, every micro-batch with the random states that it had, and name the first bad operator.
 
         Args:
             scale: the loss scale of the step's backward, None without one.
+            batches: of the step; those of the current one by default.
         """
-        batches, trainer = tuple(self._batches), self.trainer
+        batches, trainer = self.batches() if batches is None else batches, self.trainer
         if not batches:
             return Again(why_not="its batch was not seen")
         if str(getattr(trainer.accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
