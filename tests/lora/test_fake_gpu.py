@@ -68,7 +68,9 @@ def test_rows_behind_one_another_are_attention_by_lengths_alone(launches: dict[s
     }
 
 
-@pytest.mark.parametrize("case", ["few rows", "many rows", "few rows, DoRA", "loss", "lengths", "step values"])
+@pytest.mark.parametrize(
+    "case", ["few rows", "many rows", "few rows, DoRA", "loss", "lengths", "step values"]
+)
 def test_so_do_generation_the_loss_and_the_values_of_a_step(launches: dict[str, Any], case: str) -> None:
     assert launches[case]["faults"] == []
 
