@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import peers as benchmark
+from benchmarks.peer_suites import plugin
 from benchmarks.peer_suites.suites import Comparison, why_stopped
 
 from tests import peers
@@ -115,6 +116,38 @@ def test_a_file_that_does_not_run_is_no_success() -> None:
     ends = Comparison("test_a.py", {}, {}, ("plain: status 2",))
     assert not ends.broken
     assert not ends.good
+
+
+def test_what_only_rounds_is_no_failure() -> None:
+    """PEFT's tests of DoRA and Mixtral ask for the base model's logits to the bit, which plain PEFT has: it adds zeros."""
+    passed, failed = ("passed", ""), ("failed", "assert False")
+    plain = dict.fromkeys(("same", "rounded", "wrong", "lost"), passed)
+    fused = {"same": passed, "rounded": failed, "wrong": failed}
+    tolerant = {"rounded": ("passed", "1.3e-06"), "wrong": failed}
+    ends = Comparison("test_a.py", plain, fused, (), tolerant)
+    assert ends.rounding == {"rounded": "1.3e-06"}
+    assert ends.broken == {"wrong": "assert False", "lost": "it did not end"}
+    assert Comparison("test_a.py", plain, {**plain, "rounded": failed}, (), tolerant).good
+
+
+def test_a_rounding_is_let_through_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in (
+        (torch, "allclose"),
+        (torch.Tensor, "allclose"),
+        (torch.testing, "assert_close"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(plugin, "_ROUNDINGS", roundings := [])
+    plugin._allow_roundings()
+    one = torch.full((3,), 0.01)
+    assert torch.allclose(one, one + 5e-7)
+    assert one.allclose(one)
+    torch.testing.assert_close(one, one + 5e-7, rtol=0, atol=1e-9)
+    assert roundings == pytest.approx([5e-7, 5e-7], rel=0.01)
+    assert not torch.allclose(one, one + 1e-5)
+    assert not torch.allclose(one.double(), one.double() + 5e-7)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(one, one + 3e-5)
 
 
 def test_where_plain_peft_gives_nan_only_more_of_it_is_a_difference() -> None:

@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ TRL_FILES = (
     "test_reward_trainer.py",
 )
 OUTCOMES = ("passed", "failed", "skipped", "lost")
+COLUMNS = (*OUTCOMES, "broken", "rounding")
 _WHOLE = (0, 1, 5)
 """pytest's status where all tests passed, some failed, none was chosen."""
 
@@ -64,19 +65,33 @@ class Comparison:
     Attributes:
         plain, fused: test -> (outcome, reason).
         stopped: why pytest did not come to the end of the file, of each run that did not.
+        tolerant: the same of the tests that fail fused, once more and fused, where float32 results may differ by a rounding
+            (`peer_suites.plugin` says by how much).
     """
 
     file: str
     plain: Mapping[str, tuple[str, str]]
     fused: Mapping[str, tuple[str, str]]
     stopped: tuple[str, ...] = ()
+    tolerant: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
-    def broken(self) -> dict[str, str]:
+    def changed(self) -> dict[str, str]:
         """The tests that pass, and fail or are lost where everything is fused -> why."""
         passed = [test for test, (outcome, _) in self.plain.items() if outcome == "passed"]
         ends = {test: self.fused.get(test, ("lost", "it did not end")) for test in passed}
         return {test: reason for test, (outcome, reason) in ends.items() if outcome != "passed"}
+
+    @property
+    def rounding(self) -> dict[str, str]:
+        """Those of `changed` that pass where results may differ by a rounding -> by how much they do."""
+        ends = {test: self.tolerant.get(test, ("", "")) for test in self.changed}
+        return {test: reason for test, (outcome, reason) in ends.items() if outcome == "passed"}
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Those of `changed` that do not."""
+        return {test: reason for test, reason in self.changed.items() if test not in self.rounding}
 
     @property
     def good(self) -> bool:
@@ -98,14 +113,15 @@ def compare(
     expression: str,
     jobs: int,
     seconds: float,
+    every: int = 1,
 ) -> list[Comparison]:
-    """Run `files` of the folder `tests` twice; one line for each file, and below it what fusing alone breaks."""
+    """Run every nth test of `files` in the folder `tests` twice; a line for each file, below it what fusing alone changes."""
     files = [name for name in files if (tests / name).exists()]
     if not files:
         raise SystemExit(
             f"{tests}: none of the tests is here; an unpacked source distribution has them in its folder tests"
         )
-    print(f"\n{'tests':<40}" + "".join(f"{end:>9}" for end in (*OUTCOMES, "broken")))
+    print(f"\n{'tests':<40}" + "".join(f"{end:>9}" for end in COLUMNS))
     with tempfile.TemporaryDirectory() as scratch:
         package = Path(scratch) / "tests"
         shutil.copytree(tests, package)
@@ -113,10 +129,12 @@ def compare(
             package / "__init__.py"
         ).touch()  # their tests import each other; not every source distribution has it
         (Path(scratch) / "pytest.ini").write_text("[pytest]\n")
-        run = _Run(Path(scratch), environment, expression, seconds)
+        run = _Run(Path(scratch), environment, expression, seconds, every)
         with ThreadPoolExecutor(jobs) as pool:
             both = [(name, pool.submit(run, name, "0"), pool.submit(run, name, "1")) for name in files]
-            comparisons = [_shown(_compared(name, one.result(), two.result())) for name, one, two in both]
+            comparisons = [
+                _shown(_again(run, _compared(name, one.result(), two.result()))) for name, one, two in both
+            ]
     _shown_all(comparisons)
     return comparisons
 
@@ -127,6 +145,14 @@ class Ended:
 
     outcomes: dict[str, tuple[str, str]]
     stopped: str = ""
+
+
+def _again(run: _Run, comparison: Comparison) -> Comparison:
+    """`comparison` with the tests that fail fused run once more, in which results may differ by a rounding."""
+    failed = [test for test in comparison.changed if comparison.fused.get(test, ("",))[0] == "failed"]
+    if not failed:
+        return comparison
+    return replace(comparison, tolerant=run(comparison.file, "1", failed).outcomes)
 
 
 def _compared(file: str, plain: Ended, fused: Ended) -> Comparison:
@@ -142,15 +168,19 @@ class _Run:
     environment: Mapping[str, str]
     expression: str
     seconds: float
+    every: int = 1
 
-    def __call__(self, file: str, fuse: str) -> Ended:
-        outcomes = self.folder / f"{file}.{fuse}.jsonl"
+    def __call__(self, file: str, fuse: str, again: Sequence[str] = ()) -> Ended:
+        """Run a file, or only the tests `again` of it, whose results may differ by a rounding."""
+        outcomes = self.folder / f"{file}.{fuse}{'.again' if again else ''}.jsonl"
         outcomes.touch()
         paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **self.environment,
             "PEERS_FUSE": fuse,
             "PEERS_OUTCOMES": str(outcomes),
+            "PEERS_EVERY": "1" if again else str(self.every),
+            "PEERS_ROUNDING": "1" if again else "0",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "OMP_NUM_THREADS": "1",
         }
@@ -165,9 +195,9 @@ class _Run:
             "-c",
             "pytest.ini",
         ]
-        chosen = ["-k", self.expression] if self.expression else []
-        command = [sys.executable, "-m", "pytest", *options, *chosen, f"tests/{file}"]
-        log_path = self.folder / f"{file}.{fuse}.log"
+        chosen = ["-k", self.expression] if self.expression and not again else []
+        command = [sys.executable, "-m", "pytest", *options, *chosen, *(again or [f"tests/{file}"])]
+        log_path = outcomes.with_suffix(".log")
         with log_path.open("w") as log:
             try:
                 ended = subprocess.run(
@@ -199,6 +229,8 @@ def _shown(comparison: Comparison) -> Comparison:
     print(_row(comparison.file, [comparison]), flush=True)
     for test, reason in comparison.broken.items():
         print(f"    broken  {test.partition('::')[2]}: {reason}", flush=True)
+    for test, difference in comparison.rounding.items():
+        print(f"    rounding  {test.partition('::')[2]}: {difference}", flush=True)
     for why in comparison.stopped:
         print(f"    stopped  {why}", flush=True)
     for test, (plain, fused) in comparison.unlike.items():
@@ -208,8 +240,9 @@ def _shown(comparison: Comparison) -> Comparison:
 
 def _row(name: str, comparisons: Sequence[Comparison]) -> str:
     counts = Counter(outcome for each in comparisons for outcome, _ in each.plain.values())
-    broken = sum(len(each.broken) for each in comparisons)
-    return f"{name:<40}" + "".join(f"{counts[end] or '.':>9}" for end in OUTCOMES) + f"{broken or '.':>9}"
+    counts["broken"] = sum(len(each.broken) for each in comparisons)
+    counts["rounding"] = sum(len(each.rounding) for each in comparisons)
+    return f"{name:<40}" + "".join(f"{counts[column] or '.':>9}" for column in COLUMNS)
 
 
 def _shown_all(comparisons: Sequence[Comparison]) -> None:
@@ -224,7 +257,13 @@ def _shown_all(comparisons: Sequence[Comparison]) -> None:
 def as_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """Every test as a row."""
     return [
-        {"file": each.file, "test": test, "plain": each.plain[test], "fused": each.fused.get(test)}
+        {
+            "file": each.file,
+            "test": test,
+            "plain": each.plain[test],
+            "fused": each.fused.get(test),
+            "tolerant": each.tolerant.get(test),
+        }
         for each in comparisons
         for test in each.plain
     ]
