@@ -2,10 +2,10 @@
 
 The safetensors hold the dtype that the type of GGUF is rounded from (float16 for f16, float32 for blocks of codes), and transformers
 computes in float32. *ids*: whether llama.cpp's tokenizer gives the prompt the same tokens. *greedy*: how many of the first tokens
-that each writes are the same. Then the largest difference of two logits over the prompt, and the mean KL divergence in nats, once as
+that each writes are the same. Then the largest difference of two log-probabilities over the prompt, and the mean KL divergence in nats, once as
 llama.cpp reads the file and once as isotype does, which computes in float32: blocks of few bits differ by what they have rounded. A type that llama.cpp alone writes is left out where `llama-quantize` is not on the PATH.
 
-Needs llama-cpp-python (`pip install llama-cpp-python`), which isotype itself does not.
+Needs xllamacpp (`pip install xllamacpp`: llama.cpp and its server in a wheel, nothing is compiled), which isotype itself does not.
 
 Run: python benchmarks/gguf_readers.py ADAPTER [TYPE …] [--tokens 32]. Prints a table and one line of JSON.
 """
@@ -19,6 +19,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -27,6 +28,8 @@ from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.report import compare_logits
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
 
+_ALL = 1_000_000
+"""More than any vocabulary has."""
 QUESTION = "How is a bfloat16 number laid out in bits?"
 
 
@@ -39,7 +42,7 @@ class Result:
         ids: whether the prompt has the same tokens.
         greedy: first tokens that are the same, of `tokens`.
         tokens: how many were written.
-        largest: of the logits' differences.
+        largest: of the differences of log-probabilities.
         divergence: mean KL over the prompt's positions, in nats.
         here: the same where isotype reads the file.
         error: median error of a weight, as a part of its update.
@@ -73,18 +76,35 @@ def by_transformers(directory: Path, tokens: int) -> tuple[list[int], torch.Tens
 
 
 def by_llama_cpp(path: Path, text: str, tokens: int) -> tuple[list[int], torch.Tensor, list[int]]:
-    """Prompt, logits and answer."""
-    import llama_cpp
+    """Prompt, log-probabilities and answer, from llama.cpp's server: what comes after each beginning of the prompt."""
+    import xllamacpp
 
-    model: Any = llama_cpp.Llama(str(path), n_ctx=512, logits_all=True, verbose=False)
-    prompt = model.tokenize(text.encode(), add_bos=False, special=True)
-    model.eval(prompt)
-    logits = torch.tensor(model.scores[: len(prompt)]).double()
-    written = []
-    for _ in range(tokens):
-        written.append(int(model.scores[model.n_tokens - 1].argmax()))
-        model.eval(written[-1:])
-    return prompt, logits, written
+    settings: Any = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), 512, 1, False
+    server = xllamacpp.Server(settings)
+
+    def answer(place: str, **content: Any) -> Any:
+        request = Request(
+            server.listening_address + place,
+            json.dumps(content).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urlopen(request) as response:
+            return json.load(response)
+
+    prompt: list[int] = answer("/tokenize", content=text, add_special=False, parse_special=True)["tokens"]
+    greedy = {"temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": True}
+    rows = []
+    for end in range(1, len(prompt) + 1):
+        step = answer("/completion", prompt=prompt[:end], n_predict=1, n_probs=_ALL, **greedy)
+        chances = step["completion_probabilities"][0]["top_logprobs"]
+        row = torch.empty(len(chances), dtype=torch.float64)
+        row[[each["id"] for each in chances]] = torch.tensor(
+            [each["logprob"] for each in chances], dtype=torch.float64
+        )
+        rows.append(row)
+    written: list[int] = answer("/completion", prompt=prompt, n_predict=tokens, **greedy)["tokens"]
+    return prompt, torch.stack(rows), written
 
 
 def by_isotype(path: Path, prompt: list[int]) -> torch.Tensor:
@@ -106,25 +126,25 @@ def main() -> None:
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as scratch:
-        read: dict[torch.dtype, tuple[list[int], torch.Tensor, list[int], str]] = {}
+        dense_results: dict[torch.dtype, tuple[list[int], torch.Tensor, list[int], str]] = {}
         for kind in options.types:
             if kind in LLAMA_CPP_TYPES and shutil.which("llama-quantize") is None:
                 print(f"{kind}: llama-quantize is not on the PATH")
                 continue
             dtype, path = GGUF_TYPES[kind], Path(scratch) / f"{kind}.gguf"
-            if dtype not in read:
+            if dtype not in dense_results:
                 dense = Path(scratch) / f"{dtype}"
                 merge_adapter(options.adapter, dense, dtype=dtype)
-                read[dtype] = by_transformers(dense, options.tokens)
+                dense_results[dtype] = by_transformers(dense, options.tokens)
                 shutil.rmtree(dense)
-            prompt, logits, answer, text = read[dtype]
+            prompt, logits, answer, text = dense_results[dtype]
             report = merge_adapter(options.adapter, path, stored=kind)
-            ids, found, written = by_llama_cpp(path, text, options.tokens)
+            ids, read, written = by_llama_cpp(path, text, options.tokens)
             same = next(
                 (n for n, pair in enumerate(zip(answer, written, strict=True)) if len({*pair}) > 1),
                 options.tokens,
             )
-            difference = compare_logits(logits, found)
+            difference = compare_logits(logits.log_softmax(-1), read)
             results.append(
                 Result(
                     kind,
