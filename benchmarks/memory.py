@@ -148,13 +148,16 @@ def build(case: Case, directory: Path, device: str) -> tuple[Any, PrecisionPolic
 
 def foresee_folded(case: Case, model: Any, policy: PrecisionPolicy, batch: Any, device: str) -> int:
     """Bytes that a check foresees without weights, of equal layers once."""
-    config, settings = model.config, {"r": 8, "target_modules": "all-linear"}
-    blank: Any = weightless_model(config, policy, lora=settings if case.lora else None, fold=True)
+    # Of a model that is fused already, the config names isotype's attention.
+    config = type(model.config).from_dict(model.config.to_dict())
+    settings = {"r": 8, "target_modules": "all-linear"} if case.lora else None
+    blank: Any = weightless_model(config, policy, lora=settings, fold=True)
     blank.config.use_cache = False
     if case.checkpointing:
         checkpoint_gradients(blank, CHECKPOINTING, adapters=case.lora)
     if case.fused:
-        isotype.fuse(blank, budget=0, device=torch.device(device).type)
+        fusion = isotype.fuse(blank, budget=0, device=torch.device(device).type)
+        assert not fusion.unseen, fusion.unseen
     report = isotype.check(blank.train(), batch, policy, device, learning_rate=1e-4, verify=False)
     return report.memory.peak
 

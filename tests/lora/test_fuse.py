@@ -23,6 +23,7 @@ from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.weightless import weightless_model
 from tests.cpus import pretend
 from tests.lora.watched import copies_of
 from tests.models import tiny_batch, tiny_model
@@ -596,6 +597,17 @@ def test_dora_with_dropout_is_left_in_training_and_fused_in_evaluation() -> None
     assert_same(step(model, batch), step(plain.train(), batch), 1e-5)
     assert not fuse(model.eval()).left
     torch.testing.assert_close(model(**batch).logits, plain.eval()(**batch).logits)
+
+
+def test_a_weightless_model_is_fused_as_the_one_whose_config_it_has() -> None:
+    model = adapted("llama")
+    together = fuse(model).together
+    policy = isotype.resolve_precision(model.config, dtype="float32", device="cpu")
+    blank = weightless_model(model.config, policy, lora={"r": 4, "target_modules": "all-linear"})
+    report = fuse(blank, device="cpu")
+    assert together
+    assert report.together == together
+    assert report.unseen == ""
 
 
 def test_cached_norms_of_dora_are_pefts() -> None:

@@ -52,7 +52,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on a device type just now; None where it is off."""
+    """The dtype that autocast casts to on a device type just now; None where it is off, and on the meta device, where nothing runs."""
+    if device == "meta":  # torch refuses to be asked
+        return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 

@@ -20,7 +20,7 @@ from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.walk import kind_of
 from isotype.precision.devices.profile import this_cpu_emulates
-from isotype.precision.devices.simulated import is_emulated
+from isotype.precision.devices.simulated import is_emulated, simulates_cpu
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
         return compute
     slow = is_emulated(x, compute) if isinstance(x, FakeTensor) else this_cpu_emulates(compute)
     return torch.float32 if slow else compute
+
+
+def _by_loops(working: torch.dtype, x: torch.Tensor) -> bool:
+    """Whether the compiled loops multiply, which hold the weights of all layers in scratch at a time.
+
+    Whether a simulated CPU has them, and has them faster, is known on it alone: what is traced is the way that takes more memory.
+    """
+    return simulates_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
 
 
 class Siblings:
@@ -159,6 +167,6 @@ def _run(
     layers = tuple(reading.layer for reading in readings)
     compute, result = dtypes
     working, tensors = working_dtype(compute, inputs[0]), [each for own in readings for each in own.tensors]
-    compiled = is_used(working, inputs[0])
+    compiled = _by_loops(working, inputs[0])
     spec = Spec(layers, weights, working, result, gate, torch.is_grad_enabled(), compiled)
     return lora_linear(spec, inputs, tensors)

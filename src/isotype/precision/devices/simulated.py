@@ -17,13 +17,22 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors of one simulated device.
 
     Attributes:
-        emulated: 16-bit dtypes that the simulated CPU has no instructions for; empty for another device, or where none is named.
+        is_cpu: whether it is a CPU; no where none is named.
+        emulated: 16-bit dtypes that the simulated CPU has no instructions for; empty for another device.
     """
 
     def __init__(self, profile: DeviceProfile | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        cpu = profile is not None and profile.kind == "cpu"
-        self.emulated = frozenset(dtype for dtype in _LOW if cpu and profile.supports(dtype) != "native")  # type: ignore[union-attr]
+        cpu = profile if profile is not None and profile.kind == "cpu" else None
+        self.is_cpu = cpu is not None
+        self.emulated = frozenset(
+            dtype for dtype in _LOW if cpu is not None and cpu.supports(dtype) != "native"
+        )
+
+
+def simulates_cpu(fake: FakeTensor) -> bool:
+    """Whether the device whose part `fake` takes is a CPU."""
+    return isinstance(fake.fake_mode, SimulatedMode) and fake.fake_mode.is_cpu
 
 
 def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
