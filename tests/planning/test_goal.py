@@ -56,3 +56,18 @@ def test_the_front_has_what_no_other_beats() -> None:
     assert front([*ROWS, slow]) == (NF4,)
     small = row(storage="nf4", time=timed(3), peak=1)
     assert front([*ROWS, small]) == (small, NF4)
+
+
+def test_sharded_weights_are_gathered_as_seldom_as_can_be() -> None:
+    often = row(sharding="FSDP2", accumulation=8, time=timed(1))
+    seldom = row(sharding="FSDP2", accumulation=2, time=timed(3), checkpointing="every layer")
+    assert picked([often, seldom], "fastest") is seldom
+    whole = row(sharding="DDP", accumulation=8, time=seldom.time, rows=seldom.rows // 2 or 1)
+    assert picked([often, whole], "fastest") is often
+
+
+def test_of_two_that_are_as_fast_the_one_that_gathers_nothing() -> None:
+    sharded = row(sharding="FSDP2", time=timed(1), peak=1)
+    whole = row(sharding="DDP", time=timed(1), peak=2)
+    for goal in ("balanced", "fastest", "best"):
+        assert picked([sharded, whole], goal) is whole

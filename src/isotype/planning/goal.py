@@ -16,19 +16,19 @@ _CODES = ("int8", "nf4", "fp4")
 
 def picked(rows: Sequence[Row], goal: str) -> Row | None:
     """The row of one device that a goal picks, see `GOALS`; None where none fits."""
-    fitting = [row for row in rows if row.fits]
+    fitting = [row for row in rows if row.fits and not _gathers_more(row, rows)]
     if not fitting:
         return None
     if goal == "longest":
         return max(fitting, key=lambda row: (row.longest or row.length, -_loss(row), _speed(row)))
     damage = _damage if all(row.damage is not None or row.storage not in _CODES for row in fitting) else _loss
     if goal == "best":
-        return min(fitting, key=lambda row: (damage(row), -_speed(row), row.peak))
+        return min(fitting, key=lambda row: (damage(row), -_speed(row), row.sharding, row.peak))
     if goal == "fastest":
-        return max(fitting, key=lambda row: (_speed(row), -_loss(row), -row.peak))
+        return min(fitting, key=lambda row: (-_speed(row), _loss(row), row.sharding, row.peak))
     fast = max(map(_speed, fitting))
     near = [row for row in fitting if _speed(row) * _SLOWER >= fast]
-    return min(near, key=lambda row: (damage(row), -_speed(row), row.peak))
+    return min(near, key=lambda row: (damage(row), -_speed(row), row.sharding, row.peak))
 
 
 def front(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -39,6 +39,17 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
         if not kept or _speed(row) > _speed(kept[-1]):
             kept.append(row)
     return tuple(kept)
+
+
+def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a sharded row gathers its weights more often than another of its storage.
+
+    Every micro-batch gathers all of them twice; how long that takes no data sheet of a card says.
+    """
+    alike = [
+        each for each in rows if each.fits and (each.sharding, each.storage) == (row.sharding, row.storage)
+    ]
+    return row.sharding == "FSDP2" and row.accumulation > min(each.accumulation for each in alike)
 
 
 def _speed(row: Row) -> float:

@@ -283,7 +283,7 @@ def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
     """What of a device decides which operators a step has and what they take: of two with the same, one is traced for both."""
     return (
         profile.kind,
-        profile.native - {torch.float64},  # no step computes in it
+        frozenset(profile.native) - {torch.float64},  # no step computes in it
         frozenset(profile.emulated) - {torch.float64},
         frozenset(profile.refused) - {torch.float64},
         profile.flash_attention,

@@ -102,12 +102,12 @@ def heads_of(rows: Sequence[Row]) -> list[str]:
     """Columns: those that say something of these rows."""
     optional = {
         "sharding": any(row.sharding for row in rows),
-        "hours": any(row.work is not None and row.work.seconds is not None for row in rows),
+        "training": any(row.work is not None and row.work.seconds is not None for row in rows),
         "longest": any(row.longest is not None for row in rows),
     }
     heads = (
         "", "storage", "checkpointing", "sharding", "rows", "peak", "spare", "s/step", "tokens/s", "bound by",
-        "longest", "hours", "damage",
+        "longest", "training", "damage",
     )  # fmt: skip
     return [head for head in heads if optional.get(head, True)]
 
@@ -128,7 +128,7 @@ def cells_of(row: Row, chosen: bool) -> dict[str, str]:
         "tokens/s": "" if speed is None else f"{speed:,.0f}",
         "bound by": "" if time is None else time.bound.removeprefix("memory "),
         "longest": _longest(row),
-        "hours": "" if work is None else f"{work / 3600:,.2f}",
+        "training": "" if work is None else format_duration(work),
         "damage": "unknown" if row.damage is None else f"{row.damage:.3g}",
     }
 

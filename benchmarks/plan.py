@@ -1,0 +1,366 @@
+"""What `isotype plan` foresees beside what is measured, and what a plan itself takes.
+
+`time`: seconds, CPU seconds, traces and memory of the plan of an 8B config for one card and of a 70B config for eight, each in a
+process of its own. The targets are 20 s, 45 s and 1 GiB on two cores; on a machine with other work, CPU seconds say more.
+`rows`: for twelve rows of three models, the peak of a training step on this machine's CPU (what torch's allocator handed out over two
+steps, besides the weights that were there before) beside `Row.peak`, and tokens a second of the faster of two more steps beside
+`Row.tokens_per_second`, with rates measured on this machine; Kendall's tau of the two orders. With OMP_NUM_THREADS=1 a step's seconds are
+those of the CPU, so that what else runs on the machine counts for less.
+`commands`: the printed commands of plans for `--device cpu` are run for two steps each, and the command of a small model for every
+device profile is judged by `isotype check`.
+
+Run: python benchmarks/plan.py [--parts time rows commands]. Prints tables and one line of JSON; ends with 1 where a row's memory is off by
+more than five percent, tau is below 0.8, a speed is off by more than 1.5 times, or a command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import isotype
+from isotype.planning.record import Row
+
+TOLERANCE, LEAST_TAU, FACTOR = 0.05, 0.8, 1.5
+LORA: Mapping[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+LARGE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "8B, one RTX 4090": (
+        {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+        ["--device", "rtx4090"],
+    ),
+    "70B, eight H100": (
+        {**_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+        ["--device", "h100", "--devices", "8"],
+    ),
+}  # fmt: skip
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model, and what is pinned of its settings."""
+
+    source: str
+    quantization: str | None
+    checkpointing: bool
+    rows: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        on = ", checkpointing" if self.checkpointing else ""
+        return f"{self.source} {self.quantization or 'float32'}{on}, {self.rows} of {self.length}"
+
+
+CASES = (
+    *(
+        Case(source, *settings)
+        for source in ("LlamaConfig", "Gemma2Config")
+        for settings in (
+            (None, False, 2, 256),
+            (None, True, 2, 1024),
+            ("nf4", False, 1, 2048),
+            ("nf4", True, 4, 512),
+        )
+    ),
+    Case("embedded:smollm2", None, False, 1, 256),
+    Case("embedded:smollm2", None, True, 1, 1024),
+    Case("embedded:smollm2", "nf4", False, 2, 256),
+    Case("embedded:smollm2", "nf4", True, 2, 512),
+)
+
+
+# What a plan takes
+
+
+def plan_times() -> list[dict[str, Any]]:
+    """One entry a plan of `LARGE`."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (config, arguments) in LARGE.items():
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(config), encoding="utf-8")
+            results.append({"plan": name, **_in_a_process("--child-plan", str(path), *arguments)})
+            shown = results[-1]
+            print(
+                f"{name:<20} {shown['seconds']:6.1f} s {shown['cpu_seconds']:6.1f} s of CPU {shown['gib']:6.2f} GiB "
+                f"{shown['rows']:3} rows",
+                flush=True,
+            )
+    return results
+
+
+def plan_here(arguments: list[str]) -> dict[str, Any]:
+    """A plan in this process, as the command makes it: what is imported counts."""
+    began = time.perf_counter()
+    gc.disable()  # as the command does
+    from isotype.planning.plan import plan_of_request
+    from isotype.planning.request import parse_request
+
+    plan = plan_of_request(parse_request(arguments)[0])
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time(),
+        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "rows": len(plan.rows),
+        "command": plan.command,
+    }
+
+
+def _in_a_process(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(arguments)}: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+# Rows beside real steps
+
+
+def row_figures() -> list[dict[str, Any]]:
+    """One entry a case, each in a process of its own."""
+    results = []
+    head = f"{'row':<52} {'foreseen':>12} {'measured':>12} {'error':>7} {'tokens/s':>9} {'measured':>9} {'ratio':>6}"
+    print(head)
+    for at, case in enumerate(CASES):
+        figures = _in_a_process("--child-row", str(at))
+        results.append({"row": case.name, **figures})
+        print(
+            f"{case.name:<52} {figures['foreseen'] / 2**20:>8.1f} MiB {figures['peak'] / 2**20:>8.1f} MiB "
+            f"{100 * _error(figures):>+6.2f}% {figures['foreseen_speed']:>9.0f} {figures['speed']:>9.0f} "
+            f"{figures['foreseen_speed'] / figures['speed']:>6.2f}",
+            flush=True,
+        )
+    tau = kendall([each["foreseen_speed"] for each in results], [each["speed"] for each in results])
+    worst = max(abs(_error(each)) for each in results)
+    ratios = [each["foreseen_speed"] / each["speed"] for each in results]
+    print(f"memory: largest error {100 * worst:.2f} %")
+    print(f"speed: Kendall's tau {tau:.2f}; foreseen over measured {min(ratios):.2f} to {max(ratios):.2f}")
+    return results
+
+
+def _error(figures: Mapping[str, Any]) -> float:
+    return float(figures["foreseen"] / figures["peak"] - 1)
+
+
+def kendall(first: list[float], second: list[float]) -> float:
+    """Kendall's tau of two orders of the same things, of values without ties."""
+    signs = [
+        1 if (a - c) * (b - d) > 0 else -1
+        for (a, b), (c, d) in combinations(zip(first, second, strict=True), 2)
+    ]
+    return sum(signs) / len(signs)
+
+
+def row_here(case: Case) -> dict[str, Any]:
+    """A case in this process: the plan's row, and steps with the same settings."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        source = _source(case, Path(folder))
+        row = _planned(case, source)
+        peak, seconds = _steps(case, source, row)
+    return {
+        "foreseen": row.peak,
+        "peak": peak,
+        "foreseen_speed": row.tokens_per_second,
+        "speed": case.rows * case.length / seconds,
+        "phase": row.phase,
+    }
+
+
+def _source(case: Case, folder: Path) -> str:
+    import transformers
+
+    if case.source.startswith("embedded:"):
+        return case.source
+    torch.manual_seed(0)
+    config = getattr(transformers, case.source)(**_SMALL)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def _planned(case: Case, source: str) -> Row:
+    more: dict[str, Any] = {} if case.quantization is None else {"quantization": case.quantization}
+    plan = isotype.plan(
+        source, "cpu", rows=case.rows, length=case.length, tokens_per_step=case.rows * case.length, dtype="float32", max_memory="64GiB", **more
+    )  # fmt: skip
+    wanted = "every layer" if case.checkpointing else "off"
+    storage = case.quantization or "float32"
+    return next(row for row in plan.rows if (row.checkpointing, row.storage) == (wanted, storage))
+
+
+def _steps(case: Case, source: str, row: Row) -> tuple[int, float]:
+    """(bytes at the peak of two steps, seconds of the faster of two more)."""
+    from isotype.preflight.from_trainer import CHECKPOINTING
+    from isotype.train.head import put_head
+    from isotype.train.recompute import checkpoint_gradients
+
+    model: Any = isotype.load(source, row.policy)
+    model = isotype.add_lora(model, row.policy, **LORA)
+    model.config.use_cache = False
+    if case.checkpointing:
+        checkpoint_gradients(model, CHECKPOINTING, adapters=True)
+    put_head(model)
+    model.train()
+    before = _held(model)
+    ids = torch.randint(1, 4096, (case.rows, case.length), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        isotype.fuse(model)  # it may keep dense copies of quantized weights
+        for _ in range(2):
+            _step(model, batch, optimizer)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())]
+    return before + max(accumulate(sizes)), min(_timed(model, batch, optimizer) for _ in range(2))
+
+
+def _held(model: Any) -> int:
+    """Bytes of a model's tensors, with those of its quantization states."""
+    from isotype.trace.weights import state_tensors
+
+    storages: dict[int, int] = {}
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            for each in (tensor, *state_tensors(tensor, module)):
+                storage = each.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _timed(model: Any, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> float:
+    # Of one thread the CPU's seconds are those of a machine that does nothing else.
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
+    _step(model, batch, optimizer)
+    return clock() - began
+
+
+def _step(model: Any, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    model(**batch, fused_lm_head=True).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Commands
+
+
+def command_results() -> list[dict[str, Any]]:
+    """Each printed command, with its exit status: of this machine run, of the other profiles checked."""
+    from isotype.precision.devices.profile import device_profile, profile_names
+
+    results = []
+    for goal, arguments in (
+        ("balanced", []),
+        ("fastest", ["--length", "64"]),
+        ("best", ["--quantization", "nf4"]),
+        ("longest", ["--max-memory", "1GiB", "--length", "64"]),
+        ("balanced", ["--lora_r", "4", "--tokens_per_step", "256"]),
+    ):
+        plan = isotype.plan("embedded:smollm2", "cpu", "embedded:precision_qa", goal, **_named(arguments))
+        for row in [row for row in plan.rows if row.fits][:2]:
+            with tempfile.TemporaryDirectory() as folder:
+                ends = ["--max_steps", "1", "--save_strategy", "no", "--output_dir", folder, "-q"]
+                results.append(_run([*row.command, *ends], f"cpu, {goal} {shlex.join(arguments)}"))
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({**_LLAMA, **_SMALL, "vocab_size": 4096}), encoding="utf-8")
+        for name in profile_names():
+            memory: dict[str, Any] = {} if device_profile(name).memory_bytes else {"max_memory": "4GiB"}
+            plan = isotype.plan(str(config), name, quantization="nf4", length=512, **memory)
+            assert plan.chosen is not None
+            command = list(plan.chosen.command)
+            results.append(_run([command[0], "check", *command[1:], "--device", name], f"check {name}"))
+    return results
+
+
+def _named(arguments: list[str]) -> dict[str, Any]:
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    return {name.lstrip("-").replace("-", "_"): value for name, value in pairs}
+
+
+def _run(command: list[str], what: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    print(f"{'ok' if done.returncode == 0 else 'FAILED':<7} {what:<44} {shlex.join(command)}", flush=True)
+    if done.returncode != 0:
+        print((done.stdout + done.stderr)[-1500:])
+    return {"what": what, "command": command, "status": done.returncode}
+
+
+def main() -> int:
+    """Run the parts that are asked for and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--parts", nargs="+", choices=("time", "rows", "commands"), default=["time", "rows"])
+    parser.add_argument("--child-plan", nargs=argparse.REMAINDER)
+    parser.add_argument("--child-row", type=int)
+    asked = parser.parse_args()
+    if asked.child_plan:
+        print(json.dumps(plan_here(asked.child_plan)))
+        return 0
+    if asked.child_row is not None:
+        print(json.dumps(row_here(CASES[asked.child_row])))
+        return 0
+    parts = {"time": plan_times, "rows": row_figures, "commands": command_results}
+    results = {part: parts[part]() for part in asked.parts}
+    print(json.dumps(results))
+    rows = results.get("rows", [])
+    ratios = [each["foreseen_speed"] / each["speed"] for each in rows]
+    bad = any(abs(_error(each)) > TOLERANCE for each in rows)
+    bad |= any(not 1 / FACTOR <= ratio <= FACTOR for ratio in ratios)
+    if rows:
+        bad |= (
+            kendall([each["foreseen_speed"] for each in rows], [each["speed"] for each in rows]) < LEAST_TAU
+        )
+    return int(bad or any(each["status"] for each in results.get("commands", [])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
