@@ -17,27 +17,14 @@ from isotype.cli.main import main
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.planning.plan import Plan
 from isotype.planning.record import Row
-from isotype.preflight.setup import setup_of
-from isotype.records.memory import Memory
-from isotype.records.request import StepRequest
-from isotype.records.trace import Call, Operand, Origin, Trace
 from isotype.train.plan import parse_options, plan_of
 from isotype.train.recompute_choice import steady_peak
 from isotype.train.step import check_plan
-from tests.models import CONFIGS
+from tests.planning.conftest import noted
 
 SCHEMA = Draft202012Validator(
     json.loads(resources.files("isotype.planning").joinpath("schema.json").read_text(encoding="utf-8"))
 )
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    made = CONFIGS["llama"]()
-    made.num_hidden_layers, made.max_position_embeddings = 8, 512
-    made.save_pretrained(folder)
-    return folder / "config.json"
 
 
 def planned(config: Path, memory: str, device: str = "rtx4090", **more: object) -> Plan:
@@ -71,44 +58,6 @@ def test_every_row_is_what_a_check_of_its_command_foresees(config: Path) -> None
 
 
 # The search, over steps that take what a formula says
-
-
-def step_of(request: StepRequest) -> Trace:
-    """Weights of 1 MiB in 4 bits, 4 MiB otherwise, and 4 KiB a token, of which checkpointing saves three quarters; a product."""
-    setup = setup_of(request)
-    rows, tokens = setup.batch["input_ids"]
-    policy = setup.policy
-    assert policy is not None
-    on = any(getattr(module, "gradient_checkpointing", False) for module in request.model.modules())
-    sizes = {
-        "weights": 2**20 * (1 if policy.quantized else 4),
-        "activations": rows * tokens * 2 ** (10 if on else 12),
-    }
-    numbers = Operand("self", policy.compute, (rows * tokens, 64), Origin("input", policy.compute, "x"))
-    product = Call(
-        "aten.mm.default",
-        "forward",
-        "",
-        "",
-        (numbers, numbers),
-        ((policy.compute, (rows * tokens, 64)),),
-        flops=rows * tokens * 10**6 * (4 if on else 3),
-    )
-    return Trace(setup, (product,), (), {}, Memory({"forward": sizes}))  # type: ignore[dict-item]
-
-
-def noted(shapes: list[tuple[int, ...]], request: StepRequest) -> Trace:
-    trace = step_of(request)
-    shapes.append(trace.setup.batch["input_ids"])
-    return trace
-
-
-@pytest.fixture
-def formula(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes that were traced."""
-    shapes: list[tuple[int, ...]] = []
-    monkeypatch.setattr("isotype.planning.steps.trace_of", partial(noted, shapes))
-    return shapes
 
 
 @pytest.fixture(scope="module")

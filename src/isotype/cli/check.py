@@ -63,6 +63,10 @@ def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[R
     from isotype.train.step import check_plan
 
     report = check_plan(plan, command, _phases(options))
+    if report.fits is False:
+        from isotype.planning.nearest import with_nearest
+
+        report = with_nearest(report, plan, command)
     return report, repaired_command(command, *planned(report, command=True)) if options.fix else None
 
 

@@ -41,14 +41,42 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         from isotype.train.recipes import run
         from isotype.train.settings import parse_settings
 
+        rest = _planned(command, rest, console)
         settings = parse_settings(METHODS[command], rest)
-    outcome = run(settings, console)
+    try:
+        outcome = run(settings, console)
+    except (MemoryError, RuntimeError) as error:
+        _say_what_fits(command, rest, error)
+        raise
     show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":
         print_error(console_of_failure(), outcome.record.error or "")
     if outcome.stopped_by is not None:
         return exit_status(outcome.stopped_by)
     return 1 if outcome.record.status == "failed" else 0
+
+
+def _say_what_fits(command: str, argv: list[str], error: Exception) -> None:
+    """After a training that ran out of memory: which settings fit."""
+    from isotype.planning.nearest import advice, ran_out
+
+    if ran_out(error):
+        console = console_of_failure()
+        console.print(wrapped(advice(command, argv), console), highlight=False, markup=False, soft_wrap=True)
+
+
+def _planned(command: str, argv: list[str], console: Console) -> list[str]:
+    """The arguments with what a plan of this machine picks in the place of `auto`."""
+    if "auto" not in argv and not any(each.endswith("=auto") for each in argv):
+        return argv
+    from isotype.planning.auto import asks, filled, words_of
+
+    if not asks(argv):
+        return argv
+    with console.status("tracing what fits …"):
+        tokens, row = filled(command, argv)
+    console.print(wrapped(words_of(row), console), highlight=False, markup=False, soft_wrap=True)
+    return tokens
 
 
 def demo(argv: Sequence[str], console: Console) -> int:

@@ -48,6 +48,8 @@ class PlanRequest:
         step_rows: rows of a step, of all devices and micro-batches; None where `step_tokens` says it.
         step_tokens: tokens of a step; None where `step_rows` says it.
         epochs: of the training.
+        quantize: whether storages are chosen where none is named; else the weights stay in the compute dtype.
+        longest: whether the longest row that fits is looked for.
         damages: storage -> measured damage in nats, see `Row.damage`; what is not in it is unknown.
     """
 
@@ -62,6 +64,8 @@ class PlanRequest:
     step_rows: int | None = ROWS_OF_A_STEP
     step_tokens: int | None = None
     epochs: float = 3.0
+    quantize: bool = True
+    longest: bool = True
     damages: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -73,7 +73,6 @@ class Search:
         rooms: name of a device -> what a step may take.
         length: tokens of a row.
         micro: rows of a step on one device.
-        seeks_longest: whether the longest row that fits is looked for.
         refused: what cannot be trained, with the reason.
     """
 
@@ -83,7 +82,6 @@ class Search:
     rooms: Mapping[str, Room]
     length: int
     micro: int
-    seeks_longest: bool = True
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _known: dict[tuple[str, str, str], tuple[Option, Steps]] = field(default_factory=dict)
@@ -141,7 +139,12 @@ class Search:
     def _storages(self) -> Sequence[str | None]:
         base = self.request.step
         fixed = base.precision.quantization is not None or base.precision.storage is not None
-        if fixed or base.lora is None or getattr(self.config, "quantization_config", None) is not None:
+        if (
+            fixed
+            or not self.request.quantize
+            or base.lora is None
+            or getattr(self.config, "quantization_config", None) is not None
+        ):
             return (None,)
         return STORAGES
 
@@ -161,7 +164,7 @@ class Search:
         """The settings of a row for rows of another length."""
         option, steps = self._known[row.storage, row.checkpointing, row.sharding]
         profile = next(each for each in self.profiles if each.name == row.device)
-        other = replace(self, length=length, seeks_longest=False)
+        other = replace(self, length=length, request=replace(self.request, longest=False))
         return replace(
             other._row(option, steps, profile), longest=row.longest, longest_is_all=row.longest_is_all
         )
@@ -178,7 +181,7 @@ class Search:
         traced = steps.at(rows, self.length)
         accumulation = -(-self.micro // rows)
         longest, is_all = None, False
-        if self.seeks_longest and self._wants_longest(option):
+        if self.request.longest and self._wants_longest(option):
             longest, is_all = self._longest(option, steps, size)
         policy = option.step.policy
         row = Row(

@@ -66,18 +66,37 @@ def _flag(action: Action) -> tuple[str, str] | None:
 def set_flag(tokens: list[str], name: str, value: str) -> list[str]:
     """`tokens` with the argument `name` set to `value`, in place of a former value or at the end."""
     for at, token in enumerate(tokens):
-        if token == name:
-            return [*tokens[: at + 1], value, *tokens[at + 2 :]]
-        if token.startswith(f"{name}="):
-            return [*tokens[:at], f"{name}={value}", *tokens[at + 1 :]]
+        written, equals, _ = token.partition("=")
+        if _same(written, name):
+            return [
+                *tokens[:at],
+                *([f"{name}={value}"] if equals else [name, value]),
+                *tokens[at + 1 + (not equals) :],
+            ]
     return [*tokens, name, value]
+
+
+def value_of(command: Sequence[str], name: str) -> str | None:
+    """The value of the argument `name` in `command`, however it is written (`--a-b v`, `--a_b=v`), the last one; None without."""
+    value = None
+    for at, token in enumerate(command):
+        written, equals, behind = token.partition("=")
+        if _same(written, name):
+            value = behind if equals else command[at + 1] if at + 1 < len(command) else None
+    return value
+
+
+def _same(written: str, name: str) -> bool:
+    return written.startswith("--") and written.replace("-", "_") == name.replace("-", "_")
 
 
 def without_flag(command: Sequence[str], name: str) -> list[str]:
     """`command` without the argument `name` and its value."""
     kept, skip = [], False
     for token in command:
-        if not skip and token != name and not token.startswith(f"{name}="):
+        written, equals, _ = token.partition("=")
+        named = not skip and _same(written, name)
+        if not skip and not named:
             kept.append(token)
-        skip = token == name
+        skip = named and not equals
     return kept

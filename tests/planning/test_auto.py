@@ -1,0 +1,168 @@
+"""`auto` in a training command, and what fits instead of what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from isotype.cli import training
+from isotype.cli.main import main
+from isotype.core.errors import UsageError
+from isotype.planning.auto import asks, filled, words_of
+from isotype.planning.nearest import advice, ran_out, with_nearest
+from isotype.train.plan import parse_options, plan_of
+from isotype.train.recompute_choice import Room
+from tests.cli.test_check import report_with
+from tests.train.test_fit import report_of
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch, formula: object) -> None:
+    """Every device leaves 6 MiB to a step; none is measured."""
+    monkeypatch.setattr("isotype.planning.plan.with_rates", lambda profile: (profile, ""))
+    monkeypatch.setattr("isotype.planning.plan.room_of", lambda profile: Room(6 * 2**20, "6 MiB"))
+
+
+def arguments(config: Path, text: str) -> list[str]:
+    return ["--model_name_or_path", str(config), "--device", "cpu", "--dtype", "float32", *text.split()]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("--per_device_train_batch_size auto", True),
+        ("--per-device-train-batch-size=auto", True),
+        ("--max_length auto", True),
+        ("--quantization auto", True),
+        ("--gradient_checkpointing auto --dtype auto", False),
+        ("--per_device_train_batch_size 8", False),
+    ],
+)
+def test_what_asks_for_a_plan(text: str, answer: bool) -> None:
+    assert asks(text.split()) is answer
+
+
+def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> None:
+    """4 MiB of weights and 4 KiB a token: two rows of 256 tokens, or, computed again, all eight."""
+    given = arguments(
+        config, "--max_length 256 --per_device_train_batch_size auto --gradient_checkpointing False"
+    )
+    tokens, row = filled("sft", given)
+    assert (row.rows, row.accumulation, row.storage) == (2, 4, "float32")
+    assert tokens[tokens.index("--per_device_train_batch_size") + 1] == "2"
+    assert tokens[tokens.index("--gradient_accumulation_steps") + 1] == "4"
+    assert "--quantization" not in tokens
+    assert words_of(row).startswith(
+        "planned: float32, 2 of 256 tokens × 4, checkpointing off: 6.00 MiB of the 6.00 MiB"
+    )
+
+
+def test_a_step_of_so_many_tokens(config: Path, room: None) -> None:
+    given = arguments(config, "--max_length 128 --per_device_train_batch_size auto --tokens_per_step 2048")
+    tokens, row = filled("sft", given)
+    assert row.tokens == 2048
+    assert "--tokens_per_step" not in tokens
+
+
+def test_the_length_and_the_storage(config: Path, room: None) -> None:
+    tokens, row = filled("sft", arguments(config, "--max_length auto --quantization auto"))
+    assert row.length == 512  # the model's positions: there is no data
+    assert tokens[tokens.index("--max_length") + 1] == "512"
+    assert ("--quantization" in tokens) is row.policy.quantized
+    assert "auto" not in tokens
+
+
+def test_rows_that_were_typed_are_pinned(config: Path, room: None) -> None:
+    tokens, row = filled("sft", arguments(config, "--max_length auto --per_device_train_batch_size 4"))
+    assert row.rows == 4
+    assert "--gradient_accumulation_steps" not in tokens
+
+
+def test_nothing_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isotype.planning.plan.room_of", lambda profile: Room(2**19, "512 KiB"))
+    with pytest.raises(UsageError, match="nothing fits"):
+        filled("sft", arguments(config, "--per_device_train_batch_size auto"))
+
+
+def test_processes_that_are_launched_together_do_not_plan(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="--devices 2 prints the command"):
+        filled("sft", arguments(config, "--per_device_train_batch_size auto"))
+
+
+def test_a_training_takes_the_plans_values_and_says_so(
+    config: Path, room: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[object] = []
+
+    def run(settings: object, console: Console) -> None:
+        given.append(settings)
+        raise UsageError("that is enough", [])
+
+    monkeypatch.setattr("isotype.train.recipes.run", run)
+    text = "--max_length 256 --per_device_train_batch_size auto --quantization auto --dataset_name embedded:precision_qa"
+    assert main(["sft", *arguments(config, text)]) == 2
+    settings: object = given[0]
+    assert settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps == 8  # type: ignore[attr-defined]
+    assert "planned: " in capsys.readouterr().out
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to …"), True),
+        (MemoryError(), True),
+        (RuntimeError("expected scalar type Half"), False),
+        (KeyError("out of memory"), False),
+    ],
+)
+def test_the_end_of_the_memory(error: Exception, answer: bool) -> None:
+    assert ran_out(error) is answer
+
+
+def test_a_training_that_ran_out_of_memory_says_what_fits(
+    config: Path, room: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(settings: object, console: Console) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("isotype.train.recipes.run", run)
+    given = arguments(config, "--max_length 256 --per_device_train_batch_size 64")
+    with pytest.raises(torch.OutOfMemoryError):
+        training.train("sft", given, Console())
+    line = " ".join(capsys.readouterr().err.split())
+    assert "out of memory; this fits (" in line
+    assert "--per_device_train_batch_size 8 " in line
+    assert "--gradient_accumulation_steps 8 " in line
+
+
+def test_where_nothing_smaller_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isotype.planning.plan.room_of", lambda profile: Room(2**19, "512 KiB"))
+    assert "nothing smaller of this model fits" in advice("sft", arguments(config, "--max_length 256"))
+
+
+def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) -> None:
+    """Of a model whose weights alone are too large, which no smaller batch brings in."""
+    step, command = plan_of(
+        *parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
+    )
+    report = report_of(2**40, 2**30)
+    fixes = [fix for finding in with_nearest(report, step, command).findings for fix in finding.fixes]
+    assert fixes[0].verified
+    assert fixes[0].description == (
+        f"this fits: isotype sft --model_name_or_path {config} --dtype float16 --dataset_name embedded:precision_qa "
+        "--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --max_length 256 --gradient_checkpointing True"
+    )
+    again = with_nearest(with_nearest(report, step, command), step, command)
+    assert [len(finding.fixes) for finding in again.findings] == [1]
+    fits = report_with()
+    assert with_nearest(fits, step, command) is fits
