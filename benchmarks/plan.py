@@ -239,9 +239,8 @@ def _planned(case: Case, source: str) -> Row:
 
 def _steps(case: Case, source: str, row: Row) -> tuple[int, float]:
     """(bytes at the peak of two steps, seconds of the faster of two more)."""
-    from isotype.preflight.from_trainer import CHECKPOINTING
+    from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
     from isotype.train.head import put_head
-    from isotype.train.recompute import checkpoint_gradients
 
     model: Any = isotype.load(source, row.policy)
     model = isotype.add_lora(model, row.policy, **LORA)

@@ -13,10 +13,11 @@ from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.planning.auto import asks, filled, words_of
 from isotype.planning.nearest import advice, ran_out, with_nearest
+from isotype.records.finding import Finding
 from isotype.train.plan import parse_options, plan_of
 from isotype.train.recompute_choice import Room
-from tests.cli.test_check import report_with
-from tests.train.test_fit import report_of
+
+FINDING = Finding("IST605", "error", "the step does not fit", kind="memory")
 
 
 @pytest.fixture
@@ -155,14 +156,13 @@ def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) 
     step, command = plan_of(
         *parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
     )
-    report = report_of(2**40, 2**30)
-    fixes = [fix for finding in with_nearest(report, step, command).findings for fix in finding.fixes]
+    findings = with_nearest((FINDING,), step, command)
+    fixes = findings[0].fixes
     assert fixes[0].verified
     assert fixes[0].description == (
         f"this fits: isotype sft --model_name_or_path {config} --dtype float16 --dataset_name embedded:precision_qa "
         "--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --max_length 256 --gradient_checkpointing True"
     )
-    again = with_nearest(with_nearest(report, step, command), step, command)
-    assert [len(finding.fixes) for finding in again.findings] == [1]
-    fits = report_with()
-    assert with_nearest(fits, step, command) is fits
+    assert with_nearest(findings, step, command) is findings  # it names one already
+    other = (Finding("IST201", "warning", "a cast"),)
+    assert with_nearest(other, step, command) is other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[R
     if report.fits is False:
         from isotype.planning.nearest import with_nearest
 
-        report = with_nearest(report, plan, command)
+        report = replace(report, findings=with_nearest(report.findings, plan, command))
     return report, repaired_command(command, *planned(report, command=True)) if options.fix else None
 
 

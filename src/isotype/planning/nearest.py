@@ -9,14 +9,13 @@ from dataclasses import replace
 from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
+from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.goal import picked
 from isotype.planning.plan import plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.from_trainer import CHECKPOINTING
-from isotype.report.check.report import Report
-from isotype.rules.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix
 from isotype.train.plan import Plan as Step
 from isotype.train.recompute_choice import SHARE_OF_GPU
 
@@ -36,19 +35,19 @@ def nearest(request: PlanRequest) -> Row | None:
     return picked(same, "balanced") or plan.chosen
 
 
-def with_nearest(report: Report, step: Step, command: Sequence[str]) -> Report:
-    """The report on a step that does not fit, with the nearest that does as the first fix; one that has such a fix stays.
+def with_nearest(findings: tuple[Finding, ...], step: Step, command: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings on a step that does not fit, with the nearest that does as the first fix; those with such a fix stay.
 
     Args:
-        report: of the step.
+        findings: on the step.
         step: what was checked.
         command: the training command.
     """
-    memory = [finding for finding in report.findings if finding.kind == "memory"]
-    if report.fits is not False or not memory or any(fix.verified for each in memory for fix in each.fixes):
-        return report
+    memory = [finding for finding in findings if finding.kind == "memory"]
+    if not memory or any(fix.verified for each in memory for fix in each.fixes):
+        return findings
     if METHODS[step.method].loss == "policy":
-        return report  # its rows are completions of prompts: their length is no argument of the step alone
+        return findings  # its rows are completions of prompts: their length is no argument of the step alone
     request = PlanRequest(
         step,
         tuple(command),
@@ -60,16 +59,16 @@ def with_nearest(report: Report, step: Step, command: Sequence[str]) -> Report:
     try:
         row = nearest(request)
     except IsotypeError:
-        return report  # what the plan meets, the report has said
+        return findings  # what the plan meets, the check has said
     if row is None:
-        return report
+        return findings
     fix = Fix(
         f"this fits: {shlex.join(row.command)}",
         "safe",
         verified=True,
         outcome=f"{format_bytes(row.peak)} are used",
     )
-    return replace(report, findings=tuple(_with(finding, fix) for finding in report.findings))
+    return tuple(_with(finding, fix) for finding in findings)
 
 
 def _with(finding: Finding, fix: Fix) -> Finding:
