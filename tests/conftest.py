@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 # Before torch and bitsandbytes are loaded: threads make tiny models ten times slower where tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is compiled is kept, whatever the shell says: hundreds of processes would compile the libraries again.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 # readline, which pytest imports, leaves what it takes for a terminal's width to the processes of pytest-xdist.
 os.environ.pop("COLUMNS", None)
 # A shell starts what runs in its background with Ctrl-C ignored, and so would be what the tests interrupt.
