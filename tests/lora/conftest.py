@@ -22,7 +22,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["blocks", pytest.param("strips", marks=pytest.mark.lacking(no_compiler()))])
+KERNELS = ("blocks", pytest.param("strips", marks=pytest.mark.lacking(no_compiler())))
+
+
+@pytest.fixture(params=KERNELS)
 def own_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests compare must not rest on which kernel is faster here: each runs with every one that there is."""
     choice = Choice(request.param, request.param, {}, 2.0)

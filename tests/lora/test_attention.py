@@ -24,6 +24,7 @@ from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask,
 from isotype.lora.loops.loading import Loops
 from tests.cpus import no_compiler
 from tests.lora.watched import Watched
+from tests.pairwise import pairwise
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OUTPUT_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3e-3}
@@ -125,19 +126,19 @@ def work_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-@pytest.mark.parametrize(
-    ("kernel", "dtype"),
+@pairwise(
+    ["kernel, dtype", "length", "heads", "causal"],
     [
         pytest.param(name, dtype, marks=NEEDS.get(name, ()))
         for name in OWN
         for dtype in TOLERANCE
         if (name, dtype) != ("strips", torch.float64)
     ],
+    [1, 2, 63, 65, 130],
+    [(1, 1), (9, 3), (8, 1)],
+    [True, False],
     indirect=["kernel"],
 )
-@pytest.mark.parametrize("length", [1, 2, 63, 65, 130])
-@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1)])
-@pytest.mark.parametrize("causal", [True, False])
 def test_lengths_and_heads(dtype: torch.dtype, length: int, heads: tuple[int, int], causal: bool) -> None:
     given = tensors((2, *heads, length, length, 16), dtype)
     plan = plan_of((2, length, length), block_rows(heads[0] // heads[1]), causal=causal)

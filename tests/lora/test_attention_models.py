@@ -26,8 +26,10 @@ from isotype.lora.attention.choice import (
 )
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
+from tests.lora.conftest import KERNELS
 from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
+from tests.pairwise import pairwise
 from tests.zoo import ARCHITECTURES
 
 # Both sum in float32, in another order.
@@ -79,8 +81,14 @@ def assert_same_step(model: Any, batch: dict[str, torch.Tensor], present: torch.
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("gemma2", "gpt-oss", "t5")])
+@pairwise(
+    "own_kernel, side, name",
+    KERNELS,
+    ["none", "left", "right"],
+    [name for name in CONFIGS if name not in ("gemma2", "gpt-oss", "t5")],
+    strength=1,
+    indirect=["own_kernel"],
+)
 def test_models(name: str, side: str) -> None:
     with quiet():
         model, batch = tiny_model(name).eval(), tiny_batch(name)
@@ -100,7 +108,7 @@ def test_models(name: str, side: str) -> None:
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("name", _OTHERS)
+@pairwise("own_kernel, name", KERNELS, _OTHERS, strength=1, indirect=["own_kernel"])
 def test_other_architectures(name: str) -> None:
     architecture = ARCHITECTURES[name]
     with quiet():

@@ -27,7 +27,7 @@ from isotype.train.weightless import weightless_model
 from tests.cpus import pretend
 from tests.lora.watched import copies_of
 from tests.models import tiny_batch, tiny_model
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 from tests.policy import assert_policy_holds, autocast
 
 Saved = Callable[..., Path]
@@ -139,7 +139,13 @@ def under(saved: Saved, dtype: str, quantization: str | None, **lora: Any) -> tu
     return moved(isotype.add_lora(model, policy, r=4, **lora)).train(), policy
 
 
-@pairwise("dtype, quantization, dora", ["bfloat16", "float16"], [None, "nf4", "fp4", "int8"], [False, True])
+@pairwise(
+    "dtype, quantization, dora",
+    ["bfloat16", "float16"],
+    [None, "nf4", "fp4", "int8"],
+    [False, True],
+    strength=1,
+)
 def test_in_16_bits_it_is_as_close_to_float32_as_peft(
     saved: Saved, dtype: str, quantization: str | None, dora: bool
 ) -> None:
@@ -496,10 +502,7 @@ def run(
     return results
 
 
-@pytest.mark.parametrize(
-    ("quantization", "budget"),
-    [(None, 0), pytest.param("nf4", 1 << 30, marks=pytest.mark.exhaustive), ("nf4", 0), ("int8", 0)],
-)
+@few("quantization, budget", [(None, 0), ("nf4", 1 << 30), ("nf4", 0), ("int8", 0)], ("nf4", 0))
 def test_models_of_several_dtypes_one_after_another_in_turn_and_at_once(
     saved: Saved, quantization: str | None, budget: int
 ) -> None:

@@ -20,9 +20,11 @@ from isotype.lora.attention.plan import plan_of_mask
 from isotype.lora.fuse import fuse
 from isotype.lora.weights import DenseWeights
 from isotype.train.head import put_head
+from tests.lora.conftest import KERNELS
 from tests.lora.test_fuse import VARIANTS, Pair, adapted, moved, relative, step, under
 from tests.lora.watched import copies_of
 from tests.models import quiet, tiny_batch
+from tests.pairwise import pairwise
 from tests.zoo import ARCHITECTURES
 
 Saved = Callable[..., Path]
@@ -60,9 +62,10 @@ def assert_every_mode(
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("low", [None, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "budget"),
+@pairwise(
+    ["own_kernel", "low", "dtype, quantization, budget"],
+    KERNELS,
+    [None, torch.bfloat16],
     [
         ("float32", None, 0),
         ("bfloat16", None, 0),
@@ -74,6 +77,7 @@ def assert_every_mode(
         pytest.param("float32", "fp4", 0, marks=pytest.mark.exhaustive),
         pytest.param("float16", None, 0, marks=pytest.mark.exhaustive),
     ],
+    indirect=["own_kernel"],
 )
 def test_bases(
     saved: Saved, dtype: str, quantization: str | None, budget: int, low: torch.dtype | None
@@ -86,7 +90,13 @@ def test_bases(
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dropout"])
+@pairwise(
+    "own_kernel, variant",
+    KERNELS,
+    [name for name in VARIANTS if name != "dropout"],
+    strength=1,
+    indirect=["own_kernel"],
+)
 def test_variants(variant: str) -> None:
     model = adapted("llama-tied-bias", **VARIANTS[variant]).train()
     plain = copy.deepcopy(model)
@@ -95,7 +105,9 @@ def test_variants(variant: str) -> None:
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "qwen3-moe", "t5"])
+@pairwise(
+    "own_kernel, name", KERNELS, ["gemma3", "gpt2", "qwen3-moe", "t5"], strength=1, indirect=["own_kernel"]
+)
 def test_architectures(name: str) -> None:
     model = adapted(name).eval()
     plain = copy.deepcopy(model)
@@ -105,7 +117,7 @@ def test_architectures(name: str) -> None:
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("name", ["llama", "bart"])
+@pairwise("own_kernel, name", KERNELS, ["llama", "bart"], strength=1, indirect=["own_kernel"])
 def test_generation(name: str) -> None:
     if name == "llama":
         model = adapted(name).eval()
@@ -159,7 +171,7 @@ def test_inputs_of_one_mode_in_another() -> None:
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@pairwise("own_kernel, quantization", KERNELS, [None, "nf4", "int8"], strength=1, indirect=["own_kernel"])
 def test_models_made_under_inference_mode(saved: Saved, quantization: str | None) -> None:
     dtype = "float32" if quantization is None else "bfloat16"
     wanted = logits(under(saved, dtype, quantization)[0].eval(), padded(), "no_grad")
@@ -177,7 +189,7 @@ def test_models_made_under_inference_mode(saved: Saved, quantization: str | None
 
 
 @pytest.mark.usefixtures("own_kernel")
-@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pairwise("own_kernel, quantization", KERNELS, [None, "nf4"], strength=1, indirect=["own_kernel"])
 def test_copies_of_a_model_that_has_run_under_inference_mode(saved: Saved, quantization: str | None) -> None:
     model, _ = under(saved, "float32", quantization)
     plain = copy.deepcopy(model)

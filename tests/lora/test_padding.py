@@ -16,7 +16,9 @@ import transformers
 
 import isotype
 from isotype.lora.attention.registered import use_fast_attention
+from tests.lora.conftest import KERNELS
 from tests.models import quiet, tiny_model
+from tests.pairwise import pairwise
 from tests.zoo import ARCHITECTURES
 from tests.zoo.shrink import VOCABULARY, tiny_config
 
@@ -90,8 +92,13 @@ def assert_peft_numbers(model: Any, batch: Batch, *implementations: str) -> Any:
     return report
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("name", ["bart", "mbart", "pegasus", "marian", "t5"])
+@pairwise(
+    "own_kernel, side, name",
+    KERNELS,
+    SIDES,
+    ["bart", "mbart", "pegasus", "marian", "t5"],
+    indirect=["own_kernel"],
+)
 def test_source_and_target_of_one_length(name: str, side: str) -> None:
     with quiet():
         model = adapted(ARCHITECTURES[f"{name}-s2s"].build(torch.float32)).train()
@@ -115,10 +122,11 @@ def test_a_target_that_is_padded_on_its_own() -> None:
     assert_peft_numbers(model, batch)
 
 
-@pytest.mark.parametrize("labels", ["all", "present"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(
-    "name",
+@pairwise(
+    "own_kernel, labels, side, name",
+    KERNELS,
+    ["all", "present"],
+    SIDES,
     [
         "llama",
         pytest.param("gemma2", marks=pytest.mark.exhaustive),
@@ -128,6 +136,7 @@ def test_a_target_that_is_padded_on_its_own() -> None:
         pytest.param("qwen3-moe", marks=pytest.mark.exhaustive),
         "gpt2",
     ],
+    indirect=["own_kernel"],
 )
 def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
     model = tiny_model(name)
@@ -142,9 +151,10 @@ def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
     assert_peft_numbers(model.train(), batch, "eager" if name == "gemma2" else "sdpa", *["eager"] * eager)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(
-    ("kind", "cls"),
+@pairwise(
+    ["own_kernel", "side", "kind, cls"],
+    KERNELS,
+    SIDES,
     [
         ("bert", "BertModel"),
         ("bert", "BertForTokenClassification"),
@@ -152,6 +162,7 @@ def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
         ("roberta", "RobertaForTokenClassification"),
         pytest.param("distilbert", "DistilBertForTokenClassification", marks=pytest.mark.exhaustive),
     ],
+    indirect=["own_kernel"],
 )
 def test_encoders_whose_padding_is_read(kind: str, cls: str, side: str) -> None:
     torch.manual_seed(0)
@@ -211,8 +222,13 @@ def test_a_prefix_that_sees_itself() -> None:
         assert (result[name] - value).norm() <= TOLERANCE * value.norm().clamp_min(1e-3), name
 
 
-@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bart"])
+@pairwise(
+    "own_kernel, how, name",
+    KERNELS,
+    [{}, {"cache_implementation": "static"}, {"num_beams": 3}],
+    ["llama", "gemma3", "bart"],
+    indirect=["own_kernel"],
+)
 def test_generation_from_padded_prompts(name: str, how: dict[str, Any]) -> None:
     with quiet():
         base = tiny_model(name) if name != "bart" else ARCHITECTURES["bart-s2s"].build(torch.float32)

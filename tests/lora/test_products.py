@@ -20,6 +20,7 @@ from isotype.lora.loops.loading import Loops
 from isotype.lora.loops.products import FEWEST, Sum, Timing, compiled_products, is_used, timing, write_sums
 from tests.cpus import no_bfloat16_loops, no_compiler
 from tests.lora.watched import Watched
+from tests.pairwise import pairwise
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 SUMMED = 1e-6
@@ -103,8 +104,7 @@ SIZES = (
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("left", LAYOUTS)
-@pytest.mark.parametrize("right", LAYOUTS)
+@pairwise("threads, left, right", [1, 3], LAYOUTS, LAYOUTS, indirect=["threads"])
 def test_matrices_of_every_layout(left: str, right: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for rows, depth, columns in SIZES[:-2] if (left, right) != ("rows", "columns") else SIZES:
@@ -113,8 +113,7 @@ def test_matrices_of_every_layout(left: str, right: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS[:5])
+@pairwise("threads, layout, wide", [1, 3], LAYOUTS[:5], [False, True], strength=1, indirect=["threads"])
 def test_results_that_no_cache_keeps(layout: str, wide: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     out = torch.float32 if wide else dtype

@@ -19,6 +19,7 @@ from isotype.lora.rotary import NAME
 from isotype.model.boundary import BoundarySettings, set_boundary
 from tests.lora.watched import copies_of
 from tests.models import quiet, tiny_batch, tiny_model
+from tests.pairwise import few
 
 STANDARD = modeling_llama.apply_rotary_pos_emb
 
@@ -43,8 +44,14 @@ def attention_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FusedRotary)]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi", "phi3", "qwen3-moe", "gemma3-vision"]
+@few(
+    "name",
+    ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi", "phi3", "qwen3-moe", "gemma3-vision"],
+    "llama",
+    "gemma3-vision",
+    "qwen3-moe",
+    "phi",
+    "gemma2",
 )
 def test_models(name: str, rotations: list[bool]) -> None:
     model, batch = adapted(name), tiny_batch(name)
