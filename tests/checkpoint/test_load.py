@@ -63,7 +63,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pairwise("name, dtype, quantization", sorted(PINNED), LOW, [None, "nf4", "int8"])
+@pairwise("name, dtype, quantization", sorted(PINNED), LOW, [None, "nf4", "int8"], strength=1)
 def test_pinned_weights_keep_every_digit(
     tmp_path: Path, name: str, dtype: str, quantization: str | None
 ) -> None:
@@ -131,7 +131,13 @@ FORMATS = [
 ]
 
 
-@pairwise("name, form, dtype", ["llama-tied-bias", "gpt-oss"], FORMATS, ["float32", "float16", "bfloat16"])
+@pairwise(
+    "name, form, dtype",
+    ["llama-tied-bias", "gpt-oss"],
+    FORMATS,
+    ["float32", "float16", "bfloat16"],
+    strength=1,
+)
 def test_a_quantized_checkpoint_follows_the_policy(
     saved: Saved, tmp_path: Path, name: str, form: tuple[str, bool, str], dtype: str
 ) -> None:

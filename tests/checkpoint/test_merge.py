@@ -33,6 +33,7 @@ from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.merge import show_merge
 from tests.adapters import save_trained
+from tests.pairwise import few, pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -146,8 +147,12 @@ def logits(model: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------- the sum
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("storage", [None, "nf4", "fp4", "int8"])
+@pairwise(
+    "dora, storage",
+    [pytest.param(False, id="lora"), pytest.param(True, id="dora")],
+    [None, "nf4", "fp4", "int8"],
+    strength=1,
+)
 def test_the_sum_is_the_references(
     base: Path, make: Make, tmp_path: Path, storage: str | None, dora: bool
 ) -> None:
@@ -176,7 +181,7 @@ def test_the_sum_is_the_references(
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("storage", [None, "nf4", "int8"])
+@few("storage", [None, "nf4", "int8"], "nf4")
 def test_the_sum_is_rounded_once(base: Path, make: Make, tmp_path: Path, storage: str | None) -> None:
     adapter = make(storage, "bfloat16")
     report = merge_adapter(adapter, tmp_path / "merged")
@@ -231,7 +236,7 @@ def test_a_second_rank_pattern_and_an_adapted_embedding(base: Path, make: Make, 
     assert [weight.name for weight in report.weights] == ["model.embed_tokens.weight", f"{Q}.weight"]
 
 
-@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig"])
+@few("kind", ["IA3Config", "LoHaConfig", "OFTConfig"], "LoHaConfig")
 def test_other_kinds_of_adapter(base: Path, tmp_path: Path, kind: str) -> None:
     policy = resolve_precision(base, "float32", None, "cpu")
     settings: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -262,7 +267,7 @@ def test_tied_embeddings_stay_tied(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-@pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
+@few("how", ["target_modules", "modules_to_save"], "modules_to_save")
 def test_tied_embeddings_that_were_trained_apart_are_both_stored(
     make: Make, tmp_path: Path, how: str
 ) -> None:
@@ -359,7 +364,7 @@ def test_a_base_saved_in_nf4_is_dequantized(base: Path, make: Make, tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize("storage", [None, "nf4"])
+@few("storage", [None, "nf4"], "nf4")
 def test_a_classifier_is_merged_with_its_head(base: Path, tmp_path: Path, storage: str | None) -> None:
     policy = resolve_precision(base, "float32", storage, "cpu")
     model = load(base, policy, model_class=transformers.AutoModelForSequenceClassification, num_labels=3)
@@ -742,8 +747,7 @@ def test_the_report_warns_where_much_vanishes() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("known", [True, False])
+@pairwise("dtype, known", ["float16", "bfloat16", "float32"], [True, False], strength=1)
 def test_a_dtype_that_cannot_hold_the_ranges_is_warned_of(
     base: Path, tmp_path: Path, dtype: str, known: bool
 ) -> None:
@@ -797,7 +801,7 @@ def test_what_the_terminal_shows() -> None:
 # --------------------------------------------------------------------------------------- quantized, and for llama.cpp
 
 
-@pytest.mark.parametrize("stored_as", ["nf4", "fp4", "int8"])
+@few("stored_as", ["nf4", "fp4", "int8"], "nf4")
 def test_a_merged_model_in_bitsandbytes_format(stored_as: str, make: Make, tmp_path: Path) -> None:
     adapter = make(dtype="bfloat16")
     dense = merge_adapter(adapter, tmp_path / "dense")
@@ -823,7 +827,7 @@ def test_a_merged_model_in_bitsandbytes_format(stored_as: str, make: Make, tmp_p
     assert load(tmp_path / "merged", policy) is not None
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+@few("kind", ["f16", "bf16", "q8_0"], "q8_0")
 def test_a_merged_model_as_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.checkpoint.test_gguf_export import byte_level
 

@@ -27,6 +27,7 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import UsageError
 from isotype.model.adapters import add_lora
 from tests.adapters import save_adapter
+from tests.pairwise import few
 from tests.zoo import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -59,15 +60,16 @@ def merged(adapter: Path, output: Path, **settings: Any) -> dict[str, torch.Tens
 # -------------------------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize(
-    ("kind", "storage", "lora"),
-    [
-        ("llama", None, {**PROJECTIONS, "bias": "all", "modules_to_save": ["gate_proj"]}),
-        ("llama", "nf4", {**PROJECTIONS, "modules_to_save": ["lm_head", "input_layernorm"]}),
-        ("llama", "int8", PROJECTIONS),
-        ("qwen3_moe", None, STACKED),
-    ],
-    ids=["dense", "nf4", "int8", "experts"],
+@few(
+    "kind, storage, lora",
+    {
+        "dense": ("llama", None, {**PROJECTIONS, "bias": "all", "modules_to_save": ["gate_proj"]}),
+        "nf4": ("llama", "nf4", {**PROJECTIONS, "modules_to_save": ["lm_head", "input_layernorm"]}),
+        "int8": ("llama", "int8", PROJECTIONS),
+        "experts": ("qwen3_moe", None, STACKED),
+    },
+    "nf4",
+    "experts",
 )
 def test_block_by_block_is_bit_equal_to_all_at_once(
     kind: str, storage: str | None, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +117,7 @@ def mixed(tmp_path: Path) -> Path:
     return base
 
 
-@pytest.mark.parametrize("storage", [None, "nf4"])
+@few("storage", [None, "nf4"], "nf4")
 def test_every_tensor_keeps_the_dtype_and_the_digits_of_its_file(
     storage: str | None, mixed: Path, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from isotype.report.merge import show_merge
 from tests.adapters import save_trained
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import TARGETS, Q, reference, save_base, stored
+from tests.pairwise import few
 
 DOWN = "model.layers.0.mlp.down_proj"
 IN_GGUF = {Q: "blk.0.attn_q.weight", DOWN: "blk.0.ffn_down.weight"}
@@ -86,7 +87,7 @@ def in_bitsandbytes(directory: Path, name: str) -> torch.Tensor:
     return weight.data.double() * weight.SCB.double()[:, None] / 127
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8", "q8_0", "q4_1", "bf16"])
+@few("kind", ["nf4", "int8", "q8_0", "q4_1", "bf16"], "nf4", "q8_0")
 def test_the_error_is_that_of_what_was_stored(base: Path, adapter: Path, tmp_path: Path, kind: str) -> None:
     output = tmp_path / ("model.gguf" if kind in GGUF_TYPES else "merged")
     report = merge_adapter(adapter, output, stored=kind)

@@ -15,6 +15,7 @@ from isotype.checkpoint.weightless import model_config, skeleton, store
 from isotype.core.errors import CheckpointError
 from isotype.model.adapters import add_lora
 from tests.models import CONFIGS
+from tests.pairwise import pairwise
 
 # What transformers notes about its own progress through a load.
 _BOOKKEEPING = {"_is_hf_initialized", "_use_kernels"}
@@ -73,8 +74,12 @@ def facts(model: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "quantization", "double"), STORAGES)
-@pytest.mark.parametrize("name", ["llama-tied-bias", "gemma3", "gpt-oss", "qwen3-moe", "gpt2"])
+@pairwise(
+    ["dtype, quantization, double", "name"],
+    STORAGES,
+    ["llama-tied-bias", "gemma3", "gpt-oss", "qwen3-moe", "gpt2"],
+    strength=1,
+)
 def test_it_equals_the_loaded_model(saved, name, dtype, quantization, double):
     path = saved(name)
     policy = resolve_precision(path, dtype, quantization, "cpu", double_quant=double)
