@@ -21,6 +21,7 @@ from isotype.records.trace import Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.train.command import repaired_command
 from tests.models import CONFIGS
+from tests.pairwise import few
 
 SCRIPT = """
 import torch
@@ -96,7 +97,7 @@ def report_json(capsys, *argv: object) -> dict:
     return json.loads(out)
 
 
-@pytest.mark.parametrize("quantization", [(), ("--quantization", "nf4"), ("--quantization", "int8")])
+@few("quantization", [(), ("--quantization", "nf4"), ("--quantization", "int8")], ("--quantization", "nf4"))
 def test_a_config_alone_is_enough(capsys, config, quantization):
     status, out, err = run(capsys, config / "config.json", "--device", "h100", "--length", 16, *quantization)
     assert (status, err) == (0, "")
@@ -134,7 +135,7 @@ def test_no_row_is_longer_than_the_model(capsys, config):
     assert "rows of 64 tokens, not 100: the model has no more positions" in found["not_traced"]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "sft"])
+@few("method", [name for name in METHODS if name != "sft"], "dpo", "grpo")
 def test_every_method_runs(capsys, config, method, tmp_path):
     found = report_json(
         capsys, method, "--model_name_or_path", config, "--dataset_name", "somebody/data", "--output_dir",

@@ -19,6 +19,7 @@ from isotype.cli.training import DEMO
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.train.settings import parse_settings
+from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model
 
 
@@ -300,7 +301,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("command", ["sft", "demo"])
+@few("command", ["sft", "demo"], "sft")
 def test_libraries_that_are_not_installed(command):
     result = subprocess.run(
         [sys.executable, "-c", LACKING, command, "--model_name_or_path", "x"], capture_output=True, text=True

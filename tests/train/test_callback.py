@@ -27,6 +27,7 @@ from isotype.train.callback import (
     restore_rounded,
 )
 from tests.models import quiet
+from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model
 
 
@@ -220,9 +221,9 @@ def assert_frozen_as_before(model: torch.nn.Module, before: dict[str, torch.Tens
     ("dtype", "bf16", "compute"),
     [
         (torch.float32, True, torch.bfloat16),
-        (torch.float32, False, torch.float32),
+        pytest.param(torch.float32, False, torch.float32, marks=pytest.mark.exhaustive),
         (torch.bfloat16, False, torch.bfloat16),
-        (torch.bfloat16, True, torch.bfloat16),
+        pytest.param(torch.bfloat16, True, torch.bfloat16, marks=pytest.mark.exhaustive),
     ],
 )
 def test_without_a_policy_frozen_weights_stay_as_they_lie(
@@ -363,7 +364,7 @@ def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_p
     assert losses(cured)[-1] < losses(cured)[0]
 
 
-@pytest.mark.parametrize(("set_to", "used"), [(2.0**16, 2.0**10), (2.0**6, 2.0**6)], ids=["default", "own"])
+@few("set_to, used", {"default": (2.0**16, 2.0**10), "own": (2.0**6, 2.0**6)}, "default")
 def test_a_scaler_that_nobody_has_set_begins_with_the_policys_loss_scale(
     path: Path, tmp_path: Path, set_to: float, used: float
 ):
@@ -381,7 +382,7 @@ def test_a_scaler_that_nobody_has_set_begins_with_the_policys_loss_scale(
     assert again.accelerator.scaler.get_scale() == 2.0**16  # a run that goes on keeps what it has come to
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+@few("optim", ["adamw_torch_fused", "adamw_torch"], "adamw_torch_fused")
 def test_a_skipped_step_changes_nothing_and_moves_no_schedule(path: Path, tmp_path: Path, optim: str):
     trainer = float16_script(path, tmp_path, optim=optim, max_steps=3, save_strategy="no")
     isotype.enforce(trainer, float16_policy(trainer))

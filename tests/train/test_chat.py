@@ -24,6 +24,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train.chat import _questions, chat, load_for_inference, stream_answer
 from isotype.train.generate import answer
 from tests.adapters import save_adapter, save_trained
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -264,9 +265,13 @@ def test_an_answer_is_written_while_it_is_generated(base: Path) -> None:
 # ------------------------------------------------------------------------------------------ load_for_inference
 
 
-@pytest.mark.parametrize("storage", [None, "nf4", "fp4", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lora", [{}, {"use_dora": True, "bias": "all", "modules_to_save": ["lm_head"]}])
+@pairwise(
+    "storage, dtype, lora",
+    [None, "nf4", "fp4", "int8"],
+    ["float32", "bfloat16"],
+    [{}, {"use_dora": True, "bias": "all", "modules_to_save": ["lm_head"]}],
+    strength=1,
+)
 def test_an_adapter_comes_back_as_it_was_trained(
     base: Path, tmp_path: Path, dtype: str, storage: str | None, lora: dict[str, Any]
 ) -> None:

@@ -25,6 +25,7 @@ from isotype.train import recipes
 from isotype.train.examples import data_summary, padding_share, percentiles, planned_epochs, show_data
 from isotype.train.lengths import Lengths
 from isotype.train.settings import parse_settings
+from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -175,7 +176,7 @@ def test_a_long_example_is_shortened():
 # --- rows held back ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", ["0.2", "4"])
+@few("share", ["0.2", "4"], "0.2")
 def test_rows_are_held_back_and_never_trained_on(model, tmp_path, share):
     data = save_rows(tmp_path / "train.jsonl", rows("sft"))
     outcome, _ = train("sft", model, data, tmp_path / "out", "--eval_split", share)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from isotype.data.methods import METHODS
 from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
 from isotype.train.record import StepMeasures
 from isotype.train.saved import whole_checkpoints
+from tests.pairwise import few, pairwise
 from tests.train.tiny import reward_by_words, rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -99,7 +100,7 @@ def gained(logged: list[dict[str, Any]]) -> list[int]:
     seen = [0]
     for entry in logged:  # GRPO and RLOO log it only when they have generated
         seen.append(entry.get("num_tokens", seen[-1]))
-    return [int(b - a) for a, b in pairwise(seen)]
+    return [int(b - a) for a, b in itertools.pairwise(seen)]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +133,7 @@ def test_the_flops_of_a_batch_are_the_trainers_own(path: Path, tmp_path: Path):
     assert trainer.floating_point_ops([{"prompt": "of GRPO"}]) == 0
 
 
-@pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pairwise("max_grad_norm, dtype", [1e-4, 0.0], ["float32", "float16"], strength=1)
 def test_the_gradient_norm_is_the_one_before_clipping(
     path: Path, tmp_path: Path, dtype: str, max_grad_norm: float
 ):
@@ -185,14 +185,13 @@ def trainer_for(path: Path, out: Path, method: str, **more: Any) -> Any:
     return built
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+@few("method", ["dpo", "kto", "reward"], "dpo", "kto")
 def test_the_tokens_of_preferences_are_the_trainers_own(path: Path, tmp_path: Path, method: str):
     taken, logged = measured(trainer_for(path, tmp_path, method))
     assert [step.tokens for step in taken] == gained(logged)
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
-@pytest.mark.parametrize("reuse", [{"steps_per_generation": 2}, {"num_iterations": 2}], ids=str)
+@pairwise("method, reuse", ["grpo", "rloo"], [{"steps_per_generation": 2}, {"num_iterations": 2}], strength=1)
 def test_completions_count_in_every_step_that_learns_from_them(
     path: Path, tmp_path: Path, method: str, reuse: dict[str, int]
 ):
@@ -409,13 +408,16 @@ def test_a_full_disk_is_one_message_and_everything_saved_before_is_whole(
     assert (out / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("limit", "reason"),
-    [
-        (100_000, os.strerror(errno.EFBIG)),  # safetensors stops in the adapter and names errno
-        (200_000, os.strerror(errno.EFBIG)),  # torch.save stops in the optimizer state and names none
-    ],
-    ids=["safetensors", "torch"],
+@few(
+    "limit, reason",
+    {
+        "safetensors": (100_000, os.strerror(errno.EFBIG)),  # it stops in the adapter and names errno
+        "torch": (
+            200_000,
+            os.strerror(errno.EFBIG),
+        ),  # torch.save stops in the optimizer state and names none
+    },
+    "torch",
 )
 def test_a_limit_on_file_sizes_is_one_message_too(
     limit: int,
@@ -485,7 +487,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_says_what_is_missing(
     assert steps_in(printed) == [2]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@few("reentrant", [False, True], True)
 def test_nothing_below_the_first_adapter_has_a_graph(path: Path, tmp_path: Path, reentrant: bool) -> None:
     policy = isotype.resolve_precision(path, dtype="float32", device="cpu")
     transformers.set_seed(0)

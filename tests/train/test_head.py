@@ -72,7 +72,7 @@ MORE: dict[str, dict[str, Any]] = {
             id=f"{name}-{dtype}",
             # how a loss is asked for and the dtype it is computed in meet in tests/lora/test_loss.py
             marks=()
-            if name == "nll" or (dtype == "float32" and name in ("dft", "smoothing"))
+            if (name, dtype) in (("nll", "bfloat16"), ("dft", "float32"))
             else pytest.mark.exhaustive,
         )
         for name, more in MORE.items()
@@ -131,11 +131,11 @@ FLAGS = {
         pytest.param("sft", "--use_peft false", marks=pytest.mark.exhaustive),
         pytest.param("dpo", "", marks=pytest.mark.exhaustive),
         ("dpo", "--use_weighting true"),
-        ("dpo", "--use_peft false --dtype bfloat16"),
-        ("kto", ""),
+        pytest.param("dpo", "--use_peft false --dtype bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("kto", "", marks=pytest.mark.exhaustive),
         pytest.param("grpo", "", marks=pytest.mark.exhaustive),
         ("grpo", "--entropy_coef 0.1 --temperature 0.7"),
-        ("rloo", ""),
+        pytest.param("rloo", "", marks=pytest.mark.exhaustive),
     ],
 )
 def test_methods_as_with_trl(

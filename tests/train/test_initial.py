@@ -20,6 +20,7 @@ from isotype.data.methods import METHODS
 from isotype.train import recipes
 from isotype.train.plan import parse_options, plan_of
 from isotype.train.settings import parse_settings
+from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -69,7 +70,7 @@ def test_what_takes_a_part_of_the_base_resumes_and_merges_to_the_trained_model(
         torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gaussian", "orthogonal"])
+@few("name", ["gaussian", "orthogonal"], "orthogonal")
 def test_what_is_drawn_leaves_the_model_as_it_is_at_first(path: Path, tmp_path: Path, name: str) -> None:
     base = ("--quantization", "nf4") if name == "gaussian" else ()
     outcome = train(path, tmp_path / "out", "--init_lora_weights", name, *base, "--max_steps", 1)

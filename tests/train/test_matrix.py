@@ -49,14 +49,17 @@ def generate(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 
 
-@pairwise(
-    "name, dtype, quantization, dora",
-    MODELS,
+PRECISIONS = pairwise(
+    "dtype, quantization, dora",
     DTYPES,
     QUANTIZATIONS,
     [False, True],
     ids=lambda value: {None: "dense", False: "lora", True: "dora"}.get(value, value),
-)
+).args[1]
+"""Any two of dtype, storage and variant meet; what a model's own layers make of a storage is in `tests/model` and `tests/checkpoint`."""
+
+
+@pairwise(["name", "dtype, quantization, dora"], MODELS, PRECISIONS, strength=1)
 def test_trains_under_its_policy(
     saved: Callable[..., Path], name: str, dtype: str, quantization: str | None, dora: bool
 ) -> None:

@@ -27,6 +27,7 @@ from isotype.train import describe, recipes
 from isotype.train.generate import encode
 from isotype.train.models import check_module_names, processing_class
 from isotype.train.settings import parse_settings
+from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -270,7 +271,7 @@ def test_weights_that_are_not_finite_are_refused_where_they_are_loaded(model, da
     assert "2 tensors with NaN or infinity" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@few("method", ["sft", "dpo", "grpo"], "sft")
 def test_a_loss_that_is_no_number_ends_the_run_before_its_update(
     model, tmp_path, capsys, monkeypatch, method
 ):

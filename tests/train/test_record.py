@@ -26,6 +26,7 @@ from isotype.train.governed import governed
 from isotype.train.progress import ProgressView
 from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
 from isotype.train.step_values import StepValues
+from tests.pairwise import few
 from tests.train.test_governed import build
 from tests.train.tiny import save_chat_model
 
@@ -223,7 +224,7 @@ class Reads:
         return counted
 
 
-@pytest.mark.parametrize(("scaled", "deferred"), [(False, False), (True, False), (False, True)])
+@few("scaled, deferred", [(False, False), (True, False), (False, True)], (True, False), (False, True))
 def test_the_host_waits_once_a_step(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaled: bool, deferred: bool
 ) -> None:

@@ -13,6 +13,7 @@ from isotype.model.fold import stands_for
 from isotype.train.weightless import weightless_model
 from tests.checkpoint.test_weightless import facts
 from tests.models import CONFIGS
+from tests.pairwise import pairwise
 
 
 def policy_for(config, **asked):
@@ -26,9 +27,11 @@ def config():
     return config
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
-@pytest.mark.parametrize(
-    "variant", [{}, {"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head"]}]
+@pairwise(
+    "quantization, variant",
+    [None, "nf4", "int8"],
+    [{}, {"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head"]}],
+    strength=1,
 )
 def test_it_is_what_load_and_add_lora_give(saved, quantization, variant):
     path = saved("llama-tied-bias" if variant == {"bias": "lora_only"} else "llama", torch.bfloat16)
