@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.faults import FAULTS, HEALTHY, Setup
+from tests.pairwise import few
 from tests.prediction import check_of, own_name, predicted_end
 from tests.reality import real_step
 from tests.zoo import ARCHITECTURES
@@ -103,6 +104,38 @@ RUNS = {
 }
 
 
+EACH_KIND = (
+    *(
+        "norms-wide",
+        "last-norm-wide",
+        "norm-bias-wide",
+        "one-bias-wide",
+        "routers-wide",
+        "tower-wide",
+        "raw-lora",
+        "output-wide",
+    ),
+    *(
+        "attention-values-wide",
+        "backward-wide",
+        "write-index-put",
+        "lora-uncast",
+        "saved-copy-wide",
+        "scaler-frozen-body",
+    ),
+    *(
+        "nf4-weight-raw",
+        "nf4-state-stale",
+        "int8",
+        "mask-float",
+        "checkpointing",
+        "fused-optimizer-mixed",
+        "dora-magnitude-other",
+    ),
+)
+"""One fault of each way a step ends by; the others are `exhaustive`, and `benchmarks/agreement.py` runs them too."""
+
+
 def _setup(fault: str) -> Setup:
     architecture = ARCHITECTURES[ARCHITECTURE.get(fault, "llama")]
     dtype, autocast = PRECISION.get(fault, (BF16, None))
@@ -110,7 +143,7 @@ def _setup(fault: str) -> Setup:
 
 
 @pytest.mark.filterwarnings("ignore")  # peft warns of layers it finds unusual
-@pytest.mark.parametrize("fault", FAULTS)
+@few("fault", list(FAULTS), *EACH_KIND)
 def test_the_step_ends_as_predicted(fault: str) -> None:
     setup = _setup(fault)
     assert FAULTS[fault].inject(setup)

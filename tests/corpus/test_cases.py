@@ -1,6 +1,7 @@
 """The predicted half: a scenario is found, its cause named, its fix proven, and the real step runs after repair.
 
-One report of each class runs here that test_four_reports.py does not stand for; `benchmarks/corpus.py` runs them all.
+One report of each class runs here that test_four_reports.py does not stand for, those that take many traces where every test does;
+`benchmarks/corpus.py` runs all reports. That they are predicted is test_cases_real.py.
 """
 
 from __future__ import annotations
@@ -9,11 +10,18 @@ import pytest
 
 from tests.corpus.discover import all_scenarios, corpus
 from tests.corpus.judge import NOT_PREDICTED, judge_scenario
+from tests.pairwise import few
 
 # Findings enough for dozens of traces; another report of their classes shows the same.
 _LONG = {
     *("unsloth-zoo-706", "llamafactory-pr5480", "llava-785", "axolotl-2250"),
     *("llamafactory-3991", "unsloth-5313", "peft-2421", "verl-omni-73"),
+}
+
+# Each of their fixes is traced on its own.
+_MANY_FIXES = {
+    *("qalora-10", "gemma-pytorch-24", "peft-3265", "peft-874", "peft-341", "miles-2764", "torchtitan-2389"),
+    *("peft-1052", "loraNext-161", "unsloth-5766"),
 }
 
 _IN_FOUR_REPORTS = {
@@ -35,7 +43,7 @@ def _one_of_each_class() -> list[str]:
     return [case for kind, case in first.items() if kind not in _IN_FOUR_REPORTS]
 
 
-@pytest.mark.parametrize("case", _one_of_each_class())
+@few("case", _one_of_each_class(), *sorted(set(_one_of_each_class()) - _MANY_FIXES))
 @pytest.mark.filterwarnings("ignore")
 def test_a_report_is_found_explained_and_fixed(case: str) -> None:
     assert judge_scenario(all_scenarios()[case]).problems == ()

@@ -59,18 +59,18 @@ def test_really_costs_or_is_refused_elsewhere(scenario: Scenario) -> None:
 UNSEEN = ("pytorch-188955", "pytorch-71124", "torchtune-1101")
 
 
-def _two_of_each_class() -> list[Any]:
-    """Every report; those after the second of their class are `exhaustive` (`benchmarks/corpus.py` runs them too)."""
+def _one_of_each_class() -> list[Any]:
+    """Every report; those after the first of their class are `exhaustive` (`benchmarks/corpus.py` runs them too)."""
     seen: Counter[str] = Counter()
     cases = []
     for case in SCENARIOS:
         seen[kind := corpus()[case]["cause_class"]] += 1
-        later = seen[kind] > 2 and case not in UNSEEN
+        later = seen[kind] > 1 and case not in UNSEEN
         cases.append(pytest.param(SCENARIOS[case], id=case, marks=pytest.mark.exhaustive if later else ()))
     return cases
 
 
-@pytest.mark.parametrize("scenario", _two_of_each_class())
+@pytest.mark.parametrize("scenario", _one_of_each_class())
 @pytest.mark.filterwarnings("ignore")
 def test_is_predicted_with_its_cause(scenario: Scenario) -> None:
     finding, wrong = prediction(scenario, check_broken(scenario.build(), verify=False))
@@ -88,17 +88,6 @@ def test_advice_really_cures(scenario: Scenario) -> None:
         assert scenario.cost(fixed) is None
     else:
         assert run(fixed).error is None
-
-
-def test_well_formed() -> None:
-    for scenario in SCENARIOS.values():
-        assert scenario.case in corpus()
-        assert scenario.codes, scenario.case
-        assert all(re.fullmatch(r"IST\d{3}", code) for code in scenario.codes), scenario.case
-        assert bool(scenario.crashes) == bool(scenario.phase), scenario.case
-        assert not (scenario.crashes and scenario.cost), f"{scenario.case}: a step either ends or costs"
-        for pattern in (scenario.cause, scenario.crashes, scenario.fix):
-            re.compile(pattern)
 
 
 def test_left_out_is_not_built_too() -> None:

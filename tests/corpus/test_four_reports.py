@@ -48,6 +48,7 @@ from tests.corpus.judge import judge_scenario
 from tests.corpus.scenario import Broken, Scenario
 from tests.corpus.test_cases_real import run
 from tests.models import HIDDEN, one_layer, tiny_batch, tiny_model
+from tests.pairwise import few
 
 # ------------------------------------------------------------- QLoRA compute dtype float16 beside a bfloat16 model
 
@@ -287,6 +288,13 @@ def test_the_fused_backward_is_right_where_dtypes_agree(fused: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.case)
+@few(
+    "report",
+    BY_NAME,
+    "NVIDIA-NeMo/Automodel #1622 lora",
+    "unsloth #4005 both",
+    "QLoRA float16 compute, dequantized weights",
+    "unsloth #4026 sequential",
+)
 def test_is_found_with_its_cause_and_runs_after_repair(report: Scenario) -> None:
     assert judge_scenario(report).problems == ()

@@ -14,6 +14,7 @@ from isotype.rules.kit.contract_rule import settled
 from isotype.trace.fake.step import trace_step
 from tests.corpus.discover import all_scenarios
 from tests.corpus.judge import check_broken
+from tests.pairwise import few
 
 CASES = ("axolotl-336", "llamafactory-3807", "peft-1052", "loraNext-161")
 
@@ -43,13 +44,7 @@ def checked(
         return check_broken(all_scenarios()[case].build()), traces
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.exhaustive) if case == "llamafactory-3807" else case
-        for case in CASES
-    ],
-)
+@few("case", CASES, "axolotl-336")
 def test_the_report_is_that_of_whole_traces(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(report: Any) -> list[Any]:
         return [(each.key, each.message, each.notes, each.fixes) for each in report.findings]
