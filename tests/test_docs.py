@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import subprocess
 import sys
 import textwrap
 import tomllib
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import yaml
 
 from isotype import rules
+from isotype.checkpoint import locate
+from isotype.checkpoint.export.gguf_model import write_gguf
 from isotype.cli import main
 from isotype.data.methods import METHODS
+from tests.checkpoint.test_gguf_export import byte_level, tiny
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isotype"
@@ -33,10 +39,32 @@ def _name(page: Path) -> str:
     return page.name
 
 
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """A GGUF file like SmolLM2's with two layers of random weights."""
+    path = tmp_path_factory.mktemp("embedded") / "small.gguf"
+    write_gguf(tiny("llama"), byte_level(), path, "q8_0", "small")
+    return path
+
+
+def _here(command, *, check=False, **_):
+    """`python -m isotype …` of a block in this process, as its result says: most of a process would be imports."""
+    assert command[:3] == [sys.executable, "-m", "isotype"]
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        status = main.main(command[3:])
+    assert not (check and status), errors.getvalue()
+    return subprocess.CompletedProcess(command, status, output.getvalue(), errors.getvalue())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_python_block_runs(block, tmp_path, monkeypatch):
+def test_every_python_block_runs(block, request, tmp_path, monkeypatch, small_model):
+    """The README's with the real model, the others with a small one in its place."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", _here)
+    if "README" not in request.node.callspec.id:
+        monkeypatch.setattr(locate, "embedded_file", lambda name: small_model)
     exec(compile(block, "docs", "exec"), {"__name__": "docs"})
 
 
