@@ -50,7 +50,7 @@ def trained_names(model: torch.nn.Module, part: str) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and part in name]
 
 
-@pairwise("dtype, quantization, bias", LOW, STORAGES, ["all", "lora_only"])
+@pairwise("dtype, quantization, bias", LOW, STORAGES, ["all", "lora_only"], strength=1)
 def test_trained_biases_stay_float32(saved: Saved, dtype: str, quantization: str | None, bias: str) -> None:
     model, policy = adapted(saved, "llama-tied-bias", dtype, quantization, bias=bias)
     names = trained_names(model, ".bias")
@@ -65,8 +65,7 @@ def test_trained_biases_stay_float32(saved: Saved, dtype: str, quantization: str
             assert not torch.equal(parameter, before[name])
 
 
-@pytest.mark.parametrize("quantization", STORAGES)
-@pytest.mark.parametrize("dtype", LOW)
+@pairwise("quantization, dtype", STORAGES, LOW, strength=1)
 def test_frozen_biases_lie_in_the_compute_dtype_and_are_left_alone(
     saved: Saved, dtype: str, quantization: str | None
 ) -> None:
@@ -92,6 +91,7 @@ def test_frozen_biases_lie_in_the_compute_dtype_and_are_left_alone(
     ],
     LOW,
     [None, "nf4"],
+    strength=1,
 )
 def test_modules_trained_whole(
     saved: Saved, part: tuple[str, list[str]], dtype: str, quantization: str | None
@@ -173,8 +173,12 @@ def test_trained_token_rows(saved: Saved, dtype: str) -> None:
     assert_policy_holds(model, policy)
 
 
-@pytest.mark.parametrize("quantization", STORAGES)
-@pytest.mark.parametrize("lora", [{"use_rslora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}], ids=str)
+@pairwise(
+    "quantization, lora",
+    STORAGES,
+    [{"use_rslora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}],
+    strength=1,
+)
 def test_other_variants(saved: Saved, lora: dict[str, Any], quantization: str | None) -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the layers that have a bias
     model, policy = adapted(
@@ -183,8 +187,7 @@ def test_other_variants(saved: Saved, lora: dict[str, Any], quantization: str | 
     assert_trains_and_evaluates(model, policy, "llama-tied-bias")
 
 
-@pytest.mark.parametrize("quantization", STORAGES)
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pairwise("quantization, name", STORAGES, ["llama", "qwen3-moe"], strength=1)
 def test_several_adapters(saved: Saved, name: str, quantization: str | None) -> None:
     model, policy = adapted(saved, name, "bfloat16", quantization, modules_to_save=["lm_head"])
     config = copy.deepcopy(model.peft_config["default"])
@@ -240,12 +243,11 @@ def test_inactive_masters_keep_their_digits(saved: Saved) -> None:
         assert name not in before or torch.equal(parameter, before[name])
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4"])
-@pytest.mark.parametrize(
-    ("modules", "tolerance"),
-    # Without boundaries the arithmetic is the same. Where norm and head are trained, plain PEFT rounds their
-    # masters to bfloat16 as it reads them: a few units in the last place (2^-8) of the largest logit.
+@pairwise(
+    ["quantization", "modules, tolerance"],
+    [None, "nf4"],
     [(None, 0.0), (["lm_head", "norm"], 3 * 2**-8)],
+    strength=1,
 )
 def test_saved_adapters_are_plain_peft(
     saved: Saved, tmp_path: Path, quantization: str | None, modules: list[str] | None, tolerance: float

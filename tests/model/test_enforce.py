@@ -45,7 +45,9 @@ def rotary_scalings(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pairwise("name, cast, quantization", MODELS, [torch.bfloat16, torch.float16], [None, "nf4", "int8"])
+@pairwise(
+    "name, cast, quantization", MODELS, [torch.bfloat16, torch.float16], [None, "nf4", "int8"], strength=1
+)
 def test_a_blanket_cast_is_undone(
     saved: Saved, name: str, cast: torch.dtype, quantization: str | None
 ) -> None:
@@ -101,8 +103,7 @@ def test_rotary_frequencies_that_cannot_be_computed_again() -> None:
     )
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+@pairwise("quantization, name", ["nf4", "int8"], ["llama", "gpt-oss"], strength=1)
 def test_kbit_preparation_is_undone(saved: Saved, name: str, quantization: str) -> None:
     policy = isotype.resolve_precision(saved(name), "bfloat16", quantization, device="cpu")
     model = isotype.load(saved(name), policy)
@@ -300,9 +301,11 @@ def test_without_a_policy() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "part", ["sinks", "router", "mlp.experts.down_proj", "self_attn.k_proj.bias", "embed_tokens", "layernorm"]
+@pairwise(
+    "dtype, part",
+    ["bfloat16", "float16"],
+    ["sinks", "router", "mlp.experts.down_proj", "self_attn.k_proj.bias", "embed_tokens", "layernorm"],
+    strength=1,
 )
 def test_any_base_parameter_may_be_trained(saved: Saved, part: str, dtype: str) -> None:
     """Attention sinks, routers and experts are parameters of modules that nobody but their author knows."""

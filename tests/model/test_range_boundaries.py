@@ -16,6 +16,7 @@ import isotype
 from isotype.model.boundary import Boundary, original_class
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import ModuleException, PrecisionPolicy
+from tests.pairwise import pairwise
 
 FP16 = torch.float16
 WIDE = PrecisionPolicy(FP16, "float16", loss_scaling=True, wide_residual=True)
@@ -101,8 +102,12 @@ def test_a_scaled_layer_is_exact_but_for_rounding() -> None:
     torch.testing.assert_close(got * 2.0**10, expected, rtol=4e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4", "fp4", "int8"])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pairwise(
+    "quantization, dora",
+    [None, "nf4", "fp4", "int8"],
+    [pytest.param(False, id="lora"), pytest.param(True, id="dora")],
+    strength=1,
+)
 def test_adapters_of_every_storage(tmp_path: Any, quantization: str | None, dora: bool) -> None:
     model = llama(scale=2.0**12, product=2.0**6)
     model.save_pretrained(tmp_path / "base")

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import isotype
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import tiny_batch
+from tests.pairwise import few
 from tests.policy import assert_policy_holds, autocast, train
 from tests.train.test_matrix import generate
 
@@ -37,7 +37,7 @@ def work(model: Any, policy: PrecisionPolicy, steps: int = 6) -> tuple[list[floa
     return [*losses, loss.item()], generate(model, tiny_batch(NAME))
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4"])
+@few("quantization", [None, "nf4"], "nf4")
 def test_bfloat16_float16_bfloat16(saved: Saved, quantization: str | None) -> None:
     results = []
     for dtype in ("bfloat16", "float16", "bfloat16"):
@@ -51,7 +51,7 @@ def test_bfloat16_float16_bfloat16(saved: Saved, quantization: str | None) -> No
     assert other[-1] < other[0] - 0.05
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4"])
+@few("quantization", [None, "nf4"], None)
 def test_two_interleaved(saved: Saved, quantization: str | None) -> None:
     pairs = [adapted(saved, dtype, quantization) for dtype in ("bfloat16", "float16")]
     batch = tiny_batch(NAME)
@@ -70,7 +70,7 @@ def test_two_interleaved(saved: Saved, quantization: str | None) -> None:
             assert_policy_holds(model, policy)
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@few("quantization", [None, "nf4", "int8"], "nf4")
 def test_two_threads(saved: Saved, quantization: str | None) -> None:
     """Each thread has its own autocast and boundaries hold no shared state, so the results are those of one thread."""
     pairs = [adapted(saved, dtype, quantization) for dtype in ("bfloat16", "float16")]

@@ -23,6 +23,7 @@ from isotype.model.recompute import checkpointing
 from isotype.preflight.from_trainer import request_of_trainer
 from isotype.train.first_step import before_first_step
 from tests.models import quiet
+from tests.pairwise import few
 from tests.train.tiny import reward_by_words, rows, save_chat_model
 
 
@@ -70,7 +71,7 @@ def make(method: str, path: Path, out: Path, **more: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@few("method", ["grpo", "rloo"], "grpo")
 def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: Path) -> None:
     cls, config = {
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
@@ -98,7 +99,7 @@ def losses(trainer: Any) -> list[float]:
     return [trainer.state.log_history[-1]["train_loss"]]
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@few("method", ["sft", "dpo"], "sft")
 def test_a_trainer_and_its_training_are_as_without_a_check(method: str, path: Path, tmp_path: Path) -> None:
     def run(checked: bool) -> list[float]:
         transformers.set_seed(0)

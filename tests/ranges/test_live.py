@@ -21,6 +21,7 @@ from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
 from isotype.ranges import measured
 from isotype.ranges.magnitude import magnitude
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
+from tests.pairwise import pairwise
 from tests.ranges.test_measure import agrees, reference
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -58,8 +59,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("dora", [False, True])
+@pairwise("dtype, dora", [F32, BF16, F16], [False, True], strength=1)
 def test_adapters_agree_with_a_plain_run(dtype: torch.dtype, dora: bool) -> None:
     model, batch = adapted("llama", dtype, use_dora=dora), tiny_batch("llama")
     model.train()

@@ -28,6 +28,7 @@ from isotype.preflight.check import check
 from isotype.records.finding import Finding
 from isotype.report.check.report import Report
 from tests.model.test_range_boundaries import llama
+from tests.pairwise import pairwise
 
 FP16 = torch.float16
 IDS = torch.arange(24).reshape(2, 12)
@@ -95,9 +96,10 @@ def moved(place: str, k: int) -> Any:
     return model
 
 
-@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "half"])
-@pytest.mark.parametrize("k", [0, 9, 16])
-@pytest.mark.parametrize("place", ["stream", "product", "value", "query"])
+AUTOCAST = [pytest.param(True, id="autocast"), pytest.param(False, id="half")]
+
+
+@pairwise("autocast, k, place", AUTOCAST, [0, 9, 16], ["stream", "product", "value", "query"])
 def test_it_fails_where_foretold(place: str, k: int, autocast: bool) -> None:
     model = moved(place, k)
     if not autocast:
@@ -136,9 +138,17 @@ def t5(factor: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0**10, 2.0**15], ids=["harmless", "large", "hopeless"])
+@pairwise(
+    "factor, make",
+    [
+        pytest.param(1.0, id="harmless"),
+        pytest.param(2.0**10, id="large"),
+        pytest.param(2.0**15, id="hopeless"),
+    ],
+    [pytest.param(gemma2, marks=pytest.mark.newest, id="gemma2"), pytest.param(t5, id="t5")],
+    strength=1,
+)
 # transformers 5.20 adds the least float16 to Gemma 2's masked scores, and the reference takes that -inf for an overflow.
-@pytest.mark.parametrize("make", [pytest.param(gemma2, marks=pytest.mark.newest), t5])
 def test_other_architectures(make: Any, factor: float) -> None:
     model = make(factor).half()
     model.eval()  # T5 drops values in training
@@ -173,8 +183,12 @@ def test_what_it_says() -> None:
     assert (first.safety, first.verified, first.scope) == ("safe", True, "model")
 
 
-@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "half"])
-@pytest.mark.parametrize(("place", "k"), [("stream", 13), ("product", 13), ("value", 15), ("query", 15)])
+@pairwise(
+    ["autocast", "place, k"],
+    AUTOCAST,
+    [("stream", 13), ("product", 13), ("value", 15), ("query", 15)],
+    strength=1,
+)
 def test_repair_keeps_the_loss(place: str, k: int, autocast: bool) -> None:
     model = moved(place, k)
     with torch.no_grad():

@@ -23,6 +23,7 @@ from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.ledger import Ledger
 from isotype.train.weightless import weightless_model
+from tests.pairwise import few
 from tests.small import BF16, FP32, WIDTH, Block, ids, net
 
 PHASES: Any = ("forward", "backward", "optimizer")
@@ -341,7 +342,7 @@ def test_what_a_layer_passes_on_counts_as_often_as_a_layer_keeps_its_input() -> 
         assert trace(kind, (1, 11)) == trace(kind, (1,) * 12)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@few("checkpointing", [False, True], True)
 def test_int8_layers_fold_to_what_they_are_and_lose_no_weight(checkpointing: bool) -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4

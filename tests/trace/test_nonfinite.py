@@ -17,6 +17,7 @@ from isotype.records.nonfinite import NonFinite
 from isotype.trace.nonfinite.again import first_nonfinite
 from tests.models import quiet
 from tests.naive import Naive, broken
+from tests.pairwise import pairwise
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -92,9 +93,9 @@ def overflowing(model: Any, place: str) -> None:
         model.get_submodule(place).weight.data.normal_(0, 15000)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(
-    "place",
+@pairwise(
+    "attention, place",
+    ["eager", "sdpa"],
     [
         "model.layers.0.mlp.down_proj",
         "model.layers.2.mlp.up_proj",
@@ -102,6 +103,7 @@ def overflowing(model: Any, place: str) -> None:
         "model.layers.1.self_attn.q_proj",
         "lm_head",
     ],
+    strength=1,
 )
 def test_overflow_in_the_forward(place: str, attention: str):
     model, given = llama(attention=attention), batch()
