@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -25,12 +26,16 @@ from isotype.core.cache import prepare_library_caches
 # As a command does before it imports the libraries: commands that run in this process come too late.
 prepare_library_caches()
 
+import jinja2  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # Where there is no GPU Triton's interpreter runs its kernels; the variable is read when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Every adapter that is saved has its card's template compiled again, the same one.
+jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
 
 from isotype.compat import hub  # noqa: E402
 from tests.cpus import CPUS, pretend  # noqa: E402

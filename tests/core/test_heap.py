@@ -12,12 +12,12 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 
-# Blocks of 4 MiB are taken and freed in turns, the last one first, as a step frees what its forward has saved.
+# Blocks of 4 MiB are taken, written and freed in turns, the last one first, as a step frees what its forward has saved. Bytes lie in
+# malloc's memory as tensors do; without torch the process is there at once.
 _PROCESS = """
 import json, resource
 from contextlib import nullcontext
 from pathlib import Path
-import torch
 from isotype.core.heap import freed_memory_kept
 
 def resident():
@@ -25,11 +25,11 @@ def resident():
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
 
 def step():
-    saved = [torch.ones(1 << 20) for _ in range(40)]
+    saved = [bytes([number]) * (4 << 20) for number in range(1, 41)]
     while saved:
         saved.pop()
 
-torch.ones(12 << 20)  # 48 MiB: from here on glibc takes smaller blocks from its heap
+bytes([1]) * (31 << 20)  # just below 32 MiB: from here on glibc takes smaller blocks from its heap
 before = resident()
 with KEPT:
     step()

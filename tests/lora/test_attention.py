@@ -319,16 +319,14 @@ def test_scale_and_soft_capping(dtype: torch.dtype, scale: float | None, softcap
     assert_close(ours(*given, plan, scale=scale, softcap=softcap), exact, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(0.5, marks=pytest.mark.exhaustive),
-        pytest.param(1.0, marks=pytest.mark.exhaustive),
-        2.5,
-        pytest.param(5.0, marks=pytest.mark.exhaustive),
-    ],
-)  # of q and k: the largest scores are about 1, 4, 30 and 100
+@pairwise(
+    "kernel, dtype, size",
+    KERNELS,
+    [torch.bfloat16, torch.float16],
+    [2.5, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (0.5, 1.0, 5.0))],
+    strength=1,
+    indirect=["kernel"],
+)  # of q and k: the largest scores are about 30, 1, 4 and 100
 def test_at_least_as_close_as_torch(dtype: torch.dtype, size: float) -> None:
     given = tensors((2, 9, 3, 513, 513, 64), dtype, size)
     exact = reference(*given, torch.full((513, 513), -math.inf).triu(1))
