@@ -26,6 +26,7 @@ from isotype.train.callback import (
     raise_optimizer_state,
     restore_rounded,
 )
+from tests.cpus import pretend
 from tests.models import quiet
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model
@@ -163,7 +164,9 @@ def test_check_warning_says_it_and_goes_on(
     uninterrupted: tuple[Path, list[float]],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    pretend("cpu-amx", monkeypatch)  # a CPU that multiplies in bfloat16, so that float32 costs something
     elsewhere = str(uninterrupted[0] / "checkpoint-3")
     trainer, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check="warning"))
     with caplog.at_level(logging.WARNING, logger="isotype"):
