@@ -25,6 +25,7 @@ from isotype.compat.torch import (
     UncompiledMode,
     after_backward,
     base_of,
+    copy_each,
     current_node,
     dispatch_depth,
     dispatch_keys,
@@ -43,6 +44,7 @@ from isotype.compat.torch import (
     last_node_number,
     loss_scale,
     mark_as_parameter,
+    multiply_each,
     node_number,
     operator_packet,
     operator_schema,
@@ -242,6 +244,20 @@ def test_arguments_of_to_data_and_unscale() -> None:
     gradient, bad = torch.tensor([4.0, torch.inf]), torch.zeros(1)
     unscale_([gradient], bad, torch.tensor(0.5))
     assert (gradient.tolist(), bad.item()) == ([2.0, torch.inf], 1.0)
+
+
+def test_many_tensors_are_multiplied_and_copied_by_one_call() -> None:
+    sources = [torch.tensor([1.0, 1 + 2**-9]), torch.tensor([[3.0]])]
+    targets = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.bfloat16)]
+    with Seen() as seen:
+        products = multiply_each(sources, [2.0, 0.5])
+        copy_each(targets, products)
+    assert [each.tolist() for each in products] == [[2.0, 2 + 2**-8], [[1.5]]]
+    assert [each.tolist() for each in targets] == [[2.0, 2.0], [[1.5]]]
+    assert [str(each) for each in seen.operators] == [
+        "aten._foreach_mul.ScalarList",
+        "aten._foreach_copy_.default",
+    ]
 
 
 def test_a_storage_on_the_meta_device_knows_its_place_in_the_file(tmp_path: Path) -> None:

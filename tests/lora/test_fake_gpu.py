@@ -59,6 +59,13 @@ def test_few_rows_without_gradients_dequantize_no_weight(launches: dict[str, Any
     assert (many["bitsandbytes.dequantize_4bit"], many.get("bitsandbytes.gemm_4bit")) == (14, None)
 
 
+def test_adapters_of_a_group_are_rounded_by_two_kernels(launches: dict[str, Any]) -> None:
+    """Four groups in each of two layers: q, k and v; o; gate and up; down. Again where the forward runs again."""
+    for case, forwards in (("LoRA", 1), ("nf4", 1), ("LoRA checkpointed", 2)):
+        kernels = launches[case]["kernels"]
+        assert (kernels["aten._foreach_mul"], kernels["aten._foreach_copy_"]) == (8 * forwards, 8 * forwards)
+
+
 def test_rows_behind_one_another_are_attention_by_lengths_alone(launches: dict[str, Any]) -> None:
     """A kernel each way in both layers, again where they are checkpointed, and no mask of all pairs is made."""
     kernels = launches["lengths"]["kernels"]

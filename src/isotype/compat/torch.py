@@ -8,7 +8,7 @@ What is replaced in torch for a time is in the files that do it; `PATCHES` lists
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -240,6 +240,16 @@ def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """What GradScaler does to the gradients of one device: multiply them, and note whether one is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def multiply_each(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
+    """Each tensor times its number, in its dtype; one kernel on a GPU where all have one dtype."""
+    return list(torch._foreach_mul(tuple(tensors), list(numbers)))
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, rounded to its dtype; one kernel on a GPU where sources, and targets, have one dtype and pairs one layout."""
+    torch._foreach_copy_(tuple(targets), tuple(sources))
 
 
 def file_offset(storage: torch.UntypedStorage) -> int | None:

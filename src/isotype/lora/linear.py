@@ -29,6 +29,7 @@ from isotype.core.dtypes import NoAutocast
 from isotype.lora.dropout import dropped, mask_of
 from isotype.lora.gates import Gate
 from isotype.lora.loops.products import Sum, write_sums
+from isotype.lora.rounded import Pairs, rounded
 from isotype.lora.weights import DenseWeights, shape_of
 from isotype.model.bnb_blocks import product_4bit
 from isotype.model.quantized import quantization_state
@@ -155,8 +156,7 @@ class _LoraLinear(torch.autograd.Function):
             masks = tuple(
                 mask_of(adapter.dropout, first) for layer in spec.layers for adapter in layer.adapters
             )
-            each = _owned(spec, tensors, [None] * len(spec.layers))
-            down = None if any(mask is not None for mask in masks) else _stacked(each, x.dtype)
+            each, down = _rounded(spec, tensors, stacked=all(mask is None for mask in masks))
             hidden = _hidden(spec, x, each, masks, down)
             done = [_output(spec, own, x, hidden, products) for own in each]
         outputs, totals, norms = zip(*done, strict=True)
@@ -226,18 +226,20 @@ def _owned(spec: Spec, tensors: Sequence[torch.Tensor], scaled: Sequence[torch.T
         own = tuple(tensors[start : start + layer.tensors])
         pairs = own[biases : biases + 2 * adapters]
         magnitude = own[-1] if len(own) > biases + 2 * adapters else None
-        up = pairs[1::2]
-        if ready is None and up:
-            ready = _scaled_up(layer, up, spec.working)
-        made.append(_Own(layer, start, column, own[:biases], pairs[::2], up, magnitude, ready))
+        made.append(_Own(layer, start, column, own[:biases], pairs[::2], pairs[1::2], magnitude, ready))
         start += layer.tensors
         column += layer.rank
     return made
 
 
-def _scaled_up(layer: Layer, up: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    parts = [b * adapter.scale for b, adapter in zip(up, layer.adapters, strict=True)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
+def _rounded(
+    spec: Spec, tensors: Sequence[torch.Tensor], *, stacked: bool
+) -> tuple[list[_Own], torch.Tensor | None]:
+    """(each layer's own tensors, all A above one another in the working dtype, if wanted and there are any)"""
+    each = _owned(spec, tensors, [None] * len(spec.layers))
+    pairs = [Pairs(own.down, own.up, [adapter.scale for adapter in own.layer.adapters]) for own in each]
+    down, scaled = rounded(pairs, spec.working, stacked=stacked)
+    return [own._replace(scaled_up=up) for own, up in zip(each, scaled, strict=True)], down
 
 
 def _columns(hidden: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -265,12 +267,6 @@ def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _adapters(each: Sequence[_Own]) -> list[tuple[Adapter, torch.Tensor]]:
     """Every adapter with its A, in the order of the columns of X Aᵀ."""
     return [pair for own in each for pair in zip(own.layer.adapters, own.down, strict=True)]
-
-
-def _stacked(each: Sequence[_Own], dtype: torch.dtype) -> torch.Tensor | None:
-    """All A above one another, `[rank, in]`; None without adapters."""
-    parts = [down for own in each for down in own.down]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype) if parts else None
 
 
 def _hidden(
