@@ -19,8 +19,18 @@ runs out of time says so in a line, and the others go on. `gpu.jsonl` has all re
 models, checkpoints and logs lie in `--work`. CONTRIBUTING.md says how to take it to a machine that lacks the libraries. On a CPU
 (`--device cpu --small`) everything runs in toy sizes, to see that it does; its figures mean nothing there.
 
-Run: python benchmarks/gpu.py [--device cuda] [--out build/gpu] [--work build/gpu-work] [--parts machine smoke …] [--jobs "nf4 isotype" …]
-     [--budget 540] [--layers 32] [--small]
+Where a card is lent for half an hour in commands of ten minutes, four calls fit into both, what decides most first:
+
+    --call 1    machine, smoke                 300 s    repair what breaks before the rest
+    --call 2    speed, memory                  590 s    isotype, TRL and TRL + Liger before the loops; the peaks need the same call's steps
+    --call 3    contracts, exactness           330 s
+    --call 4    agreement, suite               400 s
+
+They are independent: each makes the models that it needs, so that none is lost with the machine between two calls. `--call 2 --layers 16` halves
+the model where the first peers take long.
+
+Run: python benchmarks/gpu.py [--device cuda] [--out build/gpu] [--work build/gpu-work] [--call N] [--parts machine smoke …]
+     [--jobs "nf4 isotype" …] [--budget 540] [--layers 32] [--small]
 Prints a line for each result and each job, and a summary as JSON; ends with 1 where anything failed.
 """
 
@@ -71,6 +81,23 @@ PARTS: dict[str, Part] = {
 }
 
 
+@dataclass(frozen=True)
+class Call:
+    """Parts that are run by one command, within so many seconds."""
+
+    parts: tuple[str, ...]
+    budget: float
+
+
+CALLS = (
+    Call(("machine", "smoke"), 300.0),
+    Call(("speed", "memory"), 590.0),
+    Call(("contracts", "exactness"), 330.0),
+    Call(("agreement", "suite"), 400.0),
+)
+"""In order; together less than half an hour, with the start of a machine."""
+
+
 def jobs_of(name: str, options: Options, only: Sequence[str] = ()) -> list[Job]:
     """The jobs of a part, in order; `only`: of all parts these."""
     part = PARTS[name]
@@ -106,7 +133,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--work", type=Path, default=ROOT / "build" / "gpu-work", help="models, checkpoints, logs: 20 GB"
     )
-    found.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    found.add_argument("--parts", nargs="+", choices=PARTS, help="all of them by default")
+    numbers = range(1, len(CALLS) + 1)
+    found.add_argument(
+        "--call", type=int, choices=numbers, help="the parts and the budget of a call, see above"
+    )
     found.add_argument("--jobs", nargs="+", default=[], metavar="JOB", help="of these parts only these jobs")
     found.add_argument(
         "--small", action="store_true", help="toy sizes and short samples: to see that everything runs"
@@ -115,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
         "--layers", type=int, default=32, help="of the model of part speed; 16 take half the time"
     )
     found.add_argument(
-        "--budget", type=float, default=540.0, metavar="SECONDS", help="for all parts together"
+        "--budget", type=float, metavar="SECONDS", help="for all parts together (540, or the call's)"
     )
     found.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     return found
@@ -138,6 +169,8 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; 1 where a job did not end well or a result is wrong."""
     given = parser().parse_args(arguments)
+    call = Call(tuple(PARTS), 540.0) if given.call is None else CALLS[given.call - 1]
+    parts, budget = given.parts or call.parts, given.budget or call.budget
     if given.job:
         part, name, options = given.job
         return run_job(part, name, Options(**json.loads(options)))
@@ -146,9 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.device, str(given.out.resolve()), str(given.work.resolve()), given.small, given.layers
     )
     results = Results(given.out)
-    runner = Runner(results, given.work / "logs", given.budget, ROOT)
+    runner = Runner(results, given.work / "logs", budget, ROOT)
     try:
-        for part in given.parts:
+        for part in parts:
             parallel = PARTS[part].parallel if given.device == "cuda" else 1
             runner.run(jobs_of(part, options, given.jobs), parallel)
     finally:

@@ -150,6 +150,7 @@ class Peer:
         self.own = name.startswith("isotype")
         self.policy: Any = None
         self.masters: Any = None
+        self.head: str | None = None
         began = time.perf_counter()
         self.model = self._isotype_model() if self.own else self._plain_model()
         _settle(request.device)
@@ -239,6 +240,7 @@ class Peer:
 
         import isotype
         from isotype.train.governed import enforce_trainer, governed
+        from isotype.train.head import HEAD_CHOICE
 
         data = Dataset.from_dict({"input_ids": self._batches(setting).flatten(0, 1).tolist()})
         arguments = SFTConfig(
@@ -263,6 +265,7 @@ class Peer:
         if self.own:
             enforce_trainer(trainer, self.policy, self.masters)
             print(isotype.fuse(trainer.model).summary, file=sys.stderr)
+            self.head = vars(trainer).get(HEAD_CHOICE)
         self.model = trainer.model
         trainer.add_callback(steps.callback())
         trainer.train()
@@ -297,7 +300,7 @@ def rows_of(name: str, storage: str, request: Request) -> Iterator[dict[str, Any
         except torch.OutOfMemoryError as error:
             yield {**row, "failed": str(error)[:300], "text": f"{title}: out of memory"}
             continue
-        row |= measures(steps, setting, request, layers_of(request))
+        row |= measures(steps, setting, request, layers_of(request)) | {"head": peer.head}
         peak = (
             ""
             if row["peak"] is None

@@ -214,7 +214,37 @@ def test_only_some_jobs_of_the_parts(options: Options) -> None:
 
 
 def test_the_peers_of_both_files_are_the_same() -> None:
-    assert (speed.PEERS, speed.STORAGES) == (gpu_train.PEERS, gpu_train.STORAGES)
+    assert [peer for peers in speed.PEERS for peer in peers] == list(gpu_train.PEERS)
+    assert speed.STORAGES == gpu_train.STORAGES
+
+
+def test_all_calls_fit_into_half_an_hour_and_none_is_longer_than_ten_minutes() -> None:
+    """With two minutes to start a machine; every part is in one call, and the peers that decide most come before the loops."""
+    assert [part for call in gpu.CALLS for part in call.parts] == [
+        *("machine", "smoke", "speed", "memory", "contracts", "exactness", "agreement", "suite")
+    ]
+    assert all(call.budget < 600 for call in gpu.CALLS)
+    assert sum(call.budget for call in gpu.CALLS) <= 1800 - 120
+    jobs = list(speed.commands(Options("cuda", "", "")))
+    assert jobs[:3] == ["model", "none isotype", "none trl"]
+    assert all("loop" in job for job in jobs[-4:])
+
+
+def test_a_call_is_its_parts_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, float]] = []
+
+    class Runs:
+        def __init__(self, results: Any, logs: Path, budget: float, root: Path) -> None:
+            self.budget = budget
+
+        def run(self, jobs: list[Job], parallel: int) -> None:
+            ran.append((jobs[0].part, self.budget))
+
+    monkeypatch.setattr(gpu, "Runner", Runs)
+    folders = ["--device", "cpu", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert gpu.main([*folders, "--call", "2"]) == 0
+    assert gpu.main([*folders, "--call", "2", "--parts", "memory", "--budget", "7"]) == 0
+    assert ran == [("speed", 590.0), ("memory", 590.0), ("memory", 7.0)]
 
 
 @pytest.mark.parametrize("name", smoke.TRAININGS)
