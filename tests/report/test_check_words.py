@@ -12,7 +12,7 @@ import isotype
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.records.finding import Cost
-from isotype.report.check.cost import seconds_words
+from isotype.report.check.cost import roofline_words, seconds_words
 from isotype.report.check.record import Record
 from isotype.report.check.text import cost_clauses, to_text
 from isotype.rules.ist605_memory import unquantized_experts
@@ -39,6 +39,14 @@ def test_the_least_time_of_a_step_is_told_with_what_bounds_it() -> None:
     assert "tokens/s at most" in told
     unrated = replace(trace.setup, profile=device_profile("cpu-generic"))
     assert seconds_words(replace(record, trace=replace(trace, setup=unrated))) == ""
+
+
+def test_the_rate_of_an_emulated_dtype_is_marked() -> None:
+    record: Record = clean()
+    product = call("aten.mm.default", operand(torch.bfloat16), operand(torch.bfloat16), flops=8)
+    traced = on(trace(calls=[product]), "t4")
+    words = roofline_words(replace(record, trace=traced))
+    assert "bfloat16 8 FLOP at 8.10 TFLOP/s, the rate of float32, which emulates it" in words
 
 
 def test_the_report_names_the_devices() -> None:
@@ -110,6 +118,28 @@ def test_the_least_time_of_products_by_hand() -> None:
 
 
 def test_a_step_has_no_time_where_a_dtype_has_no_rate() -> None:
-    product = call("aten.mm.default", operand(torch.bfloat16), operand(torch.bfloat16), flops=8)
+    product = call(
+        "aten.mm.default", operand(torch.float64), operand(torch.float64), result=torch.float64, flops=8
+    )
     assert step_time(on(trace(calls=[product]), "t4")) is None
-    assert step_time(on(trace(calls=[product]), "a100")) is not None
+    known = call("aten.mm.default", operand(torch.bfloat16), operand(torch.bfloat16), flops=8)
+    assert step_time(on(trace(calls=[known]), "a100")) is not None
+
+
+def test_a_dtype_that_a_card_emulates_has_the_rate_of_float32() -> None:
+    """A T4's bfloat16: its tensor cores take float16 alone."""
+    t4 = device_profile("t4")
+    large = (4096, 4096)
+    product = call(
+        "aten.mm.default",
+        *(operand(torch.bfloat16, shape=large) for _ in "ab"),
+        result=torch.bfloat16,
+        flops=2 * 4096**3,
+    )
+    time = step_time(on(trace(calls=[product]), "t4"))
+    assert time is not None
+    assert time.seconds == pytest.approx(2 * 4096**3 / t4.peak_flops[torch.float32])
+    assert time.products[torch.bfloat16].emulated_in is torch.float32
+    native = step_time(on(trace(calls=[product]), "a100"))
+    assert native is not None
+    assert native.products[torch.bfloat16].emulated_in is None

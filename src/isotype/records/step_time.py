@@ -16,10 +16,12 @@ class Products:
     Attributes:
         flops: FLOPs of a step, of attention half.
         flops_per_second: the device's dense peak rate.
+        emulated_in: the dtype whose rate that is, where the device has no units for their own and converts their operands; else None.
     """
 
     flops: float
     flops_per_second: float
+    emulated_in: torch.dtype | None = None
 
     @property
     def seconds(self) -> float:

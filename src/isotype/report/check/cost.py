@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
+from isotype.records.step_time import Products
 from isotype.records.trace import Setup
 from isotype.report.charts import format_number
 from isotype.report.check.record import Record
@@ -90,7 +91,7 @@ def roofline_words(report: Record) -> str:
     if time is None:
         return ""
     products = ", ".join(
-        f"{dtype_name(dtype)} {format_flops(each.flops)} at {format_flops(each.flops_per_second)}/s"
+        f"{dtype_name(dtype)} {format_flops(each.flops)} at {format_flops(each.flops_per_second)}/s{_emulated(each)}"
         for dtype, each in sorted(time.products.items(), key=lambda entry: -entry[1].seconds)
     )
     return (
@@ -98,6 +99,11 @@ def roofline_words(report: Record) -> str:
         f"({_figure(time.bytes / 1e9)} GB at {_figure(time.bytes_per_second / 1e9)} GB/s); {time.launches:,} launches, which bound the "
         f"step where the host takes more than {_figure(time.launch_seconds * 1e6)} µs for one"
     )
+
+
+def _emulated(products: Products) -> str:
+    other = products.emulated_in
+    return "" if other is None else f", the rate of {dtype_name(other)}, which emulates it"
 
 
 def time_rows(report: Record) -> tuple[tuple[str, str], ...]:

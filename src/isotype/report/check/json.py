@@ -78,6 +78,7 @@ def _time(time: StepTime | None) -> dict[str, Any] | None:
             dtype_name(dtype): {
                 "flops": each.flops,
                 "flops_per_second": each.flops_per_second,
+                "emulated_in": None if each.emulated_in is None else dtype_name(each.emulated_in),
                 "seconds": each.seconds,
             }
             for dtype, each in time.products.items()

@@ -4,6 +4,7 @@ The roofline of `costs`, as a bound: a product takes no less than its FLOPs at t
 and results at the memory's bandwidth. Attention counts half of its FLOPs, since a causal kernel leaves out the scores above the
 diagonal. What lies between products can be fused with more or fewer kernels than a trace has, so that it is in no bound: it is
 in the time of the step as it was traced, one operator after another. No card reaches these rates: the real step is slower.
+A 16-bit dtype that the device emulates is multiplied in float32 units, and converted on the way there: at float32's rate at best.
 How long the host takes for a launch is on no data sheet. What it may take before the device waits for it follows from the rest.
 """
 
@@ -29,7 +30,13 @@ _ATTENTION = (
 def step_time(trace: Trace) -> StepTime | None:
     """The least time of a step; None where the device has no such figures, or the step was not traced to its end."""
     profile = trace.setup.profile
-    peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
+    emulated = {
+        dtype: torch.float32
+        for dtype in (torch.bfloat16, torch.float16)
+        if profile.supports(dtype) == "emulated" and torch.float32 in profile.peak_flops
+    }
+    rates = {dtype: profile.peak_flops[other] for dtype, other in emulated.items()}
+    peaks, bandwidth = {**rates, **profile.peak_flops}, profile.memory_bandwidth
     rated = bandwidth is not None and trace.flops and trace.flops.keys() <= peaks.keys()
     if not rated or bandwidth is None or trace.failure is not None:
         return None
@@ -48,7 +55,10 @@ def step_time(trace: Trace) -> StepTime | None:
         launches += call.repeats if traffic else 0
     if not seconds:
         return None
-    products = {dtype: Products(count, peaks[dtype]) for dtype, count in flops.items()}
+    products = {
+        dtype: Products(count, peaks[dtype], None if dtype in profile.peak_flops else emulated[dtype])
+        for dtype, count in flops.items()
+    }
     return StepTime(seconds, traced, products, moved, bandwidth, launches, _tokens(trace))
 
 
