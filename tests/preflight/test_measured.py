@@ -31,11 +31,6 @@ def checked(made: nn.Module, **options: Any) -> Report:
     return check(made, BATCH, device="t4", **{"autocast": "float16", "verify": False, **options})
 
 
-def notes(report: Report) -> tuple[str, ...]:
-    """What the trace says of the measurement: not of attention, for which a T4 has no fused kernel here."""
-    return tuple(note for note in report.trace.notes if "of scores are written out" not in note)
-
-
 def codes(report: Report) -> set[str]:
     return {finding.code for finding in report.findings}
 
@@ -67,14 +62,14 @@ def test_other_steps_are_not_measured(autocast: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(measured, "measure", refuse)
     report = checked(model(), autocast=autocast)
-    assert (report.ranges, report.trace.setup.ranges, notes(report)) == (None, None, ())
+    assert (report.ranges, report.trace.setup.ranges, report.trace.notes) == (None, None, ())
 
 
 def test_what_would_take_long_is_left_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "_WEIGHTS", 100.0)
     report = checked(model())
     assert report.ranges == "unknown"
-    (note,) = notes(report)
+    (note,) = report.trace.notes
     assert note.startswith("value ranges: to measure them here would take about ")
     assert "runs clean" not in str(report)
     assert "isotype.measure_ranges(model, batch)" in str(report)
@@ -86,7 +81,7 @@ def test_a_model_without_weights_is_not_measured() -> None:
     with torch.device("meta"):
         weightless = model()
     report = checked(weightless)
-    assert (report.ranges, notes(report)) == ("unknown", ())
+    assert (report.ranges, report.trace.notes) == ("unknown", ())
     assert "runs clean" not in str(report)
 
 

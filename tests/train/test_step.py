@@ -85,8 +85,14 @@ def test_transformers_takes_what_is_known_here() -> None:
 
 def test_attention_on_a_card_without_flash_is_that_of_the_training(config: Path) -> None:
     """Fused, as it is trained: keys and values repeated; unfused all scores are written out, and a note says so."""
+    longer = json.loads(config.read_text()) | {"max_position_embeddings": 256}
+    config.write_text(json.dumps(longer))
     fused, plain = (
-        [note for note in traced(config, None, "--fuse", fuse).notes if "scores" in note]
+        [
+            note
+            for note in traced(config, None, "--fuse", fuse, "--max_length", "256").notes
+            if "scores" in note
+        ]
         for fuse in ("True", "False")
     )
     assert not fused

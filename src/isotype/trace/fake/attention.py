@@ -17,6 +17,10 @@ from isotype.precision.devices.attention import AttentionCall, attention_kernel,
 from isotype.precision.devices.profile import DeviceProfile
 
 
+_LEAST_SHARE, _LEAST = 0.01, 1 << 20
+"""Scores of a layer below this share of the step's peak, or these bytes, are no note: without them little would be won."""
+
+
 class Attention:
     """Runs attention by plain operators where the device has no fused kernel for a call, and remembers the scores.
 
@@ -43,9 +47,11 @@ class Attention:
         with attention.sdpa_kernel(SDPBackend.MATH):
             yield
 
-    def notes(self) -> Iterator[str]:
-        """A line for each kind of calls that no fused kernel of the device takes."""
+    def notes(self, peak: int) -> Iterator[str]:
+        """A line for each kind of calls that no fused kernel of the device takes and whose scores count beside the step's peak in bytes."""
         for (dtype, grouped), scores in self._scores.items():
+            if scores < max(_LEAST, _LEAST_SHARE * peak):
+                continue
             title, name = self._profile.title, dtype_name(dtype)
             how = f"{format_bytes(scores)} of scores are written out for a layer's attention: on {title} no fused kernel takes"
             if grouped and needs_repeated_heads(self._profile, dtype):

@@ -97,13 +97,14 @@ def trace_step(
 def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
     """What has been seen so far of a step."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.owned}
+    memory = step.recorder.ledger.record()
     return Trace(
         setup=step.setup,
         calls=tuple(step.recorder.calls),
         weights=_with_history(weights_of(step.twin), weights, before),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
-        memory=step.recorder.ledger.record(),
-        notes=(*step.notes, *step.attention_notes()),
+        memory=memory,
+        notes=(*step.notes, *step.attention_notes(memory.peak)),
         model=type(model).__name__,
         given=frozenset(step.recorder.inputs),
         by_ranges={
@@ -191,10 +192,10 @@ class _Step:
                     return None
         return None
 
-    def attention_notes(self) -> Iterator[str]:
-        """What is noted of attention that the device has no fused kernel for."""
+    def attention_notes(self, peak: int) -> Iterator[str]:
+        """What is noted of attention that the device has no fused kernel for, in a step with this peak in bytes."""
         attention = self.functions.attention
-        return iter(()) if attention is None else attention.notes()
+        return iter(()) if attention is None else attention.notes(peak)
 
     def _is_enough(self) -> bool:
         if self.enough is None or all(call.breach is None for call in self.recorder.calls):
