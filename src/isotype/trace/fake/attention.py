@@ -16,7 +16,6 @@ from isotype.core.units import format_bytes
 from isotype.precision.devices.attention import AttentionCall, attention_kernel, needs_repeated_heads
 from isotype.precision.devices.profile import DeviceProfile
 
-
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
 """Scores of a layer below this share of the step's peak, or these bytes, are no note: without them little would be won."""
 
