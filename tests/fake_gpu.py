@@ -3,13 +3,14 @@
 Its type is neither cpu nor cuda, so that every branch for GPUs is taken and none for CPUs. What runs is what a GPU would launch:
 operators are counted, with the bytes that they read and write, and none may meet a tensor of the CPU or wait for the device.
 
-Run: python -m tests.fake_gpu prints one line of JSON of the cases of `tests/lora/test_fake_gpu.py`. In a process of its own: the device
+Run: python -m tests.fake_gpu [--whole] prints one line of JSON of the cases of `tests/lora/test_fake_gpu.py`. In a process of its own: the device
 replaces what torch takes for this machine's accelerator.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -329,14 +330,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+OFTEN = ("LoRA", "DoRA", "nf4")
+"""Cases that run with checkpointing each time."""
+
+
 def main() -> None:
-    """Every case with and without checkpointing: its kernels, and what is wrong with it."""
+    """Every case, with and without checkpointing (`--whole`, or those of `OFTEN`): its kernels, and what is wrong with it."""
     one_attention()
+    checkpointed = CASES if "--whole" in sys.argv else OFTEN
     models = {name: adapted(storage, variant) for name, (storage, variant) in CASES.items()}
     start()
     results = {}
     for name, model in models.items():
-        for checkpointing in (False, True):
+        for checkpointing in (False, True)[: 1 + (name in checkpointed)]:
             launches = step(model, checkpointing=checkpointing)
             results[f"{name}{' checkpointed' if checkpointing else ''}"] = {
                 "kernels": launches.kernels,

@@ -11,25 +11,32 @@ from typing import Any
 
 import pytest
 
-from tests.fake_gpu import CASES
+from tests.fake_gpu import CASES, OFTEN
+from tests.pairwise import few
 
 _ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def launches() -> dict[str, Any]:
-    """All cases in one process of their own: the fake device replaces this machine's."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu"]
+def launches(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """All cases that are asked for, in one process of their own: the fake device replaces this machine's."""
+    items = [item for item in request.session.items if item.path == request.path]
+    whole = ["--whole"] * any(item.get_closest_marker("exhaustive") is not None for item in items)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu", *whole]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=os.environ, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize("checkpointing", ["", " checkpointed"])
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_meets_the_cpu_or_waits(launches: dict[str, Any], case: str, checkpointing: str) -> None:
-    assert launches[case + checkpointing]["faults"] == []
+@few(
+    "case",
+    [*CASES, *(f"{case} checkpointed" for case in CASES)],
+    *CASES,
+    *(f"{case} checkpointed" for case in OFTEN),
+)
+def test_nothing_meets_the_cpu_or_waits(launches: dict[str, Any], case: str) -> None:
+    assert launches[case]["faults"] == []
 
 
 def test_what_lies_between_the_products_is_one_kernel_each(launches: dict[str, Any]) -> None:
