@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from isotype.lora import kernels
+from isotype.lora.gpu.heads import HeadTimes
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
     BitsandbytesStatus,
@@ -354,8 +355,16 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
         return kernels.Kernel("torch" if reasons else "aten", None, reasons)
 
     monkeypatch.setattr(kernels, "chosen", chosen)
+    times: dict[str, HeadTimes] = {}
+    monkeypatch.setattr("isotype.report.doctor.card_of", lambda device: f"card {device.index}")
+    monkeypatch.setattr("isotype.report.doctor.kept_times", lambda card: times if card == "card 0" else {})
     card = device_profile("t4")
-    rows = dict(kernel_rows(replace(card, present=True, name="cuda:0")))
+    here = replace(card, present=True, name="cuda:0")
+    head = "language-model head"
+    assert dict(kernel_rows(here))[head] == "isotype's or TRL's: measured when a training begins"
+    times["256 tokens"] = HeadTimes(1.5, 2)
+    rows = dict(kernel_rows(here))
+    assert rows[head] == "isotype's 1.5 ms, TRL's 2 ms (256 tokens)"
     assert rows["rms norm"] == "aten"
     assert rows["gated"] == "torch (triton: Triton is not installed)"
     assert kernel_rows(card)  # foreseen
