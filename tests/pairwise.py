@@ -74,7 +74,10 @@ def pairwise(
         parameters.append(
             pytest.param(
                 *(part for value in picked for part in value.values),
-                id="-".join(value.id or "-".join(map(ids or _written, value.values)) for value in picked),
+                id="-".join(
+                    "-".join(map(ids or _written, value.values)) if value.id is None else value.id
+                    for value in picked
+                ),
                 marks=marks if row in chosen else [*marks, pytest.mark.exhaustive],
             )
         )

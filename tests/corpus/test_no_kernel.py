@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as nnf
 
 import isotype
+from tests.pairwise import pairwise
 from tests.reality import real_step
 from tests.small import BF16
 
@@ -48,8 +48,7 @@ def _ctc(made: torch.Tensor) -> torch.Tensor:
     return nnf.ctc_loss(made.view(2, 2, 8).log_softmax(-1), targets, lengths, torch.tensor([1, 1]))
 
 
-@pytest.mark.parametrize("behind", [_spectrum, _quantile, _solved, _distances, _ctc])
-@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pairwise("behind, device", [_spectrum, _quantile, _solved, _distances, _ctc], ["cpu", "h100"], strength=1)
 def test_a_function_that_takes_no_16_bits(behind: Callable[..., torch.Tensor], device: str) -> None:
     model, inputs = Head(behind).to(BF16), {"x": torch.randn(4, 8, dtype=BF16)}
     assert real_step(model, inputs).error is not None

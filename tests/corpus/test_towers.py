@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from isotype.preflight.check import check
 from isotype.preflight.repair import repair
 from tests.models import one_layer, tiny_batch, tiny_model
+from tests.pairwise import few
 from tests.reality import real_step
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -77,13 +77,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive) if name == "gemma3 float32" else name
-        for name in CASES
-    ],
-)
+@few("name", list(CASES), "merge", "gemma3 bfloat16")
 def test_the_tower_or_connector_is_the_cause_and_repaired(name):
     make, batch, part = CASES[name]
     model, given = make(), batch()

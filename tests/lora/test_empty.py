@@ -19,6 +19,7 @@ from isotype.lora.head import head_of
 from isotype.lora.loss import log_probs
 from tests.lora.test_fuse import VARIANTS, adapted, under
 from tests.models import tiny_model
+from tests.pairwise import few, pairwise
 
 SHAPES = ((0, 6), (2, 0), (0, 0))
 
@@ -53,7 +54,7 @@ def assert_same(model: Any, plain: Any) -> None:
                 assert torch.equal(result[3][name], grad), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@few("variant", list(VARIANTS), "lora", "dora")
 def test_variants(variant: str) -> None:
     settings = {"target_modules": "all-linear", **VARIANTS[variant]}
     model = adapted("llama-tied-bias", **settings).train()
@@ -62,8 +63,7 @@ def test_variants(variant: str) -> None:
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize("budget", [0, 1 << 30])
-@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pairwise("budget, quantization", [0, 1 << 30], [None, "nf4"], strength=1)
 def test_bases(saved: Callable[..., Path], quantization: str | None, budget: int) -> None:
     model, _ = under(saved, "bfloat16", quantization)
     plain = copy.deepcopy(model)

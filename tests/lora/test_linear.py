@@ -20,6 +20,7 @@ from isotype.lora.gates import GATES
 from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
 from isotype.lora.weights import DenseWeights
 from tests.cpus import no_bfloat16_loops
+from tests.pairwise import pairwise
 
 # Relative error of a tensor's norm. One rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16, 25
 # in float32); a value passes through up to ten (W, X, A, X Aᵀ, s B, their products, the sum, and in the backward dY and
@@ -109,9 +110,7 @@ VARIANTS = {
 INPUTS = {"three": (2, 3), "row": (1,), "empty": (0,), "odd": (7, 1, 5)}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", BASES)
+@pairwise("dtype, variant, kind", TOLERANCES, VARIANTS, BASES)
 def test_outputs_and_gradients_are_those_of_float64(kind: str, variant: str, dtype: torch.dtype) -> None:
     outputs_and_gradients(kind, variant, dtype, compiled=False)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from isotype.lora.logits import Head
 from isotype.lora.loops import softmax
 from isotype.lora.loss import PerToken, Precision, language_model_loss, log_probs, log_probs_of_logits
+from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
@@ -93,10 +94,13 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("loops")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("names", [("log_probs",), SOFT], ids=["ahead", "again"])
+@pairwise(
+    "dtype, bias, feature, names",
+    DTYPES,
+    [pytest.param(False, id=""), pytest.param(True, id="bias")],
+    FEATURES,
+    [pytest.param(("log_probs",), id="ahead"), pytest.param(SOFT, id="again")],
+)
 def test_results_and_gradients(dtype: torch.dtype, bias: bool, feature: str, names: tuple[str, ...]) -> None:
     head, hidden, targets = make(29, 17, 203, dtype, bias=bias)
     head = replace(head, **FEATURES[feature])

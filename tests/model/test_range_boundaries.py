@@ -64,12 +64,15 @@ def enforced(model: Any, device: str) -> Any:
     return low
 
 
-@pytest.mark.parametrize("device", ["t4", "cpu-avx2"])
-@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "plain"])
-@pytest.mark.parametrize(
-    "values",
-    [{"scale": 2.0**14}, {"product": 2.0**14}, {"scale": 2.0**13, "product": 2.0**-10}],
-    ids=["stream", "product", "both"],
+@pairwise(
+    "device, autocast, values",
+    ["t4", "cpu-avx2"],
+    [pytest.param(True, id="autocast"), pytest.param(False, id="plain")],
+    [
+        pytest.param({"scale": 2.0**14}, id="stream"),
+        pytest.param({"product": 2.0**14}, id="product"),
+        pytest.param({"scale": 2.0**13, "product": 2.0**-10}, id="both"),
+    ],
 )
 def test_measured_ranges_keep_the_loss(values: dict[str, float], autocast: bool, device: str) -> None:
     model = llama(**values)
