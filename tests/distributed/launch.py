@@ -35,6 +35,17 @@ EVERY_LOAD: dict[str, dict[str, Any]] = {
         "changes": {},
         "lora": _LORA,
     },
+    "mixed": {
+        "precision": {**_BF16, "quantization": "nf4", "double_quant": True},
+        "changes": {
+            "layers": {
+                "model.layers.0.self_attn.v_proj": "int8",
+                "model.layers.0.mlp.down_proj": "nf4-32",
+                "model.layers.1.self_attn.q_proj": "bfloat16",
+            }
+        },
+        "lora": _LORA,
+    },
     "float storage": {
         "precision": {"dtype": "float32", "quantization": "nf4", "quant_storage": "bfloat16"},
         "changes": {},

@@ -23,6 +23,7 @@ from isotype.checkpoint.shard import load_sharded
 from isotype.cli.main import main
 from isotype.lora.modules import FusedLora
 from isotype.model.shard import free_gathered, shard_model
+from isotype.precision.policy import LayerStorage
 
 
 def train(argv: list[str]) -> int:
@@ -69,7 +70,13 @@ def _dtypes(changes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: getattr(torch, value) if isinstance(value, str) and hasattr(torch, value) else value
         for name, value in changes.items()
-    } | ({"pinned": tuple(changes["pinned"])} if "pinned" in changes else {})
+    } | {name: made(changes[name]) for name, made in _MADE.items() if name in changes}
+
+
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "pinned": tuple,
+    "layers": lambda layers: tuple(LayerStorage(*each) for each in layers.items()),
+}
 
 
 def _differences(whole: Any, sharded: Any) -> list[str]:

@@ -33,7 +33,7 @@ from tests.distributed.launch import (
     require_fused_as_peft,
 )
 
-LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "full")}
+LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "mixed", "full")}
 MODELS = {"experts": "qwen3-moe", "turned": "gpt2"}
 WHOLE = ("gguf", "mxfp4")
 """Whose tensors every process reads whole: rows of what is stored in blocks are not cut out."""
@@ -110,7 +110,7 @@ def _held(root: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def together(base: Path, saved: Callable[..., Path]) -> Together:
-    load = {"job": "load", **LOADS["nf4"]}
+    load = {"job": "load", **LOADS["mixed"]}  # nf4 and int8 are in it
     root = base / "together"
     path = str(saved("llama", torch.bfloat16))
     fuse = {"job": "fuse", **EVERY_FUSE["nf4"]}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from isotype.core.errors import UsageError
-from isotype.planning.request import parse_request, parse_size
+from isotype.core.units import parse_size
+from isotype.planning.request import parse_request
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         devices.append(device)
         return SimpleNamespace(source=source, number=len(devices), notes=())
 
-    def resolve(*_: Any, measure: Callable[[], Any] | None) -> tuple[Any, Any]:
+    def resolve(*_: Any, measure: Callable[[], Any] | None, **__: Any) -> tuple[Any, Any]:
         found = measure() if measure is not None else None
         return found, found
 

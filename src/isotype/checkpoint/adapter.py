@@ -18,12 +18,13 @@ from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load import load, tokenizer_source
-from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
 from isotype.model.finite import require_finite
+from isotype.precision.by_damage import MIXED
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
@@ -170,8 +171,9 @@ def inference_policy(
     if saved is None:
         wanted = None if quantization == "none" else quantization
         return resolve_precision(source, dtype, wanted, device, revision=revision)
-    wanted = quantization or (saved.storage if saved.quantized else "none")
-    as_trained = wanted == saved.storage
+    mixed = bool(saved.layers) and quantization in (None, MIXED)
+    wanted = saved.storage if mixed else quantization or (saved.storage if saved.quantized else "none")
+    as_trained = mixed or (wanted == saved.storage and not saved.layers)
     policy = resolve_precision(
         source,
         saved.compute if dtype == "auto" else dtype,
@@ -181,6 +183,8 @@ def inference_policy(
         double_quant=saved.double_quant if as_trained else None,
         quant_storage=saved.quant_storage if as_trained and saved.storage in ("nf4", "fp4") else None,
     )
+    if mixed:
+        policy = with_storage_reason(replace(policy, layers=saved.layers), "mixed, as in training")
     return replace(with_ranges_of(policy, saved), master=saved.master)
 
 

@@ -173,18 +173,21 @@ class DeferredBlocks:
             _as_before(name, block.owners[name], _held(block, name), blank)
         for layer, dense in block.dense.items():
             dense.weight = nn.Parameter(dense_weight(layer, dense.weight.dtype), requires_grad=False)
-        if block.dense:
-            self._blank_again(block)
+        # What dense layers were made of; of what was dense before, the owners' weights are those that are used.
+        self._blank_again(block, [name for name, owner in block.owners.items() if owner in block.dense])
 
     def drop(self, block: Block) -> None:
         """Take a block's weights out of memory."""
-        self._blank_again(block)
+        self._blank_again(block, list(block._blank))
         for layer in block.dense.values():
             layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)
         give_back()
 
-    def _blank_again(self, block: Block) -> None:
-        for name, blank in block._blank.items():
+    def _blank_again(self, block: Block, names: Collection[str]) -> None:
+        for name in names:
+            blank = block._blank.pop(name, None)
+            if blank is None:
+                continue
             owner: Any = block.owners[name]
             setattr(owner, name.rpartition(".")[2], blank)
             kind = kind_of(owner)
@@ -192,7 +195,6 @@ class DeferredBlocks:
                 owner.quant_state = blank.quant_state  # type: ignore[attr-defined]
             elif kind == "linear8bit":
                 owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
-        block._blank = {}
 
     def on_forward(self) -> None:
         """Read each block before its forward, and drop it afterwards.

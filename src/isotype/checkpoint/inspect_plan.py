@@ -79,18 +79,21 @@ def inspect_plan(
     device: str = "auto",
     trainable: str = "lora",
     revision: str | None = None,
+    base_memory: int | None = None,
 ) -> PlanInspection:
     """Plan the load of a checkpoint from its headers and config alone.
 
     Args:
         path: a directory, a .gguf file, `embedded:NAME` or a hub id.
-        dtype, quantization, device, trainable, revision: as of `isotype.resolve_precision`.
+        dtype, quantization, device, trainable, revision, base_memory: as of `isotype.resolve_precision`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it is not complete; names every problem.
         PrecisionError: a policy that cannot be.
     """
-    policy = resolve_precision(path, dtype, quantization, device, trainable, revision=revision)
+    policy = resolve_precision(
+        path, dtype, quantization, device, trainable, revision=revision, base_memory=base_memory
+    )
     source = resolve_source(path)
     headers = hub_headers(source, revision) if isinstance(source, str) else read_headers(source)
     model = skeleton(model_config(path, revision=revision), policy)

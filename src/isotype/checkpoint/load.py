@@ -25,7 +25,7 @@ from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.compat.hub import asking
 from isotype.compat.transformers import DTYPE_PLAN, LOAD, is_auto_class, pin, pinned, pinned_strictly, rename
 from isotype.compat.transformers import subclass as loading_class
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.finite import not_finite, refuse
 from isotype.model.range_boundaries import float32_by_ranges
@@ -220,6 +220,8 @@ def _streaming(
             info, found = stream(model, headers_of(source, files), settings, policy, packing, deferred)
             loaded = info, None
         else:
+            if policy.layers:
+                raise _not_mixed(source)
             theirs = getattr(super(subclass, subclass), LOAD)
             loaded = theirs(model, state_dict, files, settings, *rest, **more)
             # Not the buffers: a mask may well hold infinity.
@@ -229,6 +231,15 @@ def _streaming(
 
     subclass = loading_class(pinning(cls, policy), **{LOAD: staticmethod(load_weights)})
     return subclass
+
+
+def _not_mixed(source: object) -> PrecisionError:
+    problem = Problem(
+        f"{source} with a device map to disk, or weights in memory, under a policy of mixed storage",
+        "weights that are read from files, each into its layer's format",
+        "load it without these, or with quantization nf4",
+    )
+    return PrecisionError("a mixed base cannot be loaded so", [problem])
 
 
 def _default_device_map(policy: PrecisionPolicy) -> Any:

@@ -25,6 +25,7 @@ from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
 from isotype.model.enforce import dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
+from isotype.model.mixed import store_layers
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -132,6 +133,7 @@ def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
         modules_to_not_convert=[name for name in left if name not in chosen],
         quantization_config=wanted_quantization(policy, None),
     )
+    store_layers(model, policy)
 
 
 def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.dtype], frozenset[str]]:

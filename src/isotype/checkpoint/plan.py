@@ -196,7 +196,7 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     storage = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in quantized and not is_pinned(name, policy.pinned):
-            storage[name] = policy.storage
+            storage[name] = policy.storage_of(name.removesuffix(".weight"))
         elif value in dtypes if isinstance(value, nn.Parameter) else False:
             storage[name] = dtype_name(dtypes[value])
         elif value.is_floating_point() and is_pinned(name, policy.pinned):

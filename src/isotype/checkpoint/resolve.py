@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.measured import fingerprint, kept_ranges
-from isotype.core.errors import Problem
+from isotype.checkpoint.measured import fingerprint, kept_damages, kept_ranges
+from isotype.core.errors import PrecisionError, Problem
+from isotype.precision.by_damage import MIXED, Mixture, first_request, mix
+from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.facts import ModelFacts
@@ -26,6 +29,7 @@ class StorageOptions(TypedDict, total=False):
     double_quant: bool | None
     quant_storage: str | torch.dtype | None
     storage: str | torch.dtype | None
+    base_memory: int | None
 
 
 def resolve_precision(
@@ -37,6 +41,7 @@ def resolve_precision(
     *,
     revision: str | None = None,
     ranges: Ranges | None = None,
+    damages: Damages | None = None,
     **storage: Unpack[StorageOptions],
 ) -> PrecisionPolicy:
     """Decide the dtype of every role of a training run, once, with the reason for each.
@@ -45,7 +50,8 @@ def resolve_precision(
         model: an `nn.Module`, a transformers config, a checkpoint directory, a GGUF file or a hub id.
         dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`: the dtype the checkpoint
             was trained in where the device runs it natively, else the best the device has.
-        quantization: `"nf4"`, `"fp4"`, `"int8"` or None for weights in the compute dtype.
+        quantization: `"nf4"`, `"fp4"`, `"int8"`, None for weights in the compute dtype; or `"mixed"`: each linear layer in nf4, int8 or
+            16 bits, chosen by what that does to the model's output.
         device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for
             the best one here.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
@@ -53,6 +59,7 @@ def resolve_precision(
         ranges: from `isotype.measure_ranges`: for float16 they decide the residual stream's dtype, exceptions and the
             first loss scale. Without them, an earlier measurement of the same checkpoint does, else what is publicly
             known of the model's family, else the dtype it was trained in.
+        damages: from `isotype.measure_quality`, for `"mixed"`; without them an earlier measurement of the same checkpoint is taken.
         **storage: by keyword, see `StorageOptions`:
 
             - `master`: dtype of trainable parameters; float32 unless asked.
@@ -60,6 +67,8 @@ def resolve_precision(
             - `quant_storage`: dtype of the packed 4-bit bytes; uint8 unless asked.
             - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); the compute
               dtype unless asked. Another one relies on autocast, which casts the weights in every step.
+            - `base_memory`: bytes that the base's weights take at most (`quantization="mixed"`); unless asked, a tenth more for
+              the linear layers than nf4 takes.
 
     Returns:
         The policy: every role's dtype, each with its reason, and warnings of what the choice costs.
@@ -69,7 +78,7 @@ def resolve_precision(
         CheckpointError: `model` names no checkpoint.
     """
     request = PrecisionRequest(dtype, quantization, trainable, **storage)
-    policy, _ = resolve_request(model, request, device, revision, ranges=ranges)
+    policy, _ = resolve_request(model, request, device, revision, ranges=ranges, damages=damages)
     return policy
 
 
@@ -81,14 +90,17 @@ def resolve_request(
     *,
     ranges: Ranges | None = None,
     measure: Callable[[], Ranges] | None = None,
+    damages: Damages | None = None,
+    measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
     """`resolve_precision` of what was asked as one value, with the measurement that it was decided by.
 
     Args:
-        model, device, revision, ranges: as of `resolve_precision`.
+        model, device, revision, ranges, damages: as of `resolve_precision`.
         request: what was asked.
         measure: measures the checkpoint; called where float16 needs a measurement, the weights are on this machine, and
             none was kept.
+        measure_damages: as `measure`, of what quantization does, where storage is to be mixed.
 
     Returns:
         The policy and the measurement; None where there is none or none is needed.
@@ -98,6 +110,59 @@ def resolve_request(
     """
     facts, profile = facts_of(model, revision=revision), device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
+    reason = None
+    if request.quantization == MIXED:
+        mixture = _mixture(model, revision, facts, profile, request, obstacles, damages, measure_damages)
+        request, reason = mixture.applied(request), mixture.reason
+    policy, ranges = _decided(model, revision, facts, profile, request, obstacles, ranges, measure)
+    return (policy if reason is None else with_storage_reason(policy, reason)), ranges
+
+
+def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy:
+    """The policy with another reason for the storage."""
+    return replace(policy, reasons={**policy.reasons, "storage": reason})
+
+
+def _mixture(
+    model: Any,
+    revision: str | None,
+    facts: ModelFacts,
+    profile: DeviceProfile,
+    request: PrecisionRequest,
+    obstacles: list[Problem],
+    damages: Damages | None,
+    measure: Callable[[], Damages] | None,
+) -> Mixture:
+    """The formats of the layers.
+
+    Raises:
+        PrecisionError: nobody has measured what quantization does to the model, and it cannot be measured here.
+    """
+    policy = decide(facts, profile, first_request(request), obstacles)
+    if damages is None and isinstance(model, (str, Path)):
+        key = fingerprint(model, revision)
+        damages = None if key is None else kept_damages(key)
+        if damages is None and key is not None and measure is not None:
+            damages = measure()
+    if damages is None or facts.parameters is None:
+        fix = (
+            f"isotype quality {facts.source} measures them, where the weights are; or give --quantization nf4"
+        )
+        problem = Problem(f"quantization mixed for {facts.source}", "measured damages of its layers", fix)
+        raise PrecisionError("nobody has measured what quantization does to this model", [problem])
+    return mix(damages, policy, facts.parameters, request.base_memory)
+
+
+def _decided(
+    model: Any,
+    revision: str | None,
+    facts: ModelFacts,
+    profile: DeviceProfile,
+    request: PrecisionRequest,
+    obstacles: list[Problem],
+    ranges: Ranges | None,
+    measure: Callable[[], Ranges] | None,
+) -> tuple[PrecisionPolicy, Ranges | None]:
     policy = decide(facts, profile, request, obstacles, ranges)
     if policy.compute != torch.float16 or ranges is not None or not isinstance(model, (str, Path)):
         return policy, ranges

@@ -20,7 +20,9 @@ from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import Packing
 from isotype.compat.transformers import mark_as_loaded
+from isotype.core.dtypes import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
+from isotype.model.mixed import store_layers
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
@@ -78,6 +80,7 @@ def stream(
     Raises:
         CheckpointError: tensors are missing, of another shape than the model's or there twice, or a file is damaged.
     """
+    store_layers(model, policy)
     found = match(model, headers)
     found = replace(found, wrong=tuple(wrong for wrong in found.wrong if not _is_turned(model, wrong)))
     found.require_complete()
@@ -104,10 +107,11 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             pinned = torch.float32 if is_pinned(name, plan) else value.dtype
             dtypes[name] = pinned if policy.keep_frozen else wanted.get(value, pinned)  # type: ignore[call-overload]
+    other = {f"{each.module}.weight" for each in policy.layers if each.storage in QUANTIZATIONS}
     quantized = {
         name
         for name in model.state_dict()
-        if quantizer is not None and quantizer.param_needs_quantization(model, name)
+        if quantizer is not None and (quantizer.param_needs_quantization(model, name) or name in other)
     }
     device_map = settings.device_map or {"": "cpu"}
     return Placement(

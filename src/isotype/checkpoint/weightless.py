@@ -32,6 +32,7 @@ from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import set_attention
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
+from isotype.model.mixed import store_layers
 from isotype.model.quantize import quantize_blank
 from isotype.precision.policy import PrecisionPolicy
 
@@ -157,8 +158,10 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
         wanted = BitsAndBytesConfig.from_dict(wanted)
     quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=saved is not None)
     quantizer.preprocess_model(model=model, dtype=policy.plain, device_map={"": "cpu"}, use_kernels=False)
+    other = store_layers(model, policy)
     for name, module in model.named_modules():
-        if quantizer.param_needs_quantization(model, f"{name}.weight") if _has_weight(module) else False:
+        weight = f"{name}.weight"
+        if _has_weight(module) and (weight in other or quantizer.param_needs_quantization(model, weight)):
             quantize_blank(module, policy.plain)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer

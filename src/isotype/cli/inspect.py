@@ -10,10 +10,13 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
+from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
+from isotype.core.units import parse_size
+from isotype.precision.by_damage import MIXED
 
 # What the plan is made by, with the defaults.
-_OF_THE_PLAN = {"dtype": "auto", "quantization": None, "device": "auto"}
+_OF_THE_PLAN = {"dtype": "auto", "quantization": None, "base_memory": None, "device": "auto"}
 
 
 def inspect_parser() -> Parser:
@@ -34,10 +37,11 @@ def inspect_parser() -> Parser:
     )
     add(
         "--quantization",
-        choices=("nf4", "fp4", "int8"),
+        choices=(*QUANTIZATIONS, MIXED),
         default=None,
-        help="of the plan: storage of the frozen weights",
+        help="of the plan: storage of the frozen weights; mixed: by the damages that isotype quality has measured",
     )
+    add("--base_memory", default=None, help="of the plan: what mixed weights take at most, such as 6GiB")
     add("--device", default="auto", help="of the plan: a device or a device profile; auto: the best one here")
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -79,6 +83,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
         dtype=options.dtype,
         quantization=options.quantization,
         device=options.device,
+        base_memory=_amount(options.base_memory),
         revision=options.revision,
     )
     if options.json:
@@ -86,3 +91,12 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     else:
         render_plan(inspection, console)
     return 0
+
+
+def _amount(text: str | None) -> int | None:
+    """Bytes that `--base_memory` says."""
+    amount = None if text is None else parse_size(text)
+    if text is not None and amount is None:
+        problem = Problem(f"--base_memory {text}", "an amount of memory", "write it like 6GiB")
+        raise UsageError("arguments that cannot work", [problem])
+    return amount

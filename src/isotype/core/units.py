@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
 
 def format_bytes(amount: float) -> str:
     """`512 B`, `1.50 KiB`, `34.5 MiB`, `1.84 GiB`."""
@@ -15,3 +20,13 @@ def format_bytes(amount: float) -> str:
         if unit == "B"
         else f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     )
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of `20GiB` and `20G` (binary, as cards are named), `20GB`, `8e9`; None where it is no amount above 0."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    if found is None:
+        return None
+    number, letter, ending = float(found[1]), found[2], found[3]
+    unit = _SIZES[letter] if ending == "b" or not letter else _BINARY[letter]
+    return int(number * unit) or None

@@ -13,7 +13,7 @@ from torch import nn
 from isotype.compat.liger import without_liger
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
-from isotype.core.names import plural
+from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
 from isotype.model.range_boundaries import computes_float32, range_boundaries
@@ -75,8 +75,13 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 def _check_storage(model: Any, found: Sequence[Place], policy: PrecisionPolicy) -> None:
     """Refuse a policy whose storage is not the model's: quantizing, or undoing it, is not a matter of a cast."""
     quantized = [place for place in found if place.kind in _FORMATS]
-    formats = {_FORMATS[place.kind](place.module) for place in quantized}
-    other = sorted(form for form in formats if form is not None and form != policy.storage)
+    formats = {
+        form
+        for place in quantized
+        if (form := _FORMATS[place.kind](place.module))
+        != policy.storage_of(base_name(place.name)).partition("-")[0]
+    }
+    other = sorted(form for form in formats if form is not None)
     # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.
     left_dense = policy.quantized and not quantized and not _quantization_configured(model)
     dense = [place for place in found if place.kind == "linear" and not place.adapter] if left_dense else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
+from isotype.core.units import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS
 from isotype.train.plan import Options, plan_of
@@ -27,9 +27,6 @@ Every flag of `isotype sft` (dpo, …) works, and is in the command that is prin
 
 ROWS_OF_A_STEP = 8
 """Rows of a step where nothing says another number: TRL's default of `--per_device_train_batch_size`."""
-
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @dataclass(frozen=True)
@@ -193,16 +190,6 @@ def _number_problems(known: Any) -> list[Problem]:
         for name, value in values.items()
         if isinstance(value, int) and value < 1
     ]
-
-
-def parse_size(text: str) -> int | None:
-    """Bytes of `20GiB` and `20G` (binary, as cards are named), `20GB`, `8e9`; None where it is no amount above 0."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
-    if found is None:
-        return None
-    number, letter, ending = float(found[1]), found[2], found[3]
-    unit = _SIZES[letter] if ending == "b" or not letter else _BINARY[letter]
-    return int(number * unit) or None
 
 
 def require_known_goal(goal: str) -> None:

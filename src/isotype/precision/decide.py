@@ -13,7 +13,7 @@ import torch
 from isotype.core.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
 from isotype.precision.by_ranges import decide_by_ranges
-from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.policy import LayerStorage, PrecisionPolicy
 from isotype.precision.reasons import autocast_reasons, fixed_reasons
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ TRAINABLE = ("lora", "full")
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """What the user asked for; None and "auto" mean: decide for me."""
+    """What the user asked for; None and "auto" mean: decide for me.
+
+    `layers` are linear layers that are stored otherwise than `quantization` says. With the quantization `"mixed"`, which
+    `isotype.precision.by_damage` resolves, the base's weights take at most `base_memory` bytes.
+    """
 
     dtype: str | torch.dtype = "auto"
     quantization: str | None = None
@@ -35,6 +39,8 @@ class PrecisionRequest:
     double_quant: bool | None = None
     quant_storage: str | torch.dtype | None = None
     storage: str | torch.dtype | None = None
+    layers: tuple[LayerStorage, ...] = ()
+    base_memory: int | None = None
 
 
 def decide(
@@ -90,6 +96,7 @@ def decide(
         double_quant=double_quant,
         quant_storage=_quant_storage(facts, request, storage),
         wide_residual=by_ranges.wide and plain == compute,
+        layers=request.layers,
         exceptions=by_ranges.exceptions,
         loss_scale=by_ranges.loss_scale,
         reasons=reasons,

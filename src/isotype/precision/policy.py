@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +59,20 @@ class ModuleException:
 
 
 @dataclass(frozen=True)
+class LayerStorage:
+    """A linear layer that is stored otherwise than most.
+
+    Attributes:
+        module: fully qualified name in the base model.
+        storage: `"nf4"`, `"nf4-32"` (nf4 in blocks of 32 weights instead of 64), `"fp4"`, `"int8"`, or the name of the float dtype that
+            weights which are not quantized have.
+    """
+
+    module: str
+    storage: str
+
+
+@dataclass(frozen=True)
 class PrecisionPolicy:
     """The dtypes of one training run. A value: pass it, compare it, save it; it never changes.
 
@@ -73,6 +88,7 @@ class PrecisionPolicy:
         double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
         quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype here.
         wide_residual: whether the residual stream is carried in float32 although matmuls run in 16 bits.
+        layers: linear layers that are stored in another format than `storage` (a mixed base).
         exceptions: modules whose values pass the compute dtype's range.
         loss_scale: the loss scale that a GradScaler begins with.
         keep_frozen: whether frozen float weights stay in the dtype they have, whatever `storage` says: true of a
@@ -92,6 +108,7 @@ class PrecisionPolicy:
     double_quant: bool = False
     quant_storage: torch.dtype = torch.uint8
     wide_residual: bool = False
+    layers: tuple[LayerStorage, ...] = ()
     exceptions: tuple[ModuleException, ...] = ()
     loss_scale: float = DEFAULT_LOSS_SCALE
     keep_frozen: bool = False
@@ -102,6 +119,14 @@ class PrecisionPolicy:
     def quantized(self) -> bool:
         """Whether base weights are stored in a quantization format."""
         return self.storage in QUANTIZATIONS
+
+    @cached_property
+    def _layers_by_name(self) -> Mapping[str, str]:
+        return {layer.module: layer.storage for layer in self.layers}
+
+    def storage_of(self, module: str) -> str:
+        """How the weight of a linear layer that is quantized under this policy is stored, by its name in the base model."""
+        return self._layers_by_name.get(module, self.storage)
 
     @property
     def plain(self) -> torch.dtype:
@@ -121,7 +146,7 @@ class PrecisionPolicy:
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """(role, dtype, reason) for every role, in reading order."""
         dtypes = {
-            "storage": self.storage + (" (double quantization)" if self.double_quant else ""),
+            "storage": self.storage_words(),
             "compute": dtype_name(self.compute) + self._exceptions_in_words(),
             "residual": dtype_name(self.residual),
             "master": dtype_name(self.master),
@@ -134,6 +159,22 @@ class PrecisionPolicy:
             "loss_scaling": f"on, from {self.loss_scale:g}" if self.loss_scaling else "off",
         }
         return tuple((title, dtypes[role], self.reasons.get(role, "")) for role, title in _ROLES)
+
+    def storage_words(self) -> str:
+        """`nf4 (double quantization), mixed`."""
+        nested = " (double quantization)" if self.double_quant else ""
+        return f"{self.storage}{nested}{', mixed' if self.layers else ''}"
+
+    def layer_lines(self) -> tuple[str, ...]:
+        """One line for each format and kind of layer that are stored otherwise, with the numbers of the layers."""
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for layer in self.layers:
+            number = next((part for part in layer.module.split(".") if part.isdigit()), "")
+            kinds.setdefault((layer.storage, starred(layer.module)), []).append(number)
+        return tuple(
+            f"{kind} in {form}" + (f": {', '.join(numbers)}" if all(numbers) else "")
+            for (form, kind), numbers in sorted(kinds.items())
+        )
 
     def _exceptions_in_words(self) -> str:
         count = len(self.exceptions)
@@ -148,7 +189,8 @@ class PrecisionPolicy:
             wrapped = textwrap.wrap(reason, 110 - len(indent)) or [""]
             lines.append(f"{role:<{widths[0]}}  {dtype:<{widths[1]}}  {wrapped[0]}".rstrip())
             lines += [indent + part for part in wrapped[1:]]
-        told = [f"exception: {line}" for line in self.exception_lines()]
+        told = [f"stored otherwise: {line}" for line in self.layer_lines()]
+        told += [f"exception: {line}" for line in self.exception_lines()]
         told += [f"warning: {warning}" for warning in self.warnings]
         lines += [part for line in told for part in textwrap.wrap(line, 110, subsequent_indent="  ")]
         return "\n".join(lines)
@@ -167,6 +209,7 @@ class PrecisionPolicy:
         return {
             **plain,
             "reasons": dict(self.reasons),
+            "layers": {layer.module: layer.storage for layer in self.layers},
             "exceptions": [asdict(exception) for exception in self.exceptions],
         }
 
@@ -179,6 +222,7 @@ class PrecisionPolicy:
             **dtypes,
             "pinned": tuple(values["pinned"]),
             "warnings": tuple(values["warnings"]),
+            "layers": tuple(LayerStorage(*each) for each in values.get("layers", {}).items()),
             "exceptions": tuple(ModuleException(**each) for each in values.get("exceptions", ())),
         }
         return cls(**rest)

@@ -53,6 +53,7 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
     computed = list(dict.fromkeys(starred(name) for name in plan.buffers))
     if computed:
         lines.append(f"computed: {listed(computed)}: in no file, the model computes them")
+    lines += [f"stored otherwise: {line}" for line in inspection.policy.layer_lines()]
     lines += storage_lines(inspection)
     return [*lines, *(f"warning: {warning}" for warning in inspection.policy.warnings)]
 

@@ -154,7 +154,7 @@ def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy
     parts = [
         str(options.model),
         f"compute {dtype_name(policy.compute)}",
-        f"storage {policy.storage}",
+        f"storage {policy.storage_words()}",
         "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}",
     ]
     if not getattr(tokenizer, "chat_template", None):

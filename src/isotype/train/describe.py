@@ -126,6 +126,8 @@ def show_policy(
             shown = reason if whole else textwrap.shorten(reason, room, placeholder=more)
             table.add_row(*map(Text, (role, dtype, shown)))
         console.print(fitting(table, console))
+    for line in policy.layer_lines():
+        console.print(Text.assemble(("stored otherwise: ", "cyan"), line))
     for line in policy.exception_lines():
         console.print(Text.assemble(("exception: ", "cyan"), line))
     for warning in policy.warnings:

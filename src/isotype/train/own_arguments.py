@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from isotype.core.dtypes import QUANTIZATIONS
+from isotype.precision.by_damage import MIXED
 
 
 @dataclass
@@ -15,8 +16,16 @@ class IsotypeArguments:
         default=None,
         metadata={
             "help": "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
-            "--bnb_4bit_quant_type.",
-            "choices": list(QUANTIZATIONS),
+            "--bnb_4bit_quant_type. mixed: each linear layer in nf4, int8 or unquantized, by what that does to the model's output "
+            "(measured once, see isotype quality).",
+            "choices": [*QUANTIZATIONS, MIXED],
+        },
+    )
+    base_memory: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --quantization mixed: what the base's weights take at most, such as 6GiB; by default a tenth more for "
+            "the linear layers than nf4 takes."
         },
     )
     device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})

@@ -15,6 +15,7 @@ from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing
+from isotype.precision.by_damage import MIXED
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.launched import processes, requested_sharding
 from isotype.train.limits import number_problems
@@ -212,7 +213,7 @@ def light_parser() -> Parser:
     parser = Parser(prog="isotype check", add_help=False)
     add = parser.add_argument
     add("--dtype", default="auto", help="compute dtype; auto: the checkpoint's, where the device runs it")
-    add("--quantization", choices=QUANTIZATIONS, default=None, help="storage of the frozen weights")
+    add("--quantization", choices=(*QUANTIZATIONS, MIXED), default=None, help="storage of the frozen weights")
     add(
         "--device",
         default="auto",

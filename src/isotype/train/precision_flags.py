@@ -8,6 +8,8 @@ from typing import Any
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.units import parse_size
+from isotype.precision.by_damage import MIXED
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.own_arguments import IsotypeArguments
 
@@ -45,6 +47,7 @@ def read_precision_request(
                     "leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway",
                 )
             )
+    memory = _base_memory(extra, problems)
     if problems:
         raise PrecisionError("the arguments disagree about precision", problems)
     return PrecisionRequest(
@@ -53,7 +56,24 @@ def read_precision_request(
         trainable="lora" if model.use_peft else "full",
         double_quant=bool(nested) or None,
         quant_storage=model.bnb_4bit_quant_storage,
+        base_memory=memory,
     )
+
+
+def _base_memory(extra: IsotypeArguments, problems: list[Problem]) -> int | None:
+    """Bytes that `--base_memory` says."""
+    text = extra.base_memory
+    if text is None:
+        return None
+    amount = parse_size(text)
+    if amount is None:
+        problems.append(Problem(f"--base_memory {text}", "an amount of memory", "write it like 6GiB"))
+    if extra.quantization != MIXED:
+        given = f"--base_memory {text} without --quantization mixed"
+        problems.append(
+            Problem(given, "layers whose format it decides", "add --quantization mixed, or leave it out")
+        )
+    return amount
 
 
 def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], problems: list[Problem]) -> str:

@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 
+from isotype.checkpoint.damage.measure import measure_quality
 from isotype.checkpoint.measure import measure_ranges
-from isotype.checkpoint.resolve import resolve_request
+from isotype.checkpoint.resolve import resolve_request, with_storage_reason
+from isotype.precision.by_damage import MIXED, as_decided
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
@@ -36,7 +38,8 @@ def policy_by_ranges(
     """
     profile = device_profile(device)
     measure = partial(_measured, source, revision, profile) if when == "measure" else None
-    return resolve_request(source, request, device, revision, measure=measure)
+    damages = partial(measure_quality, source, revision=revision)
+    return resolve_request(source, request, device, revision, measure=measure, measure_damages=damages)
 
 
 def policy_of_run(
@@ -45,9 +48,13 @@ def policy_of_run(
     """`policy_by_ranges` for one of the processes of a run: the first measures, and all decide by what it has found."""
     if processes() == 1:
         return policy_by_ranges(source, request, device, revision, when=when)
-    _, ranges = from_first(lambda: policy_by_ranges(source, request, device, revision, when=when))
-    known = None if ranges is None else lambda: ranges
-    return resolve_request(source, request, device, revision, measure=known)
+    policy, ranges = from_first(lambda: policy_by_ranges(source, request, device, revision, when=when))
+    known = None if ranges is None else partial(_same, ranges)
+    if request.quantization != MIXED:
+        return resolve_request(source, request, device, revision, measure=known)
+    # The layers' formats are the first process's, whatever another one has measured.
+    mine, ranges = resolve_request(source, as_decided(request, policy), device, revision, measure=known)
+    return with_storage_reason(mine, policy.reasons["storage"]), ranges
 
 
 def _measured(source: str, revision: str | None, profile: DeviceProfile) -> Ranges:
@@ -63,3 +70,7 @@ def _measured(source: str, revision: str | None, profile: DeviceProfile) -> Rang
         torch.get_device_module(device).empty_cache()  # what is free decides what else is done
     ranges = measure_ranges(source, revision=revision)
     return replace(ranges, notes=(*ranges.notes, note))
+
+
+def _same(ranges: Ranges) -> Ranges:
+    return ranges

@@ -41,6 +41,7 @@ _POLICY = {
     "compute": "--dtype",
     "master": None,
     "double_quant": "--use_bnb_nested_quant",
+    "layers": "--quantization",
 }
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
@@ -84,6 +85,7 @@ def identity_of(
         "num_train_epochs": training.num_train_epochs,
         **{name: getattr(training, name) for name in (*_DECISIVE, *sorted(own)) if name in names},
         **{name: getattr(policy, name) for name in _POLICY},
+        "layers": {layer.module: layer.storage for layer in policy.layers},
         "use_peft": policy.trainable == "lora",
         **(_lora(settings, start) if policy.trainable == "lora" else {}),
     }
@@ -193,6 +195,14 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         return Problem(f"{now} {name}", f"{was}{there}", fix)
     if name == "method":
         return Problem(f"isotype {now}", f"isotype {was}{there}", f"go on with isotype {was}")
+    if name == "layers":
+        mixed = (
+            "--quantization mixed with the --base_memory of that run"
+            if was
+            else "leave --quantization mixed out"
+        )
+        given = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
+        return Problem(given, f"{len(was)} stored otherwise{there}" if was else f"none{there}", mixed)
     if name in _POLICY:
         flag = _POLICY[name]
         plain = name == "storage" and was in ("float32", "bfloat16", "float16")

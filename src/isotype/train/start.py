@@ -8,6 +8,7 @@ from typing import Any
 
 from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
 from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.precision.by_damage import MIXED
 from isotype.train.initial import part_of_base_problems
 from isotype.train.settings import Settings
 
@@ -54,12 +55,14 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         model.model_revision = adapter.revision or model.model_revision
     saved, request = adapter.policy, settings.precision
     if saved is not None:
-        if request.quantization is None and saved.quantized:
+        if request.quantization in (None, MIXED if saved.layers else None) and saved.quantized:
             request = replace(
                 request,
                 quantization=saved.storage,
                 double_quant=request.double_quant or saved.double_quant or None,
                 quant_storage=request.quant_storage or saved.quant_storage,
+                layers=saved.layers,
+                base_memory=None,
             )
         if request.dtype == "auto":
             request = replace(request, dtype=saved.compute)

@@ -66,7 +66,7 @@ def measure_quality(
     session = _session(model, data, tokens, device, revision, 3 + len(exact), progress)
     try:
         count = session.backward()
-        measured = {form: session.divergence(dict.fromkeys(session.layers.wanted, form)) for form in exact}
+        measured = {form: session.total(dict.fromkeys(session.layers.wanted, form)) for form in exact}
     finally:
         session.bar.close()
     sums = session.layers.sums
@@ -110,8 +110,9 @@ def measure_divergence(
     device: str | torch.device | None = None,
     progress: bool = True,
     revision: str | None = None,
-) -> dict[str, float]:
-    """Nats a token between the distribution of the next token in float32 and that under each of several mixed storages, exactly.
+) -> dict[str, tuple[float, ...]]:
+    """Nats a token between the distribution of the next token in float32 and that under each of several mixed storages, exactly:
+    by the caller's name for the storage, of each batch.
 
     Args:
         model, data, tokens, device, progress, revision: as of `measure_quality`.
@@ -187,11 +188,17 @@ class _Session:
         """A forward of every batch in float32."""
         self.known += self._distributions()
 
-    def divergence(self, form_of: Mapping[str, str]) -> float:
-        """Nats a token from the distributions that are known, with the layers in these formats."""
+    def divergence(self, form_of: Mapping[str, str]) -> tuple[float, ...]:
+        """Nats a token of each batch from the distributions that are known, with the layers in these formats."""
         with self.layers.rounding(form_of):
-            sums = [_divergence(p, q) for p, q in zip(self.known, self._distributions(), strict=True)]
-        return sum(sums) / max(1, sum(each.shape[0] for each in self.known))
+            pairs = list(zip(self.known, self._distributions(), strict=True))
+        return tuple(_divergence(p, q) / max(1, p.shape[0]) for p, q in pairs)
+
+    def total(self, form_of: Mapping[str, str]) -> float:
+        """`divergence` of all batches together."""
+        counts = [each.shape[0] for each in self.known]
+        found = self.divergence(form_of)
+        return sum(nats * count for nats, count in zip(found, counts, strict=True)) / max(1, sum(counts))
 
     def _distributions(self) -> Iterator[torch.Tensor]:
         for batch in self.run.batches:

@@ -214,7 +214,8 @@ class Merging:
 
 def _dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
     """The policy of the dequantized base: float32 masters, so that the adapter is read as it is stored."""
-    plain = torch.float32 if policy.storage == "int8" else policy.compute
+    eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
+    plain = torch.float32 if eight else policy.compute
     return replace(
         policy,
         storage=dtype_name(plain),
@@ -222,6 +223,7 @@ def _dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
         master=torch.float32,
         device="cpu",
         double_quant=False,
+        layers=(),
         pinned=policy.pinned if plain != torch.float32 else (),
     )
 

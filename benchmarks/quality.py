@@ -1,0 +1,280 @@
+"""What mixed storage keeps of a model: divergences on texts that nothing was chosen by, at equal bytes; and what measuring takes.
+
+    python benchmarks/quality.py                      # the table of SmolLM2-135M
+    python benchmarks/quality.py --time --layers 22   # a random checkpoint of TinyLlama's shapes (1.1B), measured from disk
+
+The reference is the float32 model. A storage is loaded by `isotype.load`, and its weights are dequantized; so what is compared is the
+weights alone, on whatever machine it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import isotype
+from isotype.checkpoint.adapter import tokenizer_of
+from isotype.checkpoint.load import tokenizer_source
+from isotype.checkpoint.values.dequantize import dense_weight
+from isotype.core.units import format_bytes
+from isotype.precision.by_damage import mix
+from isotype.precision.damages import Damages, LayerDamage, stored_bytes
+from isotype.precision.mixed import Option, choose
+from isotype.precision.policy import LayerStorage, PrecisionPolicy
+
+MODEL = "embedded:smollm2"
+ROWS, LENGTH = 2, 128
+Storage = Mapping[str, str]
+
+
+def texts() -> dict[str, str]:
+    """Four texts that isotype measures nothing on."""
+    import pydoc_data.topics
+
+    root = Path(__file__).resolve().parent.parent
+    chats = sorted((root / "src/isotype/data/precision_qa").glob("*.jsonl"))[0]
+    code = importlib.util.find_spec("argparse")
+    assert code is not None
+    assert code.origin is not None
+    return {
+        "reference": " ".join(pydoc_data.topics.topics[name] for name in ("assignment", "for", "exceptions")),
+        "code": Path(code.origin).read_text(encoding="utf-8")[4000:],
+        "readme": (root / "README.md").read_text(encoding="utf-8"),
+        "chats": chats.read_text(encoding="utf-8"),
+    }
+
+
+def held_out() -> dict[str, torch.Tensor]:
+    tokenizer: Any = tokenizer_of(tokenizer_source(MODEL))
+    return {
+        name: torch.tensor(tokenizer(text)["input_ids"][: ROWS * LENGTH]).view(ROWS, LENGTH)
+        for name, text in texts().items()
+    }
+
+
+class Comparison:
+    """The float32 model, and its distributions on the held-out texts."""
+
+    def __init__(self) -> None:
+        self.policy = isotype.resolve_precision(MODEL, "float32", device="cpu")
+        self.model = isotype.load(MODEL, self.policy)
+        self.texts = held_out()
+        self.before = {name: self._distribution(ids) for name, ids in self.texts.items()}
+
+    @torch.no_grad()
+    def _distribution(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits.float(), -1)
+
+    def nats(self, policy: PrecisionPolicy) -> list[float]:
+        """Of each text, under a storage."""
+        stored = dict(isotype.load(MODEL, policy).named_modules())
+        kept = {}
+        for name, module in self.model.named_modules():
+            if type(stored[name]).__name__ in ("Linear4bit", "Linear8bitLt"):
+                kept[module] = module.weight.data
+                module.weight.data = dense_weight(stored[name], torch.float32)
+        del stored
+        found = []
+        for name, ids in self.texts.items():
+            p, q = self.before[name], self._distribution(ids)
+            found.append(float((p.exp() * (p - q)).sum(-1).mean()))
+        for module, weight in kept.items():
+            module.weight.data = weight
+        return found
+
+
+def within(layers: tuple[LayerDamage, ...], room: int, score: Callable[[LayerDamage, str], float]) -> Storage:
+    """nf4 and int8 by the least score that fits."""
+    forms = ("nf4", "int8")
+    options = [[Option(layer.bytes(form), score(layer, form)) for form in forms] for layer in layers]
+    choice = choose(options, room)
+    assert choice is not None
+    return {layer.module: forms[at] for layer, at in zip(layers, choice.options, strict=True)}
+
+
+def in_order(layers: list[LayerDamage], room: int) -> Storage:
+    """int8 for one layer after the other while it fits."""
+    left = room - sum(layer.bytes("nf4") for layer in layers)
+    chosen = {}
+    for layer in layers:
+        more = layer.bytes("int8") - layer.bytes("nf4")
+        chosen[layer.module] = "int8" if more <= left else "nf4"
+        left -= more if more <= left else 0
+    return chosen
+
+
+def from_both_ends(layers: tuple[LayerDamage, ...]) -> list[LayerDamage]:
+    """Layers of the first block, the last one, the second one …"""
+    numbers = [int(next(part for part in layer.module.split(".") if part.isdigit())) for layer in layers]
+    last = max(numbers)
+    return [
+        layer for _, _, layer in sorted((min(n, last - n), at, layers[at]) for at, n in enumerate(numbers))
+    ]
+
+
+def table(only: list[str]) -> None:
+    started = time.perf_counter()
+    damages = isotype.measure_quality(MODEL)
+    print(damages)
+    print(f"\nmeasured in {time.perf_counter() - started:.0f} s (or read from the cache)\n", flush=True)
+    comparison = Comparison()
+    print(
+        f"{'':<44}{'bytes':>10}"
+        + "".join(f"{name:>11}" for name in comparison.texts)
+        + f"{'mean':>9}{'of nf4':>8}"
+    )
+    plain = math.nan
+
+    def row(name: str, storage: Storage | PrecisionPolicy) -> None:
+        nonlocal plain
+        if only and not any(name.startswith(each) for each in only):
+            return
+        policy = storage if isinstance(storage, PrecisionPolicy) else policy_of(storage)
+        nats = comparison.nats(policy)
+        mean = sum(nats) / len(nats)
+        plain = mean if name == "nf4" else plain
+        size = sum(
+            stored_bytes(
+                each.rows, each.columns, policy.storage_of(each.module), double_quant=policy.double_quant
+            )
+            for each in damages.layers
+        )
+        values = "".join(f"{value:>11.4f}" for value in nats)
+        print(f"{name:<44}{format_bytes(size):>10}{values}{mean:>9.4f}{mean / plain:>8.3f}", flush=True)
+
+    four = resolved("nf4")
+    nested = resolved("nf4", double_quant=True)
+    low, high = damages.bytes("nf4"), damages.bytes("int8")
+    tenth, half = low + low // 10, (low + high) // 2
+    row("nf4", four)
+    row("nf4 + 10 %, by damage (--quantization mixed)", mixture(damages, nested, None))
+    row("nf4 + 10 %, by damage, nf4 and int8 alone", within(damages.layers, tenth, LayerDamage.damage_in))
+    row("nf4 + 10 %, by weight error", within(damages.layers, tenth, lambda layer, form: layer.error[form]))
+    for seed in range(2):
+        shuffled = list(damages.layers)
+        random.Random(seed).shuffle(shuffled)
+        row(f"nf4 + 10 %, at random ({seed})", in_order(shuffled, tenth))
+    row("nf4 + 10 %, first and last layers", in_order(from_both_ends(damages.layers), tenth))
+    row("half-way to int8, by damage (mixed)", mixture(damages, nested, half))
+    row("half-way to int8, nf4 and int8 alone", within(damages.layers, half, LayerDamage.damage_in))
+    row("int8", resolved("int8"))
+
+
+def resolved(quantization: str, **options: Any) -> PrecisionPolicy:
+    return isotype.resolve_precision(MODEL, "float32", quantization, "cpu", **options)
+
+
+def policy_of(storage: Storage) -> PrecisionPolicy:
+    layers = tuple(LayerStorage(name, form) for name, form in storage.items() if form != "nf4")
+    return replace(resolved("nf4"), layers=layers)
+
+
+def mixture(damages: Damages, nested: PrecisionPolicy, room: int | None) -> PrecisionPolicy:
+    """`--quantization mixed`, within the bytes of linear layers."""
+    weights = sum(layer.rows * layer.columns for layer in damages.layers)
+    found = mix(damages, nested, weights, room)
+    return replace(nested, storage=found.storage, double_quant=found.double_quant, layers=found.layers)
+
+
+# ------------------------------------------------------------------------------------------------ what measuring takes
+
+
+def checkpoint(folder: Path, layers: int) -> int:
+    """A random bfloat16 checkpoint of TinyLlama's shapes; returns the bytes of a block in float32."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return int(sum(each.numel() for each in model.model.layers[0].parameters())) * 4
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def timed(folder: str, what: str) -> None:
+    """In a process of its own: seconds, and bytes that the peak lies above what was there before."""
+    from isotype.checkpoint.damage.measure import measure_divergence
+
+    small = Path(folder) / "small"
+    isotype.measure_quality(small, tokens=64, exact=(), progress=False)  # libraries, and what they hold
+    before, started = peak(), time.perf_counter()
+    if what == "run":
+        measure_divergence(folder, {}, progress=False)
+    else:
+        isotype.measure_quality(folder, exact=("nf4",) if what == "exact" else (), progress=False)
+    print(time.perf_counter() - started, peak() - before)
+
+
+def times(layers: int) -> None:
+    with tempfile.TemporaryDirectory(
+        dir=Path.home() if Path("/dev/shm").stat().st_size == 0 else None
+    ) as name:
+        folder = Path(name)
+        block = checkpoint(folder, layers)
+        import transformers
+
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
+        )
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "small")
+        print(f"{layers} layers, a block is {format_bytes(block)} in float32")
+        once = 0.0
+        for what, words in (
+            ("run", "read and run once"),
+            ("estimate", "table"),
+            ("exact", "table, nf4 measured"),
+        ):
+            command = [sys.executable, __file__, "--timed", what, "--folder", name]
+            seconds, amount = map(
+                float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+            )
+            once = once or seconds
+            print(
+                f"{words:<24}{seconds:>8.1f} s {seconds / once:>6.2f} x   {amount / block:>5.2f} blocks",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument(
+        "--rows", nargs="*", default=[], help="beginnings of the names of rows; all by default"
+    )
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--timed", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.timed:
+        timed(options.folder, options.timed)
+    elif options.time:
+        times(options.layers)
+    else:
+        table(options.rows)
+
+
+if __name__ == "__main__":
+    main()

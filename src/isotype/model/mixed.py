@@ -1,0 +1,91 @@
+"""A base whose layers are stored in different formats: layers of a quantized model without weights, replaced by those of another format.
+
+transformers' `BitsAndBytesConfig` has one format for all layers (4 or 8 bits) and a list of those that are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.compat.torch import own_parameters
+from isotype.core.dtypes import QUANTIZATIONS
+from isotype.core.errors import PrecisionError, Problem
+from isotype.core.names import listed
+from isotype.model.walk import kind_of
+from isotype.precision.policy import PrecisionPolicy
+
+_OUTLIERS = 6.0
+"""Inputs above it are multiplied in 16 bits: transformers' `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
+_BLOCKS = {"nf4-32": 32}
+_KINDS = {"linear4bit": ("nf4", "nf4-32", "fp4"), "linear8bit": ("int8",)}
+
+
+def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
+    """Put layers of the formats that the policy has for each in the place of those of its `storage`, in place.
+
+    Args:
+        model: with bitsandbytes' layers, their weights on the meta device and not yet quantized.
+        policy: from `isotype.resolve_precision`.
+
+    Returns:
+        The names of the weights of layers in another quantized format.
+
+    Raises:
+        PrecisionError: the policy names layers that the model has not.
+    """
+    modules = dict(model.named_modules())
+    unknown = [
+        each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _KINDS
+    ]
+    if unknown:
+        given = f"{listed(unknown)} under a policy that stores them otherwise"
+        fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
+        raise PrecisionError(
+            "the policy is for other layers", [Problem(given, "quantized linear layers of this model", fix)]
+        )
+    for each in policy.layers:
+        layer: Any = modules[each.module]
+        if each.storage in _KINDS[kind_of(layer)]:
+            layer.weight.quant_type = each.storage.partition("-")[0]
+            layer.weight.blocksize = _BLOCKS.get(each.storage, layer.weight.blocksize)
+        elif each.storage in QUANTIZATIONS:
+            model.set_submodule(each.module, _int8(layer))
+        else:
+            model.set_submodule(each.module, _plain(layer, policy.plain))
+    return frozenset(f"{each.module}.weight" for each in policy.layers if each.storage == "int8")
+
+
+def _int8(layer: Any) -> nn.Module:
+    """bitsandbytes' int8 layer, as transformers makes it, in the place of a 4-bit one."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    with torch.device("meta"):
+        made = Linear8bitLt(
+            layer.in_features,
+            layer.out_features,
+            layer.bias is not None,
+            has_fp16_weights=False,
+            threshold=_OUTLIERS,
+        )
+    made.source_cls = getattr(layer, "source_cls", nn.Linear)
+    return _with_bias(made.requires_grad_(False), layer)
+
+
+def _plain(layer: Any, dtype: torch.dtype) -> nn.Module:
+    """The layer that was there before it was quantized, on the meta device."""
+    source = getattr(layer, "source_cls", nn.Linear)
+    with torch.device("meta"):
+        if any(cls.__name__ == "Conv1D" for cls in source.__mro__):
+            made = source(layer.out_features, layer.in_features)
+        else:
+            made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    return _with_bias(made.to(dtype).requires_grad_(False), layer)
+
+
+def _with_bias(made: nn.Module, layer: Any) -> nn.Module:
+    if layer.bias is not None:
+        own_parameters(made)["bias"] = layer.bias
+    return made.train(layer.training)

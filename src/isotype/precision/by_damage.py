@@ -1,0 +1,134 @@
+"""Mixed storage: each linear layer's format by what it does to the model's output, within the bytes there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.errors import PrecisionError, Problem
+from isotype.core.names import plural
+from isotype.core.units import format_bytes
+from isotype.precision.damages import Damages
+from isotype.precision.decide import PrecisionRequest
+from isotype.precision.mixed import Option, choose
+from isotype.precision.policy import LayerStorage, PrecisionPolicy
+
+MIXED = "mixed"
+"""The quantization that is decided here."""
+
+_FOUR_BITS = ("nf4", "nf4-32")
+_TENTH = 10
+"""Part of nf4's bytes that come on top where nobody says how many there are."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What was decided.
+
+    Attributes:
+        storage: format of most layers: one of 4 bits where there is any such.
+        layers: those in another format.
+        double_quant: whether the constants of 4 bits are quantized, too.
+        bytes: of all layers.
+        damage: nats a token, estimated.
+        reason: in words.
+    """
+
+    storage: str
+    layers: tuple[LayerStorage, ...]
+    double_quant: bool
+    bytes: int
+    damage: float
+    reason: str
+
+    def applied(self, request: PrecisionRequest) -> PrecisionRequest:
+        """The request for this base."""
+        return replace(
+            request,
+            quantization=self.storage if self.storage in QUANTIZATIONS else None,
+            double_quant=self.double_quant or None,
+            quant_storage=request.quant_storage if self.storage in _FOUR_BITS else None,
+            layers=self.layers,
+            base_memory=None,
+        )
+
+
+def first_request(request: PrecisionRequest) -> PrecisionRequest:
+    """The request by which everything but the layers' formats is decided: constants are quantized, which costs next to nothing."""
+    nested = True if request.double_quant is None else request.double_quant
+    return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
+
+
+def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
+    """The request for the base that a policy has, mixed or not."""
+    return replace(
+        request,
+        quantization=policy.storage if policy.quantized else None,
+        double_quant=policy.double_quant or None,
+        quant_storage=policy.quant_storage if policy.storage in ("nf4", "fp4") else None,
+        layers=policy.layers,
+        base_memory=None,
+    )
+
+
+def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:
+    """The format of each layer of least damage: nf4 in blocks of 64 or 32, int8, or unquantized.
+
+    Args:
+        damages: measured of the model.
+        policy: in which all layers are nf4.
+        parameters: number of the model's parameters, those of layers included.
+        memory: bytes that the base's weights take at most; None: a tenth more for the layers than nf4 takes.
+
+    Raises:
+        PrecisionError: the smallest formats take more.
+    """
+    plain = dtype_name(policy.plain)
+    weights = sum(layer.rows * layer.columns for layer in damages.layers)
+    others = (parameters - weights) * policy.plain.itemsize
+    tenth = damages.bytes("nf4") + damages.bytes("nf4") // _TENTH
+    room = tenth if memory is None else memory - others
+    forms = (*_FOUR_BITS, "int8", plain)
+    options = [
+        [Option(layer.bytes(form, double_quant=policy.double_quant), layer.damage_in(form)) for form in forms]
+        for layer in damages.layers
+    ]
+    choice = choose(options, room)
+    if choice is None:
+        least = others + sum(min(option.bytes for option in layer) for layer in options)
+        raise PrecisionError(
+            "no mixed storage fits",
+            [
+                Problem(
+                    f"{format_bytes(memory or room)} for the weights of {damages.source}",
+                    f"at least {format_bytes(least)}: every layer in nf4",
+                    "give more memory for the base, a smaller model, or more GPUs (--fsdp 2)",
+                )
+            ],
+        )
+    chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, choice.options, strict=True)}
+    storage = _most(chosen, plain)
+    damage = damages.estimate(chosen, "nf4")
+    counts = Counter(chosen.values())
+    count = ", ".join(f"{counts[form]} in {form}" for form in forms if counts[form])
+    reason = (
+        f"mixed: of {plural(len(chosen), 'linear layer')} {count}, {format_bytes(choice.bytes)} "
+        f"({'a tenth more than nf4 takes' if memory is None else 'what is left'}: {format_bytes(room)}), chosen by the damage measured on "
+        f"{plural(damages.tokens, 'token')}: about {damage:.2g} nats a token, {damages.total('nf4'):.2g} with nf4 everywhere"
+    )
+    return Mixture(
+        storage,
+        tuple(LayerStorage(name, form) for name, form in chosen.items() if form != storage),
+        policy.double_quant and storage in _FOUR_BITS,
+        choice.bytes,
+        damage,
+        reason,
+    )
+
+
+def _most(chosen: Mapping[str, str], plain: str) -> str:
+    """The format that the model is said to be stored in: nf4 where any layer has 4 bits, for libraries ask how many bits a model has."""
+    forms = set(chosen.values())
+    return "nf4" if forms & set(_FOUR_BITS) else "int8" if "int8" in forms else plain
