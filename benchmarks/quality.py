@@ -125,12 +125,16 @@ def from_both_ends(layers: tuple[LayerDamage, ...]) -> list[LayerDamage]:
     ]
 
 
-def table(only: list[str]) -> None:
+def table(only: list[str], kept: Path | None) -> None:
     started = time.perf_counter()
-    damages = isotype.measure_quality(MODEL)
-    print(damages)
-    print(f"\nmeasured in {time.perf_counter() - started:.0f} s (or read from the cache)\n", flush=True)
     comparison = Comparison()
+    if kept is not None and kept.is_file():
+        damages = Damages.read(kept)
+    else:
+        damages = isotype.measure_quality(comparison.model)
+        print(f"{damages}\n\nmeasured in {time.perf_counter() - started:.0f} s\n", flush=True)
+        if kept is not None:
+            damages.save(kept)
     print(
         f"{'':<44}{'bytes':>10}"
         + "".join(f"{name:>11}" for name in comparison.texts)
@@ -264,6 +268,9 @@ def main() -> None:
     parser.add_argument(
         "--rows", nargs="*", default=[], help="beginnings of the names of rows; all by default"
     )
+    parser.add_argument(
+        "--damages", type=Path, default=None, help="file that keeps the measurement from one run to the next"
+    )
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--timed", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
@@ -273,7 +280,7 @@ def main() -> None:
     elif options.time:
         times(options.layers)
     else:
-        table(options.rows)
+        table(options.rows, options.damages)
 
 
 if __name__ == "__main__":

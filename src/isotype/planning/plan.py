@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.mapping.complete import require_complete_gguf
+from isotype.checkpoint.measured import fingerprint, kept_damages
 from isotype.checkpoint.weightless import model_config
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
@@ -24,6 +25,7 @@ from isotype.planning.record import Device, Record, Row
 from isotype.planning.request import PlanRequest, parse_request, require_known_goal
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text
+from isotype.precision.damages import FORMATS
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.files import write_report
 from isotype.train.recompute_choice import Room, room_of
@@ -67,8 +69,8 @@ def plan(
         device: name of a device or profile, or several.
         data: a data set, for lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
-        damages: storage -> KL divergence of the model's next-token distributions from those of unquantized weights, in nats, as
-            somebody has measured it; what is not in it counts as unknown.
+        damages: storage -> KL divergence of the model's next-token distributions from those of unquantized weights, in nats; by
+            default what `isotype quality` has measured and kept. What is not in it counts as unknown.
         **arguments: those of `isotype plan` and of a training command, by name: `length=2048`, `lora_r=64`.
 
     Raises:
@@ -96,6 +98,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
     defer_compiler()
     import_uncompiled("bitsandbytes")
     source, revision = request.step.source, request.step.revision
+    request = replace(request, damages=request.damages or measured_damages(source, revision))
     profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
     rooms = {profile.name: _room(request, profile) for profile in profiles}
     _require_known(rooms)
@@ -146,6 +149,13 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
     return replace(request, step=replace(request.step, device=profile.name))
+
+
+def measured_damages(source: str, revision: str | None) -> dict[str, float]:
+    """What storages do to a model, in nats, where `isotype quality` has measured it."""
+    key = None if Path(source).name == "config.json" else fingerprint(source, revision)
+    found = None if key is None else kept_damages(key)
+    return {} if found is None else {"float32": 0.0, **{form: found.total(form) for form in FORMATS}}
 
 
 def _room(request: PlanRequest, profile: DeviceProfile) -> Room:

@@ -1,0 +1,27 @@
+"""A plan knows what `isotype quality` has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isotype.checkpoint.measured import fingerprint, keep_damages
+from isotype.planning.plan import measured_damages
+from isotype.precision.damages import FORMATS, Damages, LayerDamage
+
+
+def test_what_was_measured_and_kept(
+    saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+    path = saved("llama")
+    assert measured_damages(str(path), None) == {}
+    layer = LayerDamage("model.layers.0.mlp.up_proj", 64, 64, dict.fromkeys(FORMATS, 0.5))
+    key = fingerprint(path)
+    assert key is not None
+    keep_damages(Damages("llama", key, "", "float32", "", 1, (layer, layer), {"nf4": 0.25}))
+    found = measured_damages(str(path), None)
+    assert (found["nf4"], found["int8"], found["float32"]) == (0.25, 1.0, 0.0)
+    assert measured_damages(str(path / "config.json"), None) == {}
