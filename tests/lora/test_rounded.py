@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import peft
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import isotype
 from isotype.lora import rounded as module
 from isotype.lora.rounded import Pairs, rounded
 
@@ -57,3 +63,67 @@ def test_what_is_rounded_is_a_copy() -> None:
 
 def test_no_adapters() -> None:
     assert rounded([Pairs([], [], [])], BF16, stacked=True) == (None, [None])
+
+
+class Net(nn.Module):
+    """Two layers that are called one after another, the second one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(IN, IN, dtype=BF16), nn.Linear(IN, IN, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.second(self.first(x)))
+
+
+def adapted(fused: bool, x: torch.Tensor) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, target_modules=["first", "second"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(Net(), config)
+    if fused:
+        assert len(isotype.fuse(model, inputs={"x": x}).fused) == 2
+    return model
+
+
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Of layers whose adapters are rounded as on a GPU."""
+    monkeypatch.setattr(module, "_one_by_one", module._together)
+    return torch.randn(5, IN, generator=torch.Generator().manual_seed(1)).to(BF16)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_are_those_of_the_call_whoever_wrote_them(inputs: torch.Tensor, checkpointed: bool) -> None:
+    """Nothing that is kept from the begin of a forward, or by a stamp of versions, would see what is written in it by `.data`."""
+
+    def write(layer: Any, *_: Any) -> None:
+        layer.lora_A["default"].weight.data.mul_(0.9)
+        layer.lora_B["default"].weight.data.add_(0.05)
+
+    results = []
+    for fused in (True, False):
+        model = adapted(fused, inputs)
+        for layer in (model.base_model.model.first, model.base_model.model.second):
+            layer.register_forward_pre_hook(write)
+        for _ in range(2):
+            y = checkpoint(model, inputs, use_reentrant=False) if checkpointed else model(inputs)
+            y.float().square().sum().backward()
+            results.append(y.detach().float())
+    for made, reference in zip(results[:2], results[2:], strict=True):
+        # PEFT rounds between the products, to 8 bits
+        assert (made - reference).norm() <= 0.02 * reference.norm()
+
+
+def test_a_backward_reads_what_its_forward_read(inputs: torch.Tensor) -> None:
+    """Whatever was written between them, past every counter: plain autograd would read the masters as they are now."""
+    found = []
+    for written in (False, True):
+        model = adapted(True, inputs)
+        y = model(inputs)
+        if written:
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5 if parameter.requires_grad else 1)
+        y.float().square().sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == 4
+    assert all(torch.equal(made, wanted) for made, wanted in zip(*found, strict=True))

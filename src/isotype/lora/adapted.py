@@ -88,6 +88,8 @@ def _caches(layer: Any) -> bool:
 
     Only its own path fills and clears its caches: what stayed in them would be read again when an adapter has changed.
     """
+    if not layer.lora_magnitude_vector:  # asked in every call, and most have no DoRA
+        return False
     dora = sys.modules.get("peft.tuners.lora.dora")
     enabled = not layer.training and getattr(dora, "ENABLE_DORA_CACHING", False)
     return enabled or any(getattr(each, DORA_CACHE, None) for each in layer.lora_magnitude_vector.values())
