@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.measured_step import measure_step
 from torch.profiler import ProfilerActivity, profile
 
 import isotype
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.precision.policy import PrecisionPolicy
-from isotype.trace.live.recorder import measure_step
 from isotype.train.weightless import weightless_model
 
 TOLERANCE = 0.05

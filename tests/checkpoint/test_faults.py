@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from isotype.checkpoint.formats.gguf_config import gguf_config
+from isotype.checkpoint.formats.config import gguf_config
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.inspect import inspect_checkpoint
 from isotype.core.errors import CheckpointError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.checkpoint.formats.gguf_config import gguf_config
+from isotype.checkpoint.formats.config import gguf_config
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.load import load
 from isotype.checkpoint.mapping.gguf_names import gguf_names

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.bnb import wanted_quantization
 from isotype.model.boundary import original_class
+from isotype.model.quantize import wanted_quantization
 from isotype.model.walk import is_pinned
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import quiet

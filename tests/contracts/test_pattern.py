@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.contracts.messages import templates
+from isotype.contracts.measure import templates
 from isotype.contracts.pattern import LETTERS, RESULT_DTYPES, fill, layout_of, letters_in, patterns_of
 
 

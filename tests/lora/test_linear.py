@@ -17,7 +17,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from isotype.lora.gates import GATES
-from isotype.lora.linear import Adapter, Layer, Spec, lora_linear
+from isotype.lora.linear import lora_linear
+from isotype.lora.spec import Adapter, Layer, Spec
 from isotype.lora.weights import DenseWeights
 from tests.cpus import no_bfloat16_loops
 from tests.pairwise import pairwise

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from isotype.lora.logits import Head
 from isotype.lora.loops import softmax
-from isotype.lora.loss import PerToken, Precision, language_model_loss, log_probs, log_probs_of_logits
+from isotype.lora.loss import PerToken, Precision, log_probs, log_probs_of_logits
 from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -381,6 +381,32 @@ def test_results_of_whole_logits() -> None:
     found = log_probs_of_logits(F.linear(hidden, head.weight), targets, 0.7)
     for name in ("log_probs", *WIDE):
         assert torch.allclose(getattr(found, name).float(), getattr(expected, name).float(), atol=1e-5), name
+
+
+def language_model_loss(
+    head: Head,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """Cross-entropy of `labels` after `hidden`, float32 scalar; 0 where no token has a label.
+
+    Each token with a label adds `-(1 - s) log p_t + s (logsumexp(z) - mean(z)) + z_loss logsumexp(z)^2`: label smoothing `s`
+    over the whole vocabulary (https://arxiv.org/abs/1512.00567 section 7) and the z-loss of
+    https://arxiv.org/abs/2204.02311 section 5.
+    """
+    mask = labels != -100
+    more = ("logsumexp",) * bool(smoothing or z_loss) + ("mean_logits",) * bool(smoothing)
+    found = log_probs(head, hidden[mask], labels[mask], more, gradients=("log_probs", *more))
+    loss = -(1 - smoothing) * found.log_probs
+    if found.logsumexp is not None:
+        loss = loss + z_loss * found.logsumexp.square()
+        if found.mean_logits is not None:
+            loss = loss + smoothing * (found.logsumexp - found.mean_logits)
+    return loss.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,8 +23,9 @@ from isotype.preflight.check import check
 from isotype.records.trace import Failure, Setup
 from isotype.trace.live.forward import named_inputs
 from isotype.trace.live.modes import no_modes, put_under, take_out
-from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, measure_step
+from isotype.trace.live.recorder import LiveFunctions, LiveRecorder
 from isotype.trace.live.watch import Beginning, Watch
+from tests.measured_step import measure_step
 
 
 class Block(nn.Module):

@@ -9,8 +9,7 @@ from torch import nn
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Setup
 from isotype.trace.fake.code import StepCode
-from isotype.trace.fake.optimizers import make_optimizer
-from isotype.trace.fake.step import trace_step
+from isotype.trace.fake.step import make_optimizer, trace_step
 from isotype.trace.optimizers import OPTIMIZERS, unknown_optimizer
 from tests.small import BF16, FP16, FP32
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from isotype.records.trace import FLOATS, Trace
 from isotype.rules.kit.groups import groups
-from isotype.trace.live.recorder import measure_step
 from isotype.trace.taken import call_of
+from tests.measured_step import measure_step
 from tests.reality import real_step
 from tests.rules.traces import traced
 

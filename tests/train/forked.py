@@ -17,7 +17,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALL
 
 import isotype.checkpoint.resolve
 import isotype.cli.main
-import isotype.cli.outcome
+import isotype.cli.training
 import isotype.data.load
 import isotype.train.callback
 import isotype.train.models

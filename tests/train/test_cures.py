@@ -6,8 +6,7 @@ import pytest
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train.cures import cure_by_name
-from isotype.train.settings import parse_settings
+from isotype.train.settings import cure_by_name, parse_settings
 from isotype.train.validate import check_settings
 
 MODEL = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "True"]

@@ -20,11 +20,11 @@ import isotype.train.head
 from isotype.data.methods import METHODS
 from isotype.lora.head import head_of
 from isotype.records.request import LossOf
-from isotype.trace.live.recorder import measure_step
 from isotype.train import recipes
 from isotype.train.head import put_head, use_own_head, use_trl_head
 from isotype.train.settings import parse_settings
 from isotype.train.synthetic import step_inputs
+from tests.measured_step import measure_step
 from tests.train.test_governed import adapted, trainer_of
 from tests.train.tiny import rows, save_chat_model, save_rows
 from tests.zoo import ARCHITECTURES

@@ -22,7 +22,7 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES
-from isotype.train import launched, recipes, recompute_choice, recompute_of_run, step
+from isotype.train import launched, recipes, recompute_choice, step
 from isotype.train.lengths import Lengths, longest_possible
 from isotype.train.models import processing_class
 from isotype.train.plan import Plan, parse_options, plan_of, training_plan
@@ -376,10 +376,10 @@ def test_processes_take_one_choice(
 ) -> None:
     settings = parse_settings(METHODS["sft"], arguments(model, data))
     choices = [Choice(None, "there is room here"), Choice(CHECKPOINTING, "there is none here")]
-    monkeypatch.setattr(recompute_of_run, "training_plan", lambda *_: None)
-    monkeypatch.setattr(recompute_of_run, "choice_of", lambda *_: choices[processes.get_rank()])
+    monkeypatch.setattr(step, "training_plan", lambda *_: None)
+    monkeypatch.setattr(step, "choice_of", lambda *_: choices[processes.get_rank()])
     taken = processes.both(
-        lambda _: recompute_of_run.take_choice(settings, None, None, None, None, None, None)  # type: ignore[arg-type]
+        lambda _: step.take_choice(settings, None, None, None, None, None, None)  # type: ignore[arg-type]
     )
     assert taken == [choices[0], choices[0]]
     assert settings.training.gradient_checkpointing is False

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.bnb import wanted_quantization
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.formats.config import gguf_config
 from isotype.checkpoint.formats.config import model_class as class_of
-from isotype.checkpoint.formats.gguf_config import gguf_config
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.mapping.complete import require_complete_gguf
+from isotype.checkpoint.mapping.match import require_complete_gguf
 from isotype.checkpoint.streaming import can_stream, headers_of, stream
 from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.compat.hub import asking
@@ -28,6 +27,7 @@ from isotype.compat.transformers import subclass as loading_class
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.finite import not_finite, refuse
+from isotype.model.quantize import wanted_quantization
 from isotype.model.range_boundaries import float32_by_ranges
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy

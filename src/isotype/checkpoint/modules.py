@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from isotype.checkpoint.bnb import wanted_quantization
 from isotype.checkpoint.fill import Placement, fill, place
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.json_file import read_json
@@ -26,6 +25,7 @@ from isotype.core.names import listed
 from isotype.model.enforce import dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
 from isotype.model.mixed import store_layers
+from isotype.model.quantize import wanted_quantization
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
 

@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
-from isotype.checkpoint.bnb import wanted_quantization
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.formats.config import BUILD_ERRORS, read_config
-from isotype.checkpoint.formats.gguf_config import gguf_config
+from isotype.checkpoint.formats.config import BUILD_ERRORS, gguf_config, read_config
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.formats.hub import hub_config
 from isotype.checkpoint.load import (
@@ -33,7 +31,7 @@ from isotype.compat.transformers import set_attention
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
 from isotype.model.mixed import store_layers
-from isotype.model.quantize import quantize_blank
+from isotype.model.quantize import quantize_blank, wanted_quantization
 from isotype.precision.policy import PrecisionPolicy
 
 

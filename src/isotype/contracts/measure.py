@@ -31,10 +31,12 @@ import datetime
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +47,6 @@ import torch
 from isotype.compat.torch import OpOverload
 from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table
 from isotype.contracts.example import Json, decode, has_dtype_argument, is_float, tensors_in
-from isotype.contracts.messages import templates
 from isotype.contracts.nearest import table_name
 from isotype.contracts.pattern import (
     CORRUPTS,
@@ -61,6 +62,24 @@ from isotype.contracts.values import REFUSALS, corrupted, results_of
 from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
+
+# Every way torch spells a float dtype, with its letter and the format specification that writes it again.
+_SPELLINGS: dict[str, tuple[str, str]] = {
+    "torch.float32": ("f", ":torch"),
+    "torch.bfloat16": ("b", ":torch"),
+    "torch.float16": ("h", ":torch"),
+    "torch.float64": ("d", ":torch"),
+    "c10::BFloat16": ("b", ""),
+    "c10::Half": ("h", ""),
+    "float": ("f", ""),
+    "double": ("d", ""),
+    "BFloat16": ("b", ":name"),
+    "Half": ("h", ":name"),
+    "Float": ("f", ":name"),
+    "Double": ("d", ":name"),
+}
+_WORD = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _SPELLINGS)) + r")(?![\w.]*\w)")
+_MOST = 256  # readings of one message worth looking at
 
 EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"
@@ -362,3 +381,37 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def templates(messages: Mapping[str, str]) -> dict[str, str]:
+    """Pattern -> message, to pattern -> template, with as few distinct templates as a greedy choice finds.
+
+    A dtype in a message may be that of any operand which has it; the reading that explains the most messages of the
+    operator is taken. `fill(template, letters_in(pattern))` gives each message back to the letter.
+    """
+    readings = {pattern: list(_readings(pattern, message)) for pattern, message in messages.items()}
+    chosen: dict[str, str] = {}
+    while len(chosen) < len(messages):
+        left = [pattern for pattern in messages if pattern not in chosen]
+        votes = Counter(reading for pattern in left for reading in readings[pattern])
+        best = min(votes, key=lambda reading: (-votes[reading], reading))
+        chosen |= dict.fromkeys([pattern for pattern in left if best in readings[pattern]], best)
+    return chosen
+
+
+def _readings(pattern: str, message: str) -> Iterator[str]:
+    """Every template that gives `message` for `pattern`."""
+    letters = letters_in(pattern)
+    # re.split with one group alternates between text and dtype words.
+    parts = _WORD.split(message.replace("{", "{{").replace("}", "}}"))
+    choices = [[part] if at % 2 == 0 else _places(part, letters) for at, part in enumerate(parts)]
+    for reading in itertools.islice(itertools.product(*choices), _MOST):
+        template = "".join(reading)
+        if fill(template, letters) != message:
+            raise RuntimeError(f"{template!r} does not give {message!r} for {pattern}")
+        yield template
+
+
+def _places(word: str, letters: str) -> list[str]:
+    letter, style = _SPELLINGS[word]
+    return [f"{{{at}{style}}}" for at, found in enumerate(letters) if found == letter] or [word]

@@ -15,7 +15,7 @@ from torch import nn
 from isotype.compat.accelerate import HOOK
 from isotype.compat.peft import DORA_CACHE
 from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
-from isotype.lora.linear import Adapter, Layer
+from isotype.lora.spec import Adapter, Layer
 from isotype.model.boundary import boundary_of
 from isotype.model.hooks import must_be_called
 from isotype.model.quantized import quantization_state, row_scales

@@ -14,8 +14,9 @@ from isotype.compat.torch import FakeTensor, version_of
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.adapted import Reading, read
 from isotype.lora.gates import Gate
-from isotype.lora.linear import Spec, lora_linear
+from isotype.lora.linear import lora_linear
 from isotype.lora.loops.products import is_used
+from isotype.lora.spec import Spec
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.walk import kind_of

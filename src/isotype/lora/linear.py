@@ -16,93 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from isotype.core.dtypes import NoAutocast
-from isotype.lora.dropout import dropped, mask_of
-from isotype.lora.gates import Gate
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.rounded import Pairs, rounded
-from isotype.lora.weights import DenseWeights, shape_of
+from isotype.lora.spec import Adapter, Layer, Spec
+from isotype.lora.weights import shape_of
 from isotype.model.bnb_blocks import product_4bit
 from isotype.model.quantized import quantization_state
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One active adapter of a layer.
-
-    Attributes:
-        rank: r.
-        scale: what its product is multiplied by: alpha / r, or alpha / sqrt(r) of rsLoRA.
-        dropout: probability; 0 in evaluation.
-        magnitude: whether it is DoRA's, which comes alone and without dropout.
-    """
-
-    rank: int
-    scale: float
-    dropout: float = 0.0
-    magnitude: bool = False
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One linear layer: its frozen base, its biases and its active adapters.
-
-    Attributes:
-        base: the base layer, which holds the weight.
-        biases: what each of its bias vectors is multiplied by: 1 for the base's, the scale for an adapter's.
-        adapters: the active ones, in order.
-    """
-
-    base: nn.Module
-    biases: tuple[float, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
-
-    @cached_property
-    def rank(self) -> int:
-        """Rank of all adapters together."""
-        return sum(adapter.rank for adapter in self.adapters)
-
-    @cached_property
-    def tensors(self) -> int:
-        """How many tensors belong to it."""
-        return len(self.biases) + sum(2 + adapter.magnitude for adapter in self.adapters)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What one call computes.
-
-    Attributes:
-        layers: the layers that read the same input.
-        weights: gives their base weights.
-        working: dtype of the products: the compute dtype, or float32 where the device has no fast products in it.
-        result: dtype of the outputs.
-        gate: of an input that is a gated product of two tensors.
-        keep: whether a backward will follow, see `DenseWeights.matrix`.
-        compiled: whether compiled loops multiply, see `isotype.lora.loops.products`.
-    """
-
-    layers: tuple[Layer, ...]
-    weights: DenseWeights
-    working: torch.dtype
-    result: torch.dtype
-    gate: Gate | None = None
-    keep: bool = True
-    compiled: bool = False
-
-    @property
-    def adapters(self) -> int:
-        """How many adapters the layers have together."""
-        return sum(len(layer.adapters) for layer in self.layers)
 
 
 def lora_linear(
@@ -154,7 +80,7 @@ class _LoraLinear(torch.autograd.Function):
         with NoAutocast(first.device.type):
             x = _product(spec, _factors(spec, first, second))
             masks = tuple(
-                mask_of(adapter.dropout, first) for layer in spec.layers for adapter in layer.adapters
+                _mask_of(adapter.dropout, first) for layer in spec.layers for adapter in layer.adapters
             )
             each, down = _rounded(spec, tensors, stacked=all(mask is None for mask in masks))
             hidden = _hidden(spec, x, each, masks, down)
@@ -282,7 +208,7 @@ def _hidden(
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
         return hidden
     parts = [
-        dropped(x, mask, adapter.dropout) @ own.to(x.dtype).t()
+        _dropped(x, mask, adapter.dropout) @ own.to(x.dtype).t()
         for (adapter, own), mask in zip(_adapters(each), masks, strict=True)
     ]
     return torch.cat(parts, dim=1) if parts else x.new_empty(x.shape[0], 0)
@@ -455,7 +381,7 @@ def _add_dropped(
     adapters = _adapters(each)
     parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters], 1)
     for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
-        d_x.add_(dropped(part @ down.to(part.dtype), mask, adapter.dropout))
+        d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter.dropout))
 
 
 def _through_down(
@@ -481,7 +407,9 @@ def _through_down(
         places, _split(d_hidden, ranks, 1), adapters, masks, strict=True
     ):
         each_down = x.new_empty(down.shape, dtype=_summed(x))
-        write_sums([Sum(each_down, ((part.t(), dropped(x, mask, adapter.dropout)),))], compiled=spec.compiled)
+        write_sums(
+            [Sum(each_down, ((part.t(), _dropped(x, mask, adapter.dropout)),))], compiled=spec.compiled
+        )
         found[place] = each_down.to(down.dtype)
 
 
@@ -495,3 +423,21 @@ def _through_input(
         return x, (d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other))
     assert x is not None, "only a gated product whose gradient is wanted is formed later"
     return x, (None if d_x is None else d_x.view(ctx.shape).to(dtype), None)
+
+
+def _mask_of(probability: float, x: torch.Tensor) -> torch.Tensor | None:
+    """What dropout leaves of X, as booleans `[rows, in]`; None where it drops nothing.
+
+    Random numbers are drawn in the order of memory: in that of the input that was given, a transposed one say, they are the
+    numbers that `nn.Dropout` draws.
+    """
+    if not probability:
+        return None
+    drawn = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - probability)
+    return drawn.reshape(-1, x.shape[-1])
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor | None, probability: float) -> torch.Tensor:
+    """X without what the mask leaves out, scaled up; also of a gradient."""
+    # A probability of 1 leaves nothing, and nothing to scale up.
+    return x if mask is None else x * mask * (1 / max(1 - probability, torch.finfo(x.dtype).tiny))

@@ -123,44 +123,6 @@ def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature
     )
 
 
-def language_model_loss(
-    head: Head,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    precision: Precision | None = None,
-) -> torch.Tensor:
-    """Cross-entropy of `labels` after `hidden`, float32 scalar; 0 where no token has a label.
-
-    Each token with a label adds `-(1 - s) log p_t + s (logsumexp(z) - mean(z)) + z_loss logsumexp(z)^2`: label smoothing `s`
-    over the whole vocabulary (https://arxiv.org/abs/1512.00567 section 7) and the z-loss of
-    https://arxiv.org/abs/2204.02311 section 5.
-
-    Args:
-        head: what the logits are computed by.
-        hidden: `[…, H]` in any float dtype.
-        labels: int64 `[…]`: the token that follows each hidden state, -100 where it does not count.
-        smoothing: share of the target's probability that is spread over the vocabulary.
-        z_loss: factor of the squared logsumexp.
-        num_items_in_batch: what the sum is divided by; the number of labels where not given.
-        precision: dtypes and memory.
-    """
-    mask = labels != -100
-    more = ("logsumexp",) * bool(smoothing or z_loss) + ("mean_logits",) * bool(smoothing)
-    found = log_probs(
-        head, hidden[mask], labels[mask], more, gradients=("log_probs", *more), precision=precision
-    )
-    loss = -(1 - smoothing) * found.log_probs
-    if found.logsumexp is not None:
-        loss = loss + z_loss * found.logsumexp.square()
-        if found.mean_logits is not None:
-            loss = loss + smoothing * (found.logsumexp - found.mean_logits)
-    return loss.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
-
-
 _KNOWN = ("log_probs", "logsumexp", "entropy")  # results that the backward needs
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.mapping.complete import require_complete_gguf
+from isotype.checkpoint.mapping.match import require_complete_gguf
 from isotype.checkpoint.measured import fingerprint, kept_damages
 from isotype.checkpoint.weightless import model_config
 from isotype.compat.compiler import defer_compiler, import_uncompiled

@@ -14,7 +14,6 @@ from isotype.core.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse
 from isotype.core.errors import PrecisionError, Problem
 from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
-from isotype.precision.reasons import autocast_reasons, fixed_reasons
 
 if TYPE_CHECKING:
     from isotype.precision.devices.profile import DeviceProfile
@@ -421,3 +420,44 @@ def _check_only(facts: ModelFacts, profile: DeviceProfile, request: PrecisionReq
     _storage(facts, request, storage_format, compute, master, problems, [], {})
     if problems:
         raise PrecisionError("", problems)
+
+
+def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
+    """Role -> why, of the roles that follow from the compute dtype, the float weights' dtype and the pins."""
+    name = dtype_name(compute)
+    low = compute != torch.float32
+    return {
+        "optimizer": "as the masters it belongs to",
+        "reduce": "gradients have the dtype of the masters they belong to",
+        "pinned": (
+            f"kept by the model's author: {', '.join(sorted(set(pinned)))}; their outputs return to {dtype_name(plain)}"
+            if pinned
+            else ("the model pins no parameter" if low else "everything is float32 already")
+        ),
+        "norms": (
+            "variance in float32; RMSNorm returns its input's dtype, LayerNorm under CUDA autocast float32"
+            if low
+            else "as everything else"
+        ),
+        "buffers": f"never rounded: {name} would shift rotary positions" if low else "as everything else",
+        "loss": "log-sum-exp over the vocabulary needs the range and the digits",
+        "loss_scaling": (
+            "float16 gradients underflow below 6e-8 without it"
+            if compute == torch.float16
+            else f"{name} has the range of float32"
+            if compute == torch.bfloat16
+            else "float32 gradients do not underflow"
+        ),
+    }
+
+
+def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
+    """Role -> why, where autocast casts float weights of another dtype; `compute` is the compute dtype's reason."""
+    name = dtype_name(plain)
+    return {
+        "compute": (
+            f"{compute}; autocast casts {name} weights to it at each matmul; outside autocast the model computes in "
+            f"{name}"
+        ),
+        "residual": "as the weights: autocast casts at each matmul only",
+    }

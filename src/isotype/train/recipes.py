@@ -34,7 +34,6 @@ from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.assistant import labelled_rows, labels_kept
 from isotype.train.compilation import compile_blocks
-from isotype.train.cures import cure_by_name
 from isotype.train.device import take_one_gpu, training_device, wait_less
 from isotype.train.early import early_stopping, not_the_best
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
@@ -51,7 +50,6 @@ from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
 from isotype.train.ranges import policy_of_run
 from isotype.train.recompute_choice import Choice
-from isotype.train.recompute_of_run import SAVED_AS, take_choice
 from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
 from isotype.train.run_files import earlier_report, files_of_checkpoint, report_failure, write_report
 from isotype.train.same_run import identity_of
@@ -59,8 +57,9 @@ from isotype.train.saved import (
     remove_other_kind,
     trained_kind,
 )
-from isotype.train.settings import Settings
+from isotype.train.settings import Settings, cure_by_name
 from isotype.train.start import start_of
+from isotype.train.step import SAVED_AS, take_choice
 from isotype.train.stop import graceful_stop, resume_command
 from isotype.train.validate import (
     check_policy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.config_file import apply_config, without_config
-from isotype.train.cures import cure_by_name, cure_by_trial
 from isotype.train.launched import Sharding
 from isotype.train.limits import number_problems
 from isotype.train.own_arguments import IsotypeArguments
@@ -263,3 +262,34 @@ def _unset_namespace(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return argparse.Namespace(
         **{action.dest: _UNSET for action in actions_of(parser) if action.dest != "help"}
     )
+
+
+def cure_by_trial(explicit: Iterable[str], works_without: Callable[[str], bool]) -> str | None:
+    """The arguments of which any one, left out, makes the rest work; None where no single one does.
+
+    Args:
+        explicit: the names that were given.
+        works_without: whether the command works with this argument at its default.
+    """
+    cures = [name for name in sorted(explicit) if works_without(name)]
+    return f"leave {' or '.join(f'--{name}' for name in cures)} out" if cures else None
+
+
+def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
+    """What to do by the arguments that a message names: those that were given go, the others are shown as they are.
+
+    Args:
+        message: of the library.
+        explicit: the names that were given.
+        values: every argument with its value.
+        help_of: the command, whose help is the last resort.
+    """
+    words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
+    named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
+    out = [f"--{name}" for name in named if name in explicit]
+    other = [f"--{name} (now {values[name]})" for name in named if name not in explicit]
+    parts = [f"leave {' or '.join(out)} out"] * bool(out)
+    parts += [f"{'or change' if out else 'change'} {' or '.join(other)}"] * bool(other)
+    given = [f"--{name}" for name in sorted(explicit) if name in values]
+    last = f"leave out one of {', '.join(given)}" if given else "see what each takes"
+    return ", ".join(parts) or f"{last}; {help_of} --help-all lists all"

@@ -11,8 +11,9 @@ from typing import Any
 
 import transformers
 
+from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.mapping.complete import require_complete_gguf
+from isotype.checkpoint.mapping.match import require_complete_gguf
 from isotype.checkpoint.weightless import model_config
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
@@ -20,7 +21,7 @@ from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.model.fold import fold
-from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
+from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients, checkpointing, take_checkpointing
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
@@ -32,11 +33,19 @@ from isotype.report.text import format_duration
 from isotype.rules.kit.step_time import step_time
 from isotype.train.fit import fitting
 from isotype.train.head import put_head
-from isotype.train.plan import DEFAULT_LENGTH, Plan
+from isotype.train.launched import from_first
+from isotype.train.lengths import Lengths
+from isotype.train.plan import DEFAULT_LENGTH, Plan, training_plan
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
+from isotype.train.same_run import RUN_FILE
+from isotype.train.saved import read_json
+from isotype.train.settings import Settings
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
+
+SAVED_AS = "gradient_checkpointing"
+"""Name of the choice in `RUN_FILE`."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Of one value: 4 bits, and 8 for the scale of 32 (OCP MX specification 1.0, 5.2)."""
@@ -298,3 +307,36 @@ def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:
             "TRL's kernel computes the loss on this device; its tiles of up to 256 MiB are not counted"
         )
     return tuple(notes)
+
+
+def take_choice(
+    settings: Settings,
+    policy: PrecisionPolicy,
+    resume: Path | None,
+    start: Adapter | None,
+    tokenizer: Any,
+    data: Any,
+    lengths: Lengths | None,
+) -> Choice:
+    """Choose, and set the training's arguments so; the processes of a run take what the first of them finds.
+
+    Args:
+        settings: of the run.
+        policy: of the run.
+        resume: the checkpoint that it goes on from.
+        start: the adapter that is trained further.
+        tokenizer: the model's tokenizer or processor.
+        data: splits of rows.
+        lengths: of the training rows, where they are known already.
+    """
+    training = settings.training
+    if not settings.auto_checkpointing or (settings.sharding is not None and settings.sharding.checkpointing):
+        return Choice(checkpointing(training), "as asked")
+    saved = {} if resume is None else read_json(resume / RUN_FILE) or {}
+    if resume is not None and SAVED_AS in saved:
+        choice = Choice(saved[SAVED_AS], f"as in {resume.name}, which the run goes on from")
+    else:
+        plan = training_plan(settings, start, tokenizer, data, lengths)
+        choice = from_first(lambda: choice_of(plan, policy))
+    take_checkpointing(training, choice.arguments)
+    return choice

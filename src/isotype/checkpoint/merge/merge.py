@@ -24,7 +24,6 @@ from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.merge.report import MergeReport, compare_logits, wider
-from isotype.checkpoint.merge.same_base import check_same_base
 from isotype.checkpoint.merge.write import (
     FORMATS,
     check_output,
@@ -38,9 +37,14 @@ from isotype.checkpoint.merge.written_model import WrittenModel
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import model_config
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, QUANTIZATIONS, dtype_name, parse_dtype
-from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError
+from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, Problem, UsageError
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
+
+_SAME = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "vocab_size",
+)  # fmt: skip
 
 __all__ = ["MergeReport", "merge_adapter"]
 
@@ -317,3 +321,28 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
         f"the merged model is float16, but was trained with {'; '.join(known)}: computed in float16 throughout, it can "
         f"overflow; merge with {wider(stored, torch.bfloat16, torch.float32)}, or keep the adapter apart, beside its policy",
     )
+
+
+def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
+    """Whether the config of `base` describes the model that `adapter` was trained on, whatever its precision.
+
+    Raises:
+        CheckpointError: it is another model, though the adapter's weights may fit into it; every difference is named.
+    """
+    sources = ((base, revision), (adapter.base, adapter.revision))
+    given, trained = (model_config(source, revision=of).get_text_config() for source, of in sources)
+    problems = [
+        Problem(
+            f"--base {base}: {name} {_value(given, name)}",
+            f"{_value(trained, name)}, as in {adapter.base}, which the adapter was trained on",
+            "give the same model in another precision, or leave --base out",
+        )
+        for name in _SAME
+        if _value(given, name) != _value(trained, name)
+    ]
+    if problems:
+        raise CheckpointError("the base is another model than the adapter was trained on", problems)
+
+
+def _value(config: Any, name: str) -> Any:
+    return getattr(config, name, None)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.grouping import grouped
 from isotype.core.names import distinct_names, listed, short, starred
 from isotype.records.finding import Fix
 from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
 from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.groups import SCATTERS, Group
-from isotype.rules.kit.siblings import modules_meant, weights_meant
+from isotype.rules.kit.per_trace import per_trace
 
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
@@ -216,3 +217,49 @@ def _is_own(mismatched: Operand, call: Call) -> bool:
     """Whether an operand is a parameter, buffer or plain tensor that the calling module itself holds."""
     stored = mismatched.origin.kind in ("parameter", "buffer", "attribute")
     return stored and mismatched.origin.name.rpartition(".")[0] == call.module
+
+
+@per_trace
+def _weights(trace: Trace) -> Mapping[str, list[Weight]]:
+    return grouped(trace.weights, lambda weight: starred(weight.name))
+
+
+@per_trace
+def _modules(trace: Trace) -> Mapping[tuple[str, str], set[str]]:
+    found: dict[tuple[str, str], set[str]] = {}
+    for name, kind in trace.modules.items():
+        found.setdefault((starred(name), kind), set()).add(name)
+    return found
+
+
+def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
+    """Weights with their numbered siblings of the same dtype: with a `*` where every sibling has it, else by name.
+
+    A folded layer stands for others whose names are not known: these are named with a `*`.
+    """
+
+    def each(name: str) -> Iterator[str]:
+        weight = trace.owners.get(name)
+        siblings = _weights(trace).get(starred(name), [])
+        alike = [other for other in siblings if weight is not None and other.dtype == weight.dtype]
+        if weight is None or len(alike) == len(siblings) or any(other.repeats > 1 for other in alike):
+            yield starred(name)
+        else:
+            yield from (other.name for other in alike)
+
+    return tuple(dict.fromkeys(meant for name in names for meant in each(name)))
+
+
+def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
+    """Modules with a `*` for the number of a layer where all siblings of the class are among them, else by name.
+
+    Of a step that ended early nobody knows which of them come later, of a folded model which stand for others.
+    """
+    given = tuple(dict.fromkeys(modules))
+    unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)
+
+    def each(name: str) -> str:
+        siblings = _modules(trace).get((starred(name), trace.modules.get(name, "")), set())
+        return starred(name) if unknown or siblings <= set(given) else name
+
+    return tuple(dict.fromkeys(map(each, given)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import nn
 
 from isotype.compat.torch import (
     FakeTensor,
+    FakeTensorMode,
     run_backward,
     storage_of,
     unscale_,
@@ -30,13 +32,13 @@ from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Setup,
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
-from isotype.trace.fake.optimizers import kept_states, make_optimizer
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
 from isotype.trace.fake.surroundings import surroundings
-from isotype.trace.fake.twin import fake_inputs, fake_mode, forget_fakes, twin_of
+from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
+from isotype.trace.optimizers import OPTIMIZERS
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
@@ -354,4 +356,46 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         name: value.detach().cpu().clone()
         for name, value in _named(inputs)
         if not value.is_meta and not isinstance(value, FakeTensor) and value.numel() <= LIMIT
+    }
+
+
+def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
+    """An optimizer over `parameters`, or a note (a string) where its step cannot be traced on fake tensors.
+
+    Args:
+        asked: a name, an optimizer (its class and defaults are taken), or a callable (parameters -> optimizer).
+        parameters: the twin's trainable parameters.
+        learning_rate: None for the optimizer's own default.
+    """
+    given = {} if learning_rate is None else {"lr": learning_rate}
+    if isinstance(asked, torch.optim.Optimizer):
+        closure = inspect.signature(type(asked).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            return (
+                f"the step of optimizer {type(asked).__name__} is not traced: it computes the loss by itself"
+            )
+        known = inspect.signature(type(asked).__init__).parameters
+        return type(asked)(parameters, **{k: v for k, v in asked.defaults.items() if k in known})
+    if callable(asked):
+        return asked(parameters)
+    make = OPTIMIZERS.get(asked)
+    if make is None:
+        return f"the step of optimizer {asked} is not traced: it runs in kernels of its own"
+    return make(parameters, **given)
+
+
+def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
+    """Fakes of the state that an optimizer already keeps for parameters of `model`, by the parameters' names.
+
+    A model that is cast after its first step leaves the moments in the dtype that they were made in.
+    """
+    if not isinstance(asked, torch.optim.Optimizer):
+        return {}
+    return {
+        name: {
+            key: fake_like(value, mode) if isinstance(value, torch.Tensor) else value
+            for key, value in asked.state[parameter].items()
+        }
+        for name, parameter in model.named_parameters()
+        if parameter in asked.state
     }

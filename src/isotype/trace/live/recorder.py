@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
@@ -25,9 +23,8 @@ from isotype.contracts.contract import contracts_here
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import first_line
 from isotype.core.operators import given_tensors, tensors_in
-from isotype.records.memory import Memory, Phase
+from isotype.records.memory import Phase
 from isotype.records.trace import FLOATS, Breach, Call, Origin, Weight
-from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
@@ -261,67 +258,9 @@ class LiveFunctions(TorchFunctionMode):
 # --------------------------------------------------------------------------------------------------- measurement
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A real step that is being, or was, measured.
-
-    Attributes:
-        recorder: what wrote it down; its calls stay, its hold on tensors ends with the measurement.
-    """
-
-    recorder: LiveRecorder
-
-    @property
-    def memory(self) -> Memory:
-        """Bytes of live tensors at the worst moment of each phase so far, by kind."""
-        return self.recorder.ledger.record()
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """The operators so far."""
-        return tuple(self.recorder.calls)
-
-
-@contextmanager
-def measure_step(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Iterator[Measured]:
-    """Record a real step of `model`, run inside the `with`, in the ledger that a preflight uses.
-
-    Args:
-        model: the model that is trained; its weights count from the start.
-        inputs: tensors by name that are there before the step.
-
-    Raises:
-        RuntimeError: the bookkeeping failed, so that the figures would be wrong.
-    """
-    recorder = LiveRecorder(device_of(model))
-    modes = (recorder, LiveFunctions(recorder))
-    handles = [*recorder.watch(model), *_optimizer_hooks(recorder)]
-    recorder.names.clear()
-    handles += recorder.weigh(model)
-    recorder.given(inputs or {})
-    recorder.turn_to("forward")
-    put_under(*modes)
-    try:
-        yield Measured(recorder)
-    finally:
-        take_out(*modes)
-        for handle in handles:
-            handle.remove()
-        recorder.forget()
-    if recorder.fault:
-        raise RuntimeError(f"the step could not be measured to its end: {recorder.fault}")
-
-
 def device_of(model: nn.Module) -> str:
     """Type of the device of most of a model's parameters; `"cpu"` for a model without any."""
     counts: dict[str, int] = {}
     for parameter in model.parameters():
         counts[parameter.device.type] = counts.get(parameter.device.type, 0) + parameter.numel()
     return max(counts, key=lambda device: counts[device], default="cpu")
-
-
-def _optimizer_hooks(recorder: LiveRecorder) -> list[Any]:
-    return [
-        optimizers.register_optimizer_step_pre_hook(lambda *_: recorder.turn_to("optimizer")),
-        optimizers.register_optimizer_step_post_hook(lambda *_: recorder.turn_to("forward")),
-    ]
