@@ -51,7 +51,7 @@ def test_versions_that_do_not_fit_are_obstacles_here_and_no_matter_for_a_device_
     incompatibility = Incompatibility(
         ("peft 0.1", "transformers 5"), "peft 0.19 or newer", "pip install -U peft", "error"
     )
-    monkeypatch.setattr(resolve, "incompatible_here", lambda kind: (incompatibility,))
+    monkeypatch.setattr(resolve, "incompatible_here", lambda: (incompatibility,))
     path = saved("llama", torch.float32)
     with pytest.raises(PrecisionError) as caught:
         isotype.resolve_precision(path, device="cpu")

@@ -70,7 +70,6 @@ OLD_BNB = Incompatibility(
     "cuda 13.0 needs bitsandbytes>=0.48.0, not 0.47.0",
     "bitsandbytes>=0.48.0",
     "warning",
-    "https://example.org/bitsandbytes",
 )
 
 
@@ -152,7 +151,6 @@ To change
   error    transformers 5.23.0 requires peft>=0.20.0, not 0.15.0
            isotype 0.1.0 requires peft>=0.19, not 0.15.0
   warning  cuda 13.0 needs bitsandbytes>=0.48.0, not 0.47.0
-           https://example.org/bitsandbytes
   missing  gguf>=0.17
   fix      pip install --upgrade "peft>=0.20.0" "bitsandbytes>=0.48.0"
            "gguf>=0.17"

@@ -186,7 +186,7 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
             f"versions that fit: {incompatibility.fact}",
             incompatibility.change,
         )
-        for incompatibility in incompatible_here(profile.kind)
+        for incompatibility in incompatible_here()
         if incompatibility.severity == "error"
     ]
     saved = facts.quantization.method if facts.quantization else None

@@ -67,7 +67,7 @@ def setup_of(request: StepRequest) -> Setup:
         attention=attention_of(config),
         batch=_shapes(request.inputs),
         details=(*adapter_words(request.model), _checkpointing_words(request)),
-        incompatible=incompatible_here(profile.kind) if profile.present else (),
+        incompatible=incompatible_here() if profile.present else (),
         ranges=request.ranges,
         family_ranges=_family_ranges(config),
     )

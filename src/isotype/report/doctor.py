@@ -213,10 +213,7 @@ def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
         )
         label = Text(severity, style="bold red" if severity == "error" else "bold yellow")
         for incompatibility in group:
-            text = Text(incompatibility.fact)
-            if incompatibility.link:
-                text.append(f"\n{incompatibility.link}", style="dim")
-            rows.append((label, text))
+            rows.append((label, Text(incompatibility.fact)))
             label = Text()
     if report.missing:
         rows.append((Text("missing", style="bold yellow"), ", ".join(report.missing)))

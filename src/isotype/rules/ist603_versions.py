@@ -44,6 +44,5 @@ def find(trace: Trace) -> Iterator[Finding]:
             message=incompatibility.fact,
             phase="load",
             cause=" and ".join(incompatibility.packages),
-            notes=(incompatibility.link,) if incompatibility.link else (),
             fixes=(advice("pip", incompatibility.command),),
         )

@@ -15,7 +15,7 @@ import torch
 from isotype.core.compiled import NotCompiledError, check_folder, find_compilers
 from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing, toolkits
+from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing
 
 # Half the widest gap between two nf4 levels (0.696 and 1): a value in [-1, 1] is never stored further off.
 _NF4_BOUND = 0.153
@@ -124,9 +124,9 @@ def gather_doctor_report(
         profile=profile,
         rates=measure_all(profile.name, probe_seconds) if profile.present else {},
         versions=versions,
-        toolkits=toolkits(),
+        toolkits=_toolkits(),
         python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        incompatibilities=incompatible_here(profile.kind),
+        incompatibilities=incompatible_here(),
         missing=tuple(missing(versions)),
         bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, bitsandbytes_timeout),
         compiler=compiler_here() if profile.present and profile.kind == "cpu" else "",
@@ -181,3 +181,9 @@ def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
         )
         return BitsandbytesStatus(version, False, None, message)
     return BitsandbytesStatus(version, True, _LIBRARIES.get(answer["library"], answer["library"]), None)
+
+
+def _toolkits() -> dict[str, str]:
+    """The GPU toolkit this torch was built for: `{"cuda": "13.0"}`, `{"rocm": "7.1"}`, or nothing."""
+    built = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
+    return {name: version for name, version in built.items() if version}

@@ -173,7 +173,7 @@ class Diagnosis:
             optimizer=watch.optimizer or "an optimizer",
             compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),
             learning_rate=watch.learning_rate,
-            incompatible=incompatible_here(profile.kind) if profile.present else (),
+            incompatible=incompatible_here() if profile.present else (),
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
