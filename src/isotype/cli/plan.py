@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
+from isotype.core.errors import Problem, UsageError
 from isotype.core.interrupt import interrupts_kept
 from isotype.planning.plan import plan_of_request
 from isotype.planning.request import parse_request
-from isotype.planning.text import render
+from isotype.planning.shelf import names_a_model, plans
+from isotype.planning.text import render, render_models
 
 
 def run(argv: Sequence[str], console: Console) -> int:
@@ -23,6 +25,8 @@ def run(argv: Sequence[str], console: Console) -> int:
         DataError: a data set that cannot be trained on.
     """
     quiet_libraries()
+    if argv and not names_a_model(argv) and not {"-h", "--help"} & set(argv):
+        return _run_without_model(argv, console)
     with interrupts_kept():
         request, outputs = parse_request(argv)
         plan = plan_of_request(request)
@@ -33,3 +37,14 @@ def run(argv: Sequence[str], console: Console) -> int:
     else:
         render(plan, console)
     return 0 if plan.chosen is not None else 1
+
+
+def _run_without_model(argv: Sequence[str], console: Console) -> int:
+    """Which model: the largest of many sizes that fit."""
+    if "--json" in argv or any(each.split("=")[0] == "--html" for each in argv):
+        fix = "isotype plan MODEL --json"
+        raise UsageError("no model", [Problem("--json or --html without a model", "a model", fix)])
+    with interrupts_kept():
+        found = list(plans(argv))
+    render_models(found, console)
+    return 0 if any(plan.chosen is not None for plan in found) else 1

@@ -22,6 +22,7 @@ weights, a GPU or a data set.
 
   isotype plan MODEL --device rtx4090 [--data my.jsonl] [flags]
   isotype plan sft --model_name_or_path MODEL --device rtx4090 [flags]
+  isotype plan --device t4 --data my.jsonl       which model: the largest of Qwen3 that fit
 
 Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; these are the ones of a plan alone:"""
 

@@ -78,6 +78,52 @@ def _comparison(plan: Record) -> Table:
     return table
 
 
+def render_models(plans: Sequence[Record], console: Console) -> None:
+    """Print plans of several models as one table for each device, and the command of the largest that fits last."""
+
+    def say(text: str = "", style: str = "") -> None:
+        console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(
+        f"isotype plan   {plans[0].method}, {plans[0].settings}; no model is named: these are the largest that fit",
+        "bold",
+    )
+    for at, device in enumerate(plans[0].devices):
+        say()
+        say(
+            f"{title_of(plans[0], device)}: a step may take {device.room}; {device.rates or 'its rates are unknown'}",
+            "bold",
+        )
+        console.print(fitting(_models(plans, at), console, 2), highlight=False)
+        for note in dict.fromkeys(note for plan in plans for note in plan.devices[at].notes):
+            say(f"precision  {note}")
+    largest = next((plan for plan in plans if plan.chosen is not None), None)
+    chosen = None if largest is None else largest.chosen
+    if chosen is not None and chosen.work is not None:
+        say(f"data       {_work(chosen, chosen.work)}")
+    say()
+    say(
+        "nothing fits: a larger device, or more of them (--devices)"
+        if chosen is None
+        else shlex.join(chosen.command)
+    )
+
+
+def _models(plans: Sequence[Record], at: int) -> Table:
+    """A row for each model, with the settings that the goal picks on the device with this number."""
+    rows = [plan.devices[at].chosen for plan in plans]
+    heads = ["model", *heads_of([row for row in rows if row is not None])[1:]]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for head in heads:
+        left = head in ("model", "storage", "checkpointing", "sharding", "bound by")
+        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+    for plan, row in zip(plans, rows, strict=True):
+        cells = {"storage": "does not fit"} if row is None else cells_of(row, chosen=False)
+        name = plan.model.rpartition("/")[2]
+        table.add_row(*(name if head == "model" else cells.get(head, "") for head in heads))
+    return table
+
+
 def title_of(plan: Record, device: Device) -> str:
     """The device's name, and how many of it train together."""
     count = next((row.devices for row in plan.of(device.name)), 1)

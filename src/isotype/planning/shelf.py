@@ -1,0 +1,91 @@
+"""Models of many sizes, for whoever has a card and data and asks which model to train: their shapes, from their own config.json.
+
+The shapes suffice for a plan. No tokenizer is among them, so that rows of a data set count as full.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from isotype.planning.plan import Plan, plan_of_request
+from isotype.planning.record import Device, Row
+from isotype.planning.request import parse_request
+from isotype.train.command import set_flag, value_of
+
+ENOUGH = 3
+"""Models that fit, the largest first: smaller ones fit as well."""
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHELF: Mapping[str, Mapping[str, Any]] = {
+    "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, tied=False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+}
+"""Hub id -> config, the largest first."""
+
+
+def names_a_model(argv: Sequence[str]) -> bool:
+    """Whether the arguments of `isotype plan` name a model, or ask for something else than a plan."""
+    first = bool(argv) and not argv[0].startswith("-")
+    return (
+        first or value_of(argv, "--model_name_or_path") is not None or value_of(argv, "--config") is not None
+    )
+
+
+def plans(argv: Sequence[str]) -> Iterator[Plan]:
+    """The plans of the largest models of the shelf that fit; of those that do not, too, where none does.
+
+    Raises:
+        UsageError, PrecisionError, DataError: as `isotype.planning.plan.plan`.
+    """
+    fitting = 0
+    for name, config in SHELF.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(config), encoding="utf-8")
+            request, _ = parse_request([str(path), *argv])
+            plan = _named(plan_of_request(replace(request, longest=False)), name)
+        fitting += plan.chosen is not None
+        yield plan
+        if fitting == ENOUGH:
+            return
+
+
+def _named(plan: Plan, name: str) -> Plan:
+    """The plan under the model's name on the hub, in its commands as well."""
+
+    def row_of(row: Row) -> Row:
+        return replace(row, command=tuple(set_flag(list(row.command), "--model_name_or_path", name)))
+
+    def device_of(device: Device) -> Device:
+        return replace(device, chosen=None if device.chosen is None else row_of(device.chosen))
+
+    rows, devices = tuple(map(row_of, plan.rows)), tuple(map(device_of, plan.devices))
+    return replace(plan, model=name, rows=rows, devices=devices)

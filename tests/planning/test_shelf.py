@@ -1,0 +1,79 @@
+"""Which model fits, of several sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isotype.cli.main import main
+from isotype.planning import shelf
+from isotype.planning.shelf import SHELF, names_a_model, plans
+
+
+@pytest.fixture
+def sizes(config: Path, formula: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model and a small one, and weights that the formula counts by their layers."""
+    small = json.loads(config.read_text(encoding="utf-8"))
+    monkeypatch.setattr(shelf, "SHELF", {"big/Model-9B": small, "big/Model-1B": small})
+
+
+def test_the_commands_name_the_model_on_the_hub(sizes: None) -> None:
+    first, second = plans(
+        ["--device", "t4", "--max-memory", "6MiB", "--length", "128", "--quantization", "nf4"]
+    )
+    assert (first.model, second.model) == ("big/Model-9B", "big/Model-1B")
+    for plan in (first, second):
+        assert plan.command is not None
+        assert plan.command.startswith(f"isotype sft --model_name_or_path {plan.model} ")
+        assert {row.command[3] for row in plan.rows} == {plan.model}
+
+
+def test_no_more_are_planned_than_are_enough(sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "ENOUGH", 1)
+    assert len(list(plans(["--device", "t4", "--max-memory", "6MiB", "--quantization", "nf4"]))) == 1
+
+
+def test_a_row_for_each_model_and_the_command_of_the_largest(
+    sizes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["plan", "--device", "t4", "--max-memory", "6MiB", "--length", "128", "--quantization", "nf4"])
+        == 0
+    )
+    text = capsys.readouterr().out
+    assert "no model is named: these are the largest that fit" in text
+    assert "Model-9B nf4" in text
+    assert "Model-1B nf4" in text
+    assert text.splitlines()[-1].startswith("isotype sft --model_name_or_path big/Model-9B ")
+
+
+def test_nothing_fits(sizes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]) == 1
+    assert (
+        capsys.readouterr()
+        .out.rstrip()
+        .endswith("nothing fits: a larger device, or more of them (--devices)")
+    )
+
+
+def test_json_is_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "t4", "--json"]) == 2
+    assert "isotype plan MODEL --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("m --device t4", True), ("sft --model_name_or_path m", True), ("--device t4 --data x.jsonl", False)],
+)
+def test_what_names_a_model(text: str, answer: bool) -> None:
+    assert names_a_model(text.split()) is answer
+
+
+def test_the_shelf_goes_from_the_largest_down() -> None:
+    sizes = [
+        config["hidden_size"] * config["num_hidden_layers"] * config["intermediate_size"]
+        for config in SHELF.values()
+    ]
+    assert sizes == sorted(sizes, reverse=True)
