@@ -85,19 +85,28 @@ def test_there_are_blocks_to_run():
     assert len(BLOCKS) >= 4
 
 
-def _rooms() -> list[str]:
-    """The rooms from the top floor down, as import-linter holds them."""
+def _floors() -> dict[str, int]:
+    """The floor of each room from the top down, as import-linter holds them; rooms of the two wings can share one."""
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     (layers,) = [contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers"]
-    return layers
+    return {room: floor for floor, layer in enumerate(layers) for room in layer.split(" | ")}
 
 
-def test_both_pages_list_every_room_from_the_top_down():
-    rooms = _rooms()
-    assert set(rooms) == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert re.findall(r"^(\w+)/  ", ARCHITECTURE.read_text(encoding="utf-8"), re.M) == rooms
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)/` \|", contributing, re.M) == rooms
+@pytest.mark.parametrize(
+    ("page", "parts", "room"),
+    [
+        (ARCHITECTURE, r"\n\n", r"^(\w+)/(?:\w+/)? +"),
+        (ROOT / "CONTRIBUTING.md", r"\| \*the ", r"^\| `(\w+)/(?:\w+/)?`"),
+    ],
+    ids=["architecture", "contributing"],
+)
+def test_both_pages_list_every_room_from_the_top_down_wing_by_wing(page, parts, room):
+    floors = _floors()
+    assert set(floors) == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    wings = [re.findall(room, part, re.M) for part in re.split(parts, page.read_text(encoding="utf-8"))]
+    assert {name for wing in wings for name in wing} == set(floors)
+    for wing in wings:
+        assert wing == sorted(wing, key=floors.__getitem__)
 
 
 NOT_HERE = {

@@ -29,9 +29,7 @@ from tests.models import tiny_model
 H100, T4 = device_profile("h100"), device_profile("t4")
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.lacking(
-    ""
-    if lengths.varlen_attention()
-    else f"torch {torch.__version__} has no attention by lengths with a scale"
+    "" if lengths.takes_lengths() else f"torch {torch.__version__} has no attention by lengths with a scale"
 )
 TOLERANCE = 5e-5
 """As of tests/lora/test_padding.py: float32 sums in another order."""
@@ -242,7 +240,7 @@ def test_why_padding_is_computed(
 
 
 def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lengths, "varlen_attention", lambda: None)
+    monkeypatch.setattr(lengths, "takes_lengths", lambda: False)
     report = registered._with_lengths(tiny_model("llama"), [tiny_model("llama")], H100, BF16, "")
     assert report.padded == f"torch {torch.__version__} has no attention by lengths with a scale and windows"
 

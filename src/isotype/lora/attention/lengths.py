@@ -21,20 +21,22 @@ DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD = 256
 _ALIGNED = 8
 """What the size of a head is a multiple of."""
-_ARGUMENTS = ("scale", "window_size")
+_SINCE = "2.11"
 _CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask", "position_bias")
 """Keyword arguments of layers that change the result."""
 
 
+def takes_lengths() -> bool:
+    """Whether this torch's function takes a scale and windows; by its version, for importing it brings torch's compiler along."""
+    return torch.__version__ >= _SINCE
+
+
 @cache
 def varlen_attention() -> Any:
-    """torch's function; None of a torch without it, or whose function takes no scale and no window."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    taken = inspect.signature(varlen_attn).parameters
-    return varlen_attn if all(name in taken for name in _ARGUMENTS) else None
+    """torch's function, of a torch that `takes_lengths`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
@@ -43,7 +45,7 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
         return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
         return f"{profile.title} has no FlashAttention in {dtype_name(dtype)}"
-    if varlen_attention() is None:
+    if not takes_lengths():
         return f"torch {torch.__version__} has no attention by lengths with a scale and windows"
     dropped = [
         name
