@@ -106,7 +106,7 @@ def objects(content: Any, at: Path = ()) -> Iterator[tuple[Path, Content]]:
             yield from objects(value, (*at, 0))
 
 
-MAPPINGS = {"phases", "flops", "batch", "reasons", "forward", "backward", "unscale", "optimizer"}
+MAPPINGS = {"layers", "phases", "flops", "batch", "reasons", "forward", "backward", "unscale", "optimizer"}
 """Objects whose keys are names of the run at hand."""
 
 
