@@ -214,7 +214,14 @@ def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: 
     assert check.longest is not None
     assert check.length is not None
     assert check.longest == check.length + 1  # the check's own rows have no token added at their end
-    made_by = {each.name for each in fields(Plan)} - {"length", "data", "data_rows", "lengths", "notes", "lora"}
+    made_by = {each.name for each in fields(Plan)} - {
+        "length",
+        "data",
+        "data_rows",
+        "lengths",
+        "notes",
+        "lora",
+    }
     assert {name: getattr(check, name) for name in made_by} == {
         name: getattr(training, name) for name in made_by
     }
