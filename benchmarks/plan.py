@@ -340,15 +340,15 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=("time", "rows", "commands"), default=["time", "rows"])
     parser.add_argument("--child-plan", nargs=argparse.REMAINDER)
     parser.add_argument("--child-row", type=int)
-    asked = parser.parse_args()
-    if asked.child_plan:
-        print(json.dumps(plan_here(asked.child_plan)))
+    options = parser.parse_args()
+    if options.child_plan:
+        print(json.dumps(plan_here(options.child_plan)))
         return 0
-    if asked.child_row is not None:
-        print(json.dumps(row_here(CASES[asked.child_row])))
+    if options.child_row is not None:
+        print(json.dumps(row_here(CASES[options.child_row])))
         return 0
     parts = {"time": plan_times, "rows": row_figures, "commands": command_results}
-    results = {part: parts[part]() for part in asked.parts}
+    results = {part: parts[part]() for part in options.parts}
     print(json.dumps(results))
     rows = results.get("rows", [])
     ratios = [each["foreseen_speed"] / each["speed"] for each in rows]

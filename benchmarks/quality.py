@@ -87,13 +87,13 @@ class Comparison:
                 kept[module] = module.weight.data
                 module.weight.data = dense_weight(stored[name], torch.float32)
         del stored
-        found = []
+        divergences = []
         for name, ids in self.texts.items():
             p, q = self.before[name], self._distribution(ids)
-            found.append(float((p.exp() * (p - q)).sum(-1).mean()))
+            divergences.append(float((p.exp() * (p - q)).sum(-1).mean()))
         for module, weight in kept.items():
             module.weight.data = weight
-        return found
+        return divergences
 
 
 def within(layers: tuple[LayerDamage, ...], room: int, score: Callable[[LayerDamage, str], float]) -> Storage:
@@ -189,8 +189,8 @@ def policy_of(storage: Storage) -> PrecisionPolicy:
 def mixture(damages: Damages, nested: PrecisionPolicy, room: int | None) -> PrecisionPolicy:
     """`--quantization mixed`, within the bytes of linear layers."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
-    found = mix(damages, nested, weights, room)
-    return replace(nested, storage=found.storage, double_quant=found.double_quant, layers=found.layers)
+    mixture = mix(damages, nested, weights, room)
+    return replace(nested, storage=mixture.storage, double_quant=mixture.double_quant, layers=mixture.layers)
 
 
 # ------------------------------------------------------------------------------------------------ what measuring takes

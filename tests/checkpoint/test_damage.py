@@ -56,8 +56,8 @@ def test_pieces_are_whole_blocks() -> None:
 
 
 def logits(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    made: torch.Tensor = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-    return made
+    logits: torch.Tensor = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    return logits
 
 
 def matrix(layer: Any) -> torch.Tensor:
@@ -114,15 +114,15 @@ def test_what_is_measured_exactly_is_the_divergence() -> None:
     batch = tiny_batch("llama")
     layers = linear(model)
     chosen = {name: ("int8" if at % 2 else "fp4") for at, name in enumerate(layers)}
-    found = measure_divergence(model, {"mixed": chosen, "float32": {}}, batch, progress=False)
+    divergences = measure_divergence(model, {"mixed": chosen, "float32": {}}, batch, progress=False)
     before = torch.log_softmax(logits(model, batch).detach().double(), -1)
     changed = copy.deepcopy(model)
     for name, layer in linear(changed).items():
         layer.weight.data = reference(layer.weight.data, chosen[name])
     after = torch.log_softmax(logits(changed, batch).detach().double(), -1)
     wanted = float((before.exp() * (before - after)).sum(-1).mean())
-    assert found["mixed"] == (pytest.approx(wanted, rel=1e-2),)  # a difference of float32 logarithms
-    assert found["float32"] == (0.0,)
+    assert divergences["mixed"] == (pytest.approx(wanted, rel=1e-2),)  # a difference of float32 logarithms
+    assert divergences["float32"] == (0.0,)
     with pytest.raises(UsageError, match="no such layers"):
         measure_divergence(model, {"other": {"lm_head": "nf4"}}, batch, progress=False)
 

@@ -192,11 +192,13 @@ def test_fused_it_computes_what_dense_layers_of_the_same_weights_do(
             dense.set_submodule(name, linear)
     wanted = gradients(dense, batch)
     isotype.fuse(model)
-    found = gradients(model, batch)
-    assert found.keys() == wanted.keys()
+    computed = gradients(model, batch)
+    assert computed.keys() == wanted.keys()
     for name, value in wanted.items():
         # float32 sums in another order, and float16 scales of int8 rows in some products.
-        torch.testing.assert_close(found[name], value, rtol=2e-3, atol=1e-5 * float(value.abs().max()) + 1e-9)
+        torch.testing.assert_close(
+            computed[name], value, rtol=2e-3, atol=1e-5 * float(value.abs().max()) + 1e-9
+        )
     assert isotype.enforce(model, policy) in (None, ())
 
 
@@ -204,8 +206,8 @@ def test_an_adapter_brings_its_base_back(adapted: tuple[Any, PrecisionPolicy], t
     model, policy = adapted
     folder = save_trained(model, tmp_path / "adapter", seed=1, scale=0.01)
     policy.save(folder)
-    again, _, found = load_for_inference(folder, device="cpu")
-    assert found.layers == policy.layers
+    again, _, read = load_for_inference(folder, device="cpu")
+    assert read.layers == policy.layers
     batch = {"input_ids": tiny_batch("llama")["input_ids"]}
     model.eval()
     with torch.no_grad():

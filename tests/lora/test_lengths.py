@@ -204,12 +204,12 @@ def test_what_nobody_called_without_padding_stays_transformers(calls: list[Any])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_mask_of_sequences(window: int | None, causal: bool) -> None:
-    made = Sequences(torch.tensor([0, 4, 5, 9], dtype=torch.int32), 4, window).mask(9, causal=causal)
+    mask = Sequences(torch.tensor([0, 4, 5, 9], dtype=torch.int32), 4, window).mask(9, causal=causal)
     for query in range(9):
         for key in range(9):
             owner = [0, 0, 0, 0, 1, 2, 2, 2, 2]
             seen = owner[query] == owner[key] and (not causal or key <= query)
-            assert bool(made[0, 0, query, key]) == (seen and (window is None or query - key < window))
+            assert bool(mask[0, 0, query, key]) == (seen and (window is None or query - key < window))
 
 
 @pytest.mark.parametrize(
@@ -317,12 +317,12 @@ def test_the_device_is_waited_for_once_a_batch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or actual(self))
     labelled = batch.pop("labels") != -100
     with _Waits() as seen:
-        made = unpadded(batch, frozenset({"left", "right"}), labelled)
-    assert made is not None
+        bare = unpadded(batch, frozenset({"left", "right"}), labelled)
+    assert bare is not None
     assert reads == [torch.Size([4 + 3])]
     assert not seen.waits
-    assert made.reads == labelled.sum()
-    assert made.sequences.ends.tolist() == [0, 12, 19, 30]
+    assert bare.reads == labelled.sum()
+    assert bare.sequences.ends.tolist() == [0, 12, 19, 30]
 
 
 def test_nothing_is_said_after_a_call() -> None:

@@ -45,10 +45,10 @@ def test_the_bits_are_those_of_one_after_another(group: str, dtype: torch.dtype,
     if down is not None:
         wanted = torch.cat([each for one in layers for each in one.downs]).to(dtype)
         assert torch.equal(down, wanted)
-    for made, one in zip(scaled, layers, strict=True):
+    for up, one in zip(scaled, layers, strict=True):
         parts = [(up * scale).to(dtype) for up, scale in zip(one.ups, one.scales, strict=True)]
-        assert (made is None) == (not parts)
-        assert made is None or torch.equal(made, torch.cat(parts, dim=1))
+        assert (up is None) == (not parts)
+        assert up is None or torch.equal(up, torch.cat(parts, dim=1))
 
 
 def test_what_is_rounded_is_a_copy() -> None:
@@ -109,14 +109,14 @@ def test_adapters_are_those_of_the_call_whoever_wrote_them(inputs: torch.Tensor,
             y = checkpoint(model, inputs, use_reentrant=False) if checkpointed else model(inputs)
             y.float().square().sum().backward()
             results.append(y.detach().float())
-    for made, reference in zip(results[:2], results[2:], strict=True):
+    for gradient, reference in zip(results[:2], results[2:], strict=True):
         # PEFT rounds between the products, to 8 bits
-        assert (made - reference).norm() <= 0.02 * reference.norm()
+        assert (gradient - reference).norm() <= 0.02 * reference.norm()
 
 
 def test_a_backward_reads_what_its_forward_read(inputs: torch.Tensor) -> None:
     """Whatever was written between them, past every counter: plain autograd would read the masters as they are now."""
-    found = []
+    gradients = []
     for written in (False, True):
         model = adapted(True, inputs)
         y = model(inputs)
@@ -124,6 +124,6 @@ def test_a_backward_reads_what_its_forward_read(inputs: torch.Tensor) -> None:
             for parameter in model.parameters():
                 parameter.data.mul_(1.5 if parameter.requires_grad else 1)
         y.float().square().sum().backward()
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert len(found[0]) == 4
-    assert all(torch.equal(made, wanted) for made, wanted in zip(*found, strict=True))
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -17,9 +17,9 @@ from tests.models import CONFIGS
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    made = CONFIGS["llama"]()
-    made.num_hidden_layers, made.max_position_embeddings = 8, 512
-    made.save_pretrained(folder)
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers, config.max_position_embeddings = 8, 512
+    config.save_pretrained(folder)
     return folder / "config.json"
 
 

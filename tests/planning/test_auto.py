@@ -48,10 +48,10 @@ def test_what_asks_for_a_plan(text: str, answer: bool) -> None:
 
 def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> None:
     """4 MiB of weights and 4 KiB a token: two rows of 256 tokens, or, computed again, all eight."""
-    given = arguments(
+    argv = arguments(
         config, "--max_length 256 --per_device_train_batch_size auto --gradient_checkpointing False"
     )
-    tokens, row = filled("sft", given)
+    tokens, row = filled("sft", argv)
     assert (row.rows, row.accumulation, row.storage) == (2, 4, "float32")
     assert tokens[tokens.index("--per_device_train_batch_size") + 1] == "2"
     assert tokens[tokens.index("--gradient_accumulation_steps") + 1] == "4"
@@ -62,8 +62,8 @@ def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> Non
 
 
 def test_a_step_of_so_many_tokens(config: Path, room: None) -> None:
-    given = arguments(config, "--max_length 128 --per_device_train_batch_size auto --tokens_per_step 2048")
-    tokens, row = filled("sft", given)
+    argv = arguments(config, "--max_length 128 --per_device_train_batch_size auto --tokens_per_step 2048")
+    tokens, row = filled("sft", argv)
     assert row.tokens == 2048
     assert "--tokens_per_step" not in tokens
 
@@ -99,16 +99,16 @@ def test_processes_that_are_launched_together_do_not_plan(
 def test_a_training_takes_the_plans_values_and_says_so(
     config: Path, room: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given: list[object] = []
+    seen: list[object] = []
 
     def run(settings: object, console: Console) -> None:
-        given.append(settings)
+        seen.append(settings)
         raise UsageError("that is enough", [])
 
     monkeypatch.setattr("isotype.train.recipes.run", run)
     text = "--max_length 256 --per_device_train_batch_size auto --quantization auto --dataset_name embedded:precision_qa"
     assert main(["sft", *arguments(config, text)]) == 2
-    settings: object = given[0]
+    settings: object = seen[0]
     assert settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps == 8  # type: ignore[attr-defined]
     assert "planned: " in capsys.readouterr().out
 
@@ -137,9 +137,9 @@ def test_a_training_that_ran_out_of_memory_says_what_fits(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("isotype.train.recipes.run", run)
-    given = arguments(config, "--max_length 256 --per_device_train_batch_size 64")
+    argv = arguments(config, "--max_length 256 --per_device_train_batch_size 64")
     with pytest.raises(torch.OutOfMemoryError):
-        training.train("sft", given, Console())
+        training.train("sft", argv, Console())
     line = " ".join(capsys.readouterr().err.split())
     assert "out of memory; this fits (" in line
     assert "--per_device_train_batch_size 8 " in line

@@ -22,6 +22,6 @@ def test_what_was_measured_and_kept(
     key = fingerprint(path)
     assert key is not None
     keep_damages(Damages("llama", key, "", "float32", "", 1, (layer, layer), {"nf4": 0.25}))
-    found = measured_damages(str(path), None)
-    assert (found["nf4"], found["int8"], found["float32"]) == (0.25, 1.0, 0.0)
+    damages = measured_damages(str(path), None)
+    assert (damages["nf4"], damages["int8"], damages["float32"]) == (0.25, 1.0, 0.0)
     assert measured_damages(str(path / "config.json"), None) == {}

@@ -73,8 +73,8 @@ def plan(config: Path, shapes: list[tuple[int, ...]]) -> Plan:
 
 
 def test_as_few_micro_batches_as_fit_each_as_large_as_the_others(plan: Plan) -> None:
-    found = {(row.storage, row.checkpointing): (row.rows, row.accumulation, row.fits) for row in plan.rows}
-    assert found == {
+    sizes = {(row.storage, row.checkpointing): (row.rows, row.accumulation, row.fits) for row in plan.rows}
+    assert sizes == {
         ("bfloat16", "off"): (2, 4, True),
         ("bfloat16", "every layer"): (8, 1, True),
         ("int8", "off"): (4, 2, True),  # 5 fit, and 3 with 5 in two micro-batches are no better than 4 with 4

@@ -24,10 +24,10 @@ def test_the_largest_of_a_convex_measure_is_found_in_few_measures() -> None:
 
         high = draw.randint(1, 300)
         low, room = draw.randint(1, high), 2**20 * draw.randint(0, 2000)
-        found = largest(measure, high, room, low, high_first=draw.random() < 0.5)
+        most = largest(measure, high, room, low, high_first=draw.random() < 0.5)
         counts.append(len(seen))
         fitting = [number for number in range(low, high + 1) if measure(number) <= room]
-        assert found == (fitting[-1] if fitting else None)
+        assert most == (fitting[-1] if fitting else None)
     assert sum(counts) / len(counts) < 3
 
 

@@ -93,13 +93,13 @@ def test_another_card_torch_or_shape_is_measured_by_itself(monkeypatch: pytest.M
 def test_both_heads_run_as_the_trainer_calls_them(shape: HeadShape) -> None:
     """Forward and backward of both, in turns: one to warm up, then five."""
     ran: list[Any] = []
-    own = weight(shape)
-    before = own.clone()
-    choose(own, torch.zeros(50, dtype=shape.stored), shape, timer=clock(1, 2, ran), card=CARD)
+    matrix = weight(shape)
+    before = matrix.clone()
+    choose(matrix, torch.zeros(50, dtype=shape.stored), shape, timer=clock(1, 2, ran), card=CARD)
     assert len(ran) == 12
-    assert torch.equal(own, before)
-    assert not own.requires_grad
-    assert own.grad is None
+    assert torch.equal(matrix, before)
+    assert not matrix.requires_grad
+    assert matrix.grad is None
 
 
 def test_the_median_decides() -> None:
@@ -164,10 +164,10 @@ def test_the_name_of_a_card_is_its_drivers(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_trainer_takes_the_one_that_was_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with Triton, where both can compute it; the trainer keeps the line for the report."""
-    asked: list[HeadShape] = []
+    shapes: list[HeadShape] = []
 
-    def choice(own: torch.Tensor, bias: Any, shape: HeadShape) -> HeadChoice:
-        asked.append(shape)
+    def choice(matrix: torch.Tensor, bias: Any, shape: HeadShape) -> HeadChoice:
+        shapes.append(shape)
         return HeadChoice(faster, "a line")
 
     real = own_is_better
@@ -188,7 +188,7 @@ def test_a_trainer_takes_the_one_that_was_faster(faster: bool, monkeypatch: pyte
     trainer = holder(model, args=args, accelerator=SimpleNamespace(num_processes=1))
     use_own_head(trainer)
     width = model.config.hidden_size
-    assert asked == [
+    assert shapes == [
         HeadShape(
             model.config.vocab_size,
             width,

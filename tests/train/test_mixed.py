@@ -21,9 +21,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(root: Path, steps: int, *more: str) -> list[str]:
-    given = arguments(root, "out", steps, "--dtype", "float32", "--save_steps", "1", "--device", "cpu", *more)
-    at = given.index("--quantization")
-    return [*given[:at], "--quantization", "mixed", *given[at + 2 :]]
+    argv = arguments(root, "out", steps, "--dtype", "float32", "--save_steps", "1", "--device", "cpu", *more)
+    at = argv.index("--quantization")
+    return [*argv[:at], "--quantization", "mixed", *argv[at + 2 :]]
 
 
 def test_a_run_is_measured_trained_resumed_and_asked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

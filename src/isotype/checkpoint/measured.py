@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 from isotype.checkpoint.formats.headers import find_weights, read_headers
 from isotype.checkpoint.formats.hub import local_snapshot
@@ -14,6 +16,8 @@ from isotype.core.cache import default_cache_dir
 from isotype.core.errors import Problem, SaveError
 from isotype.precision.damages import Damages
 from isotype.precision.ranges import Ranges
+
+_Measurement = TypeVar("_Measurement", Ranges, Damages)
 
 _SAMPLE = 256
 """Bytes of each tensor that count: two checkpoints of one architecture have the same headers."""
@@ -27,14 +31,7 @@ def kept_ranges(key: str) -> Ranges | None:
     Args:
         key: `fingerprint` of the checkpoint.
     """
-    path = _path(key)
-    if not path.is_file():
-        return None
-    try:
-        found = Ranges.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if found.key == key else None
+    return _kept(key, "ranges", Ranges.from_json)
 
 
 def keep_ranges(ranges: Ranges) -> Path:
@@ -44,49 +41,45 @@ def keep_ranges(ranges: Ranges) -> Path:
         ValueError: it is of a model in memory.
         SaveError: it cannot be written.
     """
-    if not ranges.key:
-        raise ValueError("a model in memory has no key to keep its ranges under")
-    path = _path(ranges.key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return ranges.save(path)
-    except OSError as error:
-        fix = "set ISOTYPE_CACHE to a folder that can be written"
-        problem = Problem(f"{path}: {error}", "a folder that can be written", fix)
-        raise SaveError("the measurement of value ranges cannot be kept", [problem]) from error
+    return _keep(ranges, "ranges", "value ranges")
 
 
 def kept_damages(key: str) -> Damages | None:
     """The measurement of what quantization does to a checkpoint, as `kept_ranges`."""
-    path = _path(key, "damages")
-    try:
-        found = Damages.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if found.key == key else None
+    return _kept(key, "damages", Damages.from_json)
 
 
 def keep_damages(damages: Damages) -> Path:
-    """Keep a measurement of a checkpoint for `kept_damages`.
+    """Keep a measurement of a checkpoint for `kept_damages`; raises as `keep_ranges`."""
+    return _keep(damages, "damages", "damages")
 
-    Raises:
-        ValueError: it is of a model in memory.
-        SaveError: it cannot be written.
-    """
-    if not damages.key:
-        raise ValueError("a model in memory has no key to keep its damages under")
-    path = _path(damages.key, "damages")
+
+def _kept(key: str, kind: str, parse: Callable[[str], _Measurement]) -> _Measurement | None:
+    path = _path(key, kind)
+    if not path.is_file():
+        return None
+    try:
+        measurement = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return measurement if measurement.key == key else None
+
+
+def _keep(measurement: Ranges | Damages, kind: str, words: str) -> Path:
+    if not measurement.key:
+        raise ValueError(f"a model in memory has no key to keep its {kind} under")
+    path = _path(measurement.key, kind)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return damages.save(path)
+        return measurement.save(path)
     except OSError as error:
         fix = "set ISOTYPE_CACHE to a folder that can be written"
         problem = Problem(f"{path}: {error}", "a folder that can be written", fix)
-        raise SaveError("the measurement of damages cannot be kept", [problem]) from error
+        raise SaveError(f"the measurement of {words} cannot be kept", [problem]) from error
 
 
-def _path(key: str, what: str = "ranges") -> Path:
-    return default_cache_dir() / what / f"{key}.json"
+def _path(key: str, kind: str) -> Path:
+    return default_cache_dir() / kind / f"{key}.json"
 
 
 def fingerprint(source: str | Path, revision: str | None = None) -> str | None:

@@ -45,6 +45,6 @@ def _run_without_model(argv: Sequence[str], console: Console) -> int:
         fix = "isotype plan MODEL --json"
         raise UsageError("no model", [Problem("--json or --html without a model", "a model", fix)])
     with interrupts_kept():
-        found = list(plans(argv))
-    render_models(found, console)
-    return 0 if any(plan.chosen is not None for plan in found) else 1
+        models = list(plans(argv))
+    render_models(models, console)
+    return 0 if any(plan.chosen is not None for plan in models) else 1

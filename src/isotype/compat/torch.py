@@ -49,6 +49,12 @@ dispatch_depth: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of Python's are on."""
 
 
+UNNAMED_VIEW = torch.ops.aten._unsafe_view.default
+"""An operator whose schema names no alias, but which copies nothing; a fused LoRA layer shapes its outputs by it before they have numbers."""
+VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
+"""The operator below `torch.nn.attention.varlen.varlen_attn`; its backward's name is that and `_backward`."""
+
+
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode whose every call torch does not wrap in a switch of its compiler: nothing is compiled under it."""
 

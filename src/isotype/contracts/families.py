@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.torch import VARLEN_ATTENTION
 from isotype.contracts.pattern import CORRUPTS, fill, letters_in
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
@@ -75,7 +76,7 @@ def _ops(names: str) -> frozenset[str]:
     return frozenset(f"aten.{name}" for name in names.split())
 
 
-_FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | {"torch_attn._varlen_attn"}
+_FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | {VARLEN_ATTENTION}
 """FlashAttention's forwards; attention by lengths calls the second one."""
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import operator_schema
+from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 
-# Its schema names no alias, but nothing is copied; a fused LoRA layer shapes its outputs by it before they have numbers.
-_UNNAMED = frozenset({torch.ops.aten._unsafe_view.default})
+ATTENTION_KERNELS = (
+    "scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn",
+)  # fmt: skip
+"""Parts of the names of attention's kernels, torch's and flash-attn's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +81,4 @@ def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
 def is_view(func: Any) -> bool:
     """Whether an operator computes nothing: its result is the operand's own memory."""
     aliases = (each.alias_info for each in operator_schema(func).returns)
-    return func in _UNNAMED or any(alias is not None and not alias.is_write for alias in aliases)
+    return func is UNNAMED_VIEW or any(alias is not None and not alias.is_write for alias in aliases)

@@ -24,9 +24,9 @@ def format_bytes(amount: float) -> str:
 
 def parse_size(text: str) -> int | None:
     """Bytes of `20GiB` and `20G` (binary, as cards are named), `20GB`, `8e9`; None where it is no amount above 0."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
-    if found is None:
+    parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    if parts is None:
         return None
-    number, letter, ending = float(found[1]), found[2], found[3]
+    number, letter, ending = float(parts[1]), parts[2], parts[3]
     unit = _SIZES[letter] if ending == "b" or not letter else _BINARY[letter]
     return int(number * unit) or None

@@ -1,7 +1,7 @@
 """A and s B of adapters in the dtype of the products: of all layers that read one input at once.
 
 On GPUs two kernels round the adapters of a whole group, where each tensor took one or two: small ones, whose launches cost more than their
-work. They are rounded in every forward anew. Keeping them longer would take a stamp of the masters, and nothing counts all writes:
+work. They are rounded in every forward. Keeping them longer would take a stamp of the masters, and nothing counts all writes:
 some optimizers write through `.data`, and FSDP2 keeps the counters of what it gathers.
 """
 

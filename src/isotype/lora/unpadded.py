@@ -185,8 +185,8 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     assert packed is not None, "two of three rows are padded"
     wanted = _states(backbone, given)[mask.bool()]
     with saying(packed.sequences):
-        made = _states(backbone, packed.inputs)[0]
-    order = torch.arange(len(made), device=device)[None]
+        states = _states(backbone, packed.inputs)[0]
+    order = torch.arange(len(states), device=device)[None]
     seen = _states(backbone, {**packed.inputs, "position_ids": order})[0]
     rows = {
         "left": slice(_LENGTH, _LENGTH + _SHORT),
@@ -195,7 +195,7 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     return frozenset(
         side
         for side, row in rows.items()
-        if (made - wanted)[row].norm() <= _TOLERANCES[side] * (seen - wanted)[row].norm()
+        if (states - wanted)[row].norm() <= _TOLERANCES[side] * (seen - wanted)[row].norm()
     )
 
 

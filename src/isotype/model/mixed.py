@@ -41,10 +41,10 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
         each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _KINDS
     ]
     if unknown:
-        given = f"{listed(unknown)} under a policy that stores them otherwise"
+        layers = f"{listed(unknown)} under a policy that stores them otherwise"
         fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
         raise PrecisionError(
-            "the policy is for other layers", [Problem(given, "quantized linear layers of this model", fix)]
+            "the policy is for other layers", [Problem(layers, "quantized linear layers of this model", fix)]
         )
     for each in policy.layers:
         layer: Any = modules[each.module]
@@ -63,15 +63,15 @@ def _int8(layer: Any) -> nn.Module:
     from bitsandbytes.nn import Linear8bitLt
 
     with torch.device("meta"):
-        made = Linear8bitLt(
+        linear = Linear8bitLt(
             layer.in_features,
             layer.out_features,
             layer.bias is not None,
             has_fp16_weights=False,
             threshold=_OUTLIERS,
         )
-    made.source_cls = getattr(layer, "source_cls", nn.Linear)
-    return _with_bias(made.requires_grad_(False), layer)
+    linear.source_cls = getattr(layer, "source_cls", nn.Linear)
+    return _with_bias(linear.requires_grad_(False), layer)
 
 
 def _plain(layer: Any, dtype: torch.dtype) -> nn.Module:
@@ -79,13 +79,13 @@ def _plain(layer: Any, dtype: torch.dtype) -> nn.Module:
     source = getattr(layer, "source_cls", nn.Linear)
     with torch.device("meta"):
         if any(cls.__name__ == "Conv1D" for cls in source.__mro__):
-            made = source(layer.out_features, layer.in_features)
+            linear = source(layer.out_features, layer.in_features)
         else:
-            made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    return _with_bias(made.to(dtype).requires_grad_(False), layer)
+            linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    return _with_bias(linear.to(dtype).requires_grad_(False), layer)
 
 
-def _with_bias(made: nn.Module, layer: Any) -> nn.Module:
+def _with_bias(linear: nn.Module, layer: Any) -> nn.Module:
     if layer.bias is not None:
-        own_parameters(made)["bias"] = layer.bias
-    return made.train(layer.training)
+        own_parameters(linear)["bias"] = layer.bias
+    return linear.train(layer.training)

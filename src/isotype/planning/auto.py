@@ -44,9 +44,9 @@ def filled(method: str, argv: Sequence[str]) -> tuple[list[str], Row]:
     row = plan.chosen
     if row is None:
         least = min((each.peak for each in plan.rows), default=0)
-        given = f"a step takes {format_bytes(least)} at least, and may take {plan.devices[0].room}"
+        need = f"a step takes {format_bytes(least)} at least, and may take {plan.devices[0].room}"
         fix = "a smaller model, or a larger device: isotype plan MODEL --device NAME says what fits on one"
-        raise UsageError("nothing fits", [Problem(given, "a step that fits", fix)])
+        raise UsageError("nothing fits", [Problem(need, "a step that fits", fix)])
     return _with_values(list(argv), row), row
 
 
@@ -76,9 +76,8 @@ def _with_values(argv: list[str], row: Row) -> list[str]:
     if value_of(argv, STORAGE) == AUTO:
         tokens = without_flag(tokens, STORAGE)
         tokens += [STORAGE, row.storage] if row.policy.quantized else []
-    chosen = {"off": "False", "every layer": "True"}.get(row.checkpointing)
-    if value_of(argv, CHECKPOINTING) in (None, AUTO) and chosen is not None:
-        tokens = set_flag(tokens, CHECKPOINTING, chosen)
+    if value_of(argv, CHECKPOINTING) in (None, AUTO) and row.checkpointing_flag is not None:
+        tokens = set_flag(tokens, CHECKPOINTING, row.checkpointing_flag)
     return tokens
 
 

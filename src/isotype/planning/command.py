@@ -7,7 +7,7 @@ from isotype.data.methods import METHODS
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.train.command import set_flag, without_flag
+from isotype.train.command import set_flag, value_of, without_flag
 
 EXAMPLE_DATA = "embedded:precision_qa"
 """The data set of a command whose user has named none: it runs as it is printed."""
@@ -16,19 +16,18 @@ EXAMPLE_DATA = "embedded:precision_qa"
 def command_of(request: PlanRequest, row: Row, profile: DeviceProfile) -> tuple[str, ...]:
     """The training command of a row; a device that is not in this machine is not named in it, for it means nothing there."""
     tokens = without_flag(list(request.command), "--device")
-    if not any(token.split("=")[0] in ("--dataset_name", "--dataset-name", "--config") for token in tokens):
+    if value_of(tokens, "--dataset_name") is None and value_of(tokens, "--config") is None:
         tokens = [*tokens, "--dataset_name", EXAMPLE_DATA]
     if row.storage in QUANTIZATIONS:
         tokens = set_flag(tokens, "--quantization", row.storage)
-    checkpointing = {"off": "False", "every layer": "True"}.get(row.checkpointing, "auto")
     for name, value in (
         ("--per_device_train_batch_size", row.rows),
         ("--gradient_accumulation_steps", row.accumulation),
         (_length_flag(request), row.length),
-        ("--gradient_checkpointing", checkpointing),
+        ("--gradient_checkpointing", row.checkpointing_flag or "auto"),
     ):
         tokens = set_flag(tokens, name, str(value))
-    if row.sharding == "FSDP2" and "--fsdp" not in tokens:
+    if row.sharding == "FSDP2" and value_of(tokens, "--fsdp") is None:
         tokens += ["--fsdp", "full_shard"]
     if profile.present and request.devices != ("auto",):
         tokens += ["--device", profile.name]

@@ -20,23 +20,23 @@ def picked(rows: Sequence[Row], goal: str) -> Row | None:
     if not fitting:
         return None
     if goal == "longest":
-        return max(fitting, key=lambda row: (row.longest or row.length, -_loss(row), _speed(row)))
+        return max(fitting, key=lambda row: (row.longest or row.length, -_loss(row), row.speed))
     damage = _damage if all(row.damage is not None or row.storage not in _CODES for row in fitting) else _loss
     if goal == "best":
-        return min(fitting, key=lambda row: (damage(row), -_speed(row), row.sharding, row.peak))
+        return min(fitting, key=lambda row: (damage(row), -row.speed, row.sharding, row.peak))
     if goal == "fastest":
-        return min(fitting, key=lambda row: (-_speed(row), _loss(row), row.sharding, row.peak))
-    fast = max(map(_speed, fitting))
-    near = [row for row in fitting if _speed(row) * _SLOWER >= fast]
-    return min(near, key=lambda row: (damage(row), -_speed(row), row.sharding, row.peak))
+        return min(fitting, key=lambda row: (-row.speed, _loss(row), row.sharding, row.peak))
+    fast = max(row.speed for row in fitting)
+    near = [row for row in fitting if row.speed * _SLOWER >= fast]
+    return min(near, key=lambda row: (damage(row), -row.speed, row.sharding, row.peak))
 
 
 def front(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows that fit and than which no other takes less memory and is as fast."""
-    fitting = sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -_speed(row)))
+    fitting = sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -row.speed))
     kept: list[Row] = []
     for row in fitting:
-        if not kept or _speed(row) > _speed(kept[-1]):
+        if not kept or row.speed > kept[-1].speed:
             kept.append(row)
     return tuple(kept)
 
@@ -50,10 +50,6 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
         each for each in rows if each.fits and (each.sharding, each.storage) == (row.sharding, row.storage)
     ]
     return row.sharding == "FSDP2" and row.accumulation > min(each.accumulation for each in alike)
-
-
-def _speed(row: Row) -> float:
-    return row.tokens_per_second or 0.0
 
 
 def _damage(row: Row) -> float:

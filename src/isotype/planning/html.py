@@ -76,10 +76,10 @@ def picture(rows: Sequence[Row], chosen: Row | None) -> str:
         return ""
     room = max((row.room or 0 for row in shown), default=0)
     wide = _MARGIN * max(room, *(row.peak for row in shown)) / _GIB
-    high = _MARGIN * max(row.tokens_per_second or 0 for row in shown)
+    high = _MARGIN * max(row.speed for row in shown)
     best = front(shown)
     line = "L".join(
-        f"{1000 * row.peak / _GIB / wide:.1f} {1000 * (1 - _speed(row) / high):.1f}" for row in best
+        f"{1000 * row.peak / _GIB / wide:.1f} {1000 * (1 - row.speed / high):.1f}" for row in best
     )
     return (
         '<svg role="img" aria-label="memory against tokens a second">'
@@ -106,17 +106,13 @@ def _axes(wide: float, high: float) -> str:
 def _point(row: Row, wide: float, high: float, best: bool, chosen: bool) -> str:
     css = "point" + " best" * best + " chosen" * chosen
     words = f"{row.storage}, checkpointing {row.checkpointing}, {row.rows} of {row.length:,}"
-    words += f": {format_bytes(row.peak)}, {_speed(row):,.0f} tokens/s"
-    x, y = _percent(row.peak / _GIB / wide), _percent(1 - _speed(row) / high)
+    words += f": {format_bytes(row.peak)}, {row.speed:,.0f} tokens/s"
+    x, y = _percent(row.peak / _GIB / wide), _percent(1 - row.speed / high)
     name = f"{row.storage}{'' if row.checkpointing == 'off' else ' ✓'}"
     return (
         f'<circle class="{css}" cx="{x}" cy="{y}" r="5"><title>{escape(words)}</title></circle>'
         f'<text x="{x}" y="{y}" dx="8" dy="0.32em">{escape(name)}</text>'
     )
-
-
-def _speed(row: Row) -> float:
-    return row.tokens_per_second or 0.0
 
 
 def _percent(share: float) -> str:

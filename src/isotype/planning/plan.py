@@ -154,8 +154,8 @@ def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
 def measured_damages(source: str, revision: str | None) -> dict[str, float]:
     """What storages do to a model, in nats, where `isotype quality` has measured it."""
     key = None if Path(source).name == "config.json" else fingerprint(source, revision)
-    found = None if key is None else kept_damages(key)
-    return {} if found is None else {"float32": 0.0, **{form: found.total(form) for form in FORMATS}}
+    damages = None if key is None else kept_damages(key)
+    return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in FORMATS}}
 
 
 def _room(request: PlanRequest, profile: DeviceProfile) -> Room:

@@ -125,6 +125,16 @@ class Row:
         """Of all devices together, what they exchange not counted."""
         return None if self.time is None else self.tokens / self.time.seconds
 
+    @property
+    def speed(self) -> float:
+        """Tokens a second to compare by: 0 where they are unknown."""
+        return self.tokens_per_second or 0.0
+
+    @property
+    def checkpointing_flag(self) -> str | None:
+        """What `--gradient_checkpointing` says of it; None of every n-th layer, which the training chooses itself."""
+        return {"off": "False", "every layer": "True"}.get(self.checkpointing)
+
 
 @dataclass(frozen=True)
 class Device:

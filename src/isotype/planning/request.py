@@ -77,15 +77,14 @@ class Outputs:
 
 def parser() -> Parser:
     """The arguments of a plan alone."""
-    made = Parser(
+    arguments = Parser(
         prog="isotype plan",
         usage="isotype plan MODEL [flags]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
-        allow_abbrev=False,
     )
-    add = made.add_argument
+    add = arguments.add_argument
     add(
         "--device",
         action="append",
@@ -117,7 +116,7 @@ def parser() -> Parser:
         metavar="PATH",
         help="write a page with a picture of memory against tokens a second",
     )
-    return made
+    return arguments
 
 
 def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
@@ -128,13 +127,13 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
         DataError: a data set that cannot be trained on.
     """
     tokens = list(argv)
-    own = parser()
+    flags = parser()
     if "-h" in tokens or "--help" in tokens:
-        own.print_help()
+        flags.print_help()
         raise SystemExit(0)
     model = tokens.pop(0) if tokens and not tokens[0].startswith("-") and tokens[0] not in METHODS else None
-    known, rest = own.parse_known_args(tokens)
-    problems = [*own.problems, *_number_problems(known)]
+    known, rest = flags.parse_known_args(tokens)
+    problems = [*flags.problems, *_number_problems(known)]
     if model is None and not rest:
         fix = "isotype plan MODEL --device t4"
         problems.append(Problem("no model", "a model, or a training command with its arguments", fix))
@@ -143,20 +142,30 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
         problems.append(
             Problem(f"--max-memory {known.max_memory}", "an amount of memory", "write it like 20GiB")
         )
-    own.refuse(problems)
+    flags.refuse(problems)
     if known.method and not (rest and rest[0] in METHODS):
         rest = [known.method, *rest]
     if known.data:
         rest = [*rest, "--dataset_name", known.data]
     devices = tuple(name for each in known.device or ["auto"] for name in each.split(",") if name)
     options = Options(
-        model, None, known.length, False, None, known.devices, False, None, None, False, "error"
+        model=model,
+        batch=None,
+        length=known.length,
+        generate=False,
+        fsdp=None,
+        devices=known.devices,
+        json=False,
+        sarif=None,
+        html=None,
+        fix=False,
+        fail_on="error",
     )
     step, command = plan_of(options, [*rest, "--device", devices[0]])
     command = tuple(command[:-2])
     numbers = _numbers(rest)
     rows = numbers.per_device_train_batch_size
-    asked = (rows or ROWS_OF_A_STEP) * numbers.gradient_accumulation_steps * known.devices
+    step_rows = (rows or ROWS_OF_A_STEP) * numbers.gradient_accumulation_steps * known.devices
     request = PlanRequest(
         step,
         command,
@@ -166,7 +175,7 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
         memory,
         known.rows,
         known.length or numbers.max_length,
-        None if known.tokens_per_step else asked if rows else max(asked, known.rows or 1),
+        None if known.tokens_per_step else step_rows if rows else max(step_rows, known.rows or 1),
         known.tokens_per_step,
         numbers.num_train_epochs,
     )
@@ -175,12 +184,14 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
 
 def _numbers(rest: Sequence[str]) -> Any:
     """The numbers of a training command that a plan goes on from."""
-    made = Parser(prog="isotype plan", add_help=False, allow_abbrev=False)
-    made.add_argument("--per_device_train_batch_size", "--per-device-train-batch-size", type=int)
-    made.add_argument("--gradient_accumulation_steps", "--gradient-accumulation-steps", type=int, default=1)
-    made.add_argument("--max_length", "--max-length", type=int)
-    made.add_argument("--num_train_epochs", "--num-train-epochs", type=float, default=3.0)
-    return made.parse_known_args(list(rest))[0]
+    arguments = Parser(prog="isotype plan", add_help=False)
+    arguments.add_argument("--per_device_train_batch_size", "--per-device-train-batch-size", type=int)
+    arguments.add_argument(
+        "--gradient_accumulation_steps", "--gradient-accumulation-steps", type=int, default=1
+    )
+    arguments.add_argument("--max_length", "--max-length", type=int)
+    arguments.add_argument("--num_train_epochs", "--num-train-epochs", type=float, default=3.0)
+    return arguments.parse_known_args(list(rest))[0]
 
 
 def _number_problems(known: Any) -> list[Problem]:
@@ -200,5 +211,5 @@ def require_known_goal(goal: str) -> None:
         UsageError: it is none.
     """
     if goal not in GOALS:
-        given = f"goal {goal!r}"
-        raise UsageError("unknown goal", [Problem(given, f"one of {', '.join(GOALS)}", "give one of these")])
+        problem = Problem(f"goal {goal!r}", f"one of {', '.join(GOALS)}", "give one of these")
+        raise UsageError("unknown goal", [problem])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, UsageError
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
@@ -130,7 +130,7 @@ class Search:
                 try:
                     step.model(None)
                 except (UsageError, CheckpointError) as refusal:
-                    if policy.storage not in ("nf4", "fp4", "int8"):
+                    if policy.storage not in QUANTIZATIONS:
                         raise
                     self.refused.append(f"{policy.storage}: {refusal.headline}")
                     break
@@ -149,8 +149,8 @@ class Search:
         return STORAGES
 
     def _shardings(self) -> Sequence[int]:
-        asked = self.request.step.fsdp
-        return (asked,) if asked or self.request.count == 1 else (0, 2)
+        fsdp = self.request.step.fsdp
+        return (fsdp,) if fsdp or self.request.count == 1 else (0, 2)
 
     def _checkpointings(self, model: Any) -> Sequence[Mapping[str, Any] | None]:
         step = self.request.step
@@ -252,8 +252,8 @@ class Search:
                 high = low * 4
                 break
             low *= 4
-        found = largest(measure, high, size, low, enough=lambda low, high: (high - low - 1) * _NEAR <= low)
-        return (0, False) if found is None else (found * LENGTHS, found == far // LENGTHS)
+        units = largest(measure, high, size, low, enough=lambda low, high: (high - low - 1) * _NEAR <= low)
+        return (0, False) if units is None else (units * LENGTHS, units == far // LENGTHS)
 
 
 def source_of(step: Step, config: Any) -> Any:

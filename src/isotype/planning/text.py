@@ -18,6 +18,9 @@ from isotype.report.text import format_duration, format_share
 WIDTH = 110
 """Columns of a text that is no terminal's."""
 
+_WORDS = ("", "model", "storage", "checkpointing", "sharding", "bound by")
+"""Columns of words; the others are numbers."""
+
 
 def to_text(plan: Record) -> str:
     """The plan as a terminal shows it, without colours."""
@@ -113,10 +116,7 @@ def _models(plans: Sequence[Record], at: int) -> Table:
     """A row for each model, with the settings that the goal picks on the device with this number."""
     rows = [plan.devices[at].chosen for plan in plans]
     heads = ["model", *heads_of([row for row in rows if row is not None])[1:]]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for head in heads:
-        left = head in ("model", "storage", "checkpointing", "sharding", "bound by")
-        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+    table = _columns(heads)
     for plan, row in zip(plans, rows, strict=True):
         cells = {"storage": "does not fit"} if row is None else cells_of(row, chosen=False)
         name = plan.model.rpartition("/")[2]
@@ -132,15 +132,19 @@ def title_of(plan: Record, device: Device) -> str:
 
 def _table(plan: Record, device: Device) -> Table:
     rows = plan.of(device.name)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     heads = heads_of(rows)
-    for head in heads:
-        left = head in ("", "storage", "checkpointing", "sharding", "bound by")
-        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+    table = _columns(heads)
     for row in rows:
         style = "bold green" if row == device.chosen else "" if row.fits else "dim"
         cells = cells_of(row, row == device.chosen)
         table.add_row(*(cells[head] for head in heads), style=style)
+    return table
+
+
+def _columns(heads: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for head in heads:
+        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=True)
     return table
 
 

@@ -189,10 +189,10 @@ class PrecisionPolicy:
             wrapped = textwrap.wrap(reason, 110 - len(indent)) or [""]
             lines.append(f"{role:<{widths[0]}}  {dtype:<{widths[1]}}  {wrapped[0]}".rstrip())
             lines += [indent + part for part in wrapped[1:]]
-        told = [f"stored otherwise: {line}" for line in self.layer_lines()]
-        told += [f"exception: {line}" for line in self.exception_lines()]
-        told += [f"warning: {warning}" for warning in self.warnings]
-        lines += [part for line in told for part in textwrap.wrap(line, 110, subsequent_indent="  ")]
+        remarks = [f"stored otherwise: {line}" for line in self.layer_lines()]
+        remarks += [f"exception: {line}" for line in self.exception_lines()]
+        remarks += [f"warning: {warning}" for warning in self.warnings]
+        lines += [part for line in remarks for part in textwrap.wrap(line, 110, subsequent_indent="  ")]
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:

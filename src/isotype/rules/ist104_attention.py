@@ -22,12 +22,12 @@ bits only, so there casting to the compute dtype is the only way.
 
 from __future__ import annotations
 
+from isotype.core.operators import ATTENTION_KERNELS
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
 
 TITLE = "Attention operands or masks of different dtypes"
 
-_KERNELS = ("scaled_dot_product", "flash_attn", "_efficient_attention", "_flash_attention", "_varlen_attn")
-CLAIMS = (Claim("operator", lambda broken: broken.runs(*_KERNELS)),)
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*ATTENTION_KERNELS)),)
 
 find = contract_rule(__name__, "{given} meets {expected} in attention")

@@ -33,6 +33,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.grouping import grouped
 from isotype.core.names import plural
+from isotype.core.operators import ATTENTION_KERNELS
 from isotype.records.finding import Finding, Kind, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
@@ -43,8 +44,6 @@ from isotype.rules.kit.words import cause_text, evidence
 
 TITLE = "An attention kernel that the device or the dtype rules out"
 KIND: Kind = "device"
-
-_KERNELS = ("scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -65,7 +64,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _is_attention(call: Call) -> bool:
     """Whether it is a fused attention call of the forward that broke no contract."""
     sound = call.phase == "forward" and call.operands and call.breach is None
-    return bool(sound) and any(part in call.op for part in _KERNELS)
+    return bool(sound) and any(part in call.op for part in ATTENTION_KERNELS)
 
 
 def _has_flash(trace: Trace) -> bool:

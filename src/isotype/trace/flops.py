@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from isotype.compat.torch import FakeTensor, operator_packet
+from isotype.compat.torch import VARLEN_ATTENTION, FakeTensor, operator_packet
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -87,8 +87,8 @@ _OWN: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,
     **dict.fromkeys(_ATTENTIONS, _attention),
     **dict.fromkeys((f"{name}_backward" for name in _ATTENTIONS), _attention_backward),
-    "torch_attn._varlen_attn": _by_lengths,
-    "torch_attn._varlen_attn_backward": _by_lengths_backward,
+    VARLEN_ATTENTION: _by_lengths,
+    f"{VARLEN_ATTENTION}_backward": _by_lengths_backward,
     "bitsandbytes.gemm_4bit": _gemm_4bit,
     "bitsandbytes.gemv_4bit": _gemm_4bit,
     "bitsandbytes.int8_linear_matmul": _gemm_4bit,

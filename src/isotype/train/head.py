@@ -40,7 +40,7 @@ HEAD_CHOICE = "_isotype_head_choice"
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _HeadRequest:
     """What TRL was asked for (the arguments of `add_fused_lm_head`), and what the trainer does with it.
 
     Attributes:
@@ -77,14 +77,14 @@ def use_own_head(trainer: Any) -> None:
             continue
         outermost, given = own
         autocast = nullcontext if outermost else trainer.accelerator.autocast
-        asked = _Asked(
+        request = _HeadRequest(
             **given, gradients=gradients, smoothing=smoothing, autocast=autocast, result=FusedCausalLMOutput
         )
-        choice = _choice(trainer, model, asked)
+        choice = _choice(trainer, model, request)
         if choice is not None:
             trainer.__dict__[HEAD_CHOICE] = choice.text
-            asked = replace(asked, faster=choice.own)
-        _put(model, asked)
+            request = replace(request, faster=choice.own)
+        _put(model, request)
         if smoothing:
             trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
 
@@ -92,12 +92,12 @@ def use_own_head(trainer: Any) -> None:
 def put_head(model: Any) -> None:
     """Give a causal language model that no trainer has the forward that SFT would call: for a check of the step to come."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    _put(base, _Asked(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1")))
+    _put(base, _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1")))
 
 
-def _put(model: Any, asked: _Asked) -> None:
+def _put(model: Any, request: _HeadRequest) -> None:
     model.__dict__[_THEIRS] = model.forward
-    model.forward = MethodType(_forward_of(type(model), asked), model)
+    model.forward = MethodType(_forward_of(type(model), request), model)
 
 
 def use_trl_head(trainer: Any) -> None:
@@ -129,9 +129,9 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
     return faster or not triton or not weight.is_floating_point()
 
 
-def _choice(trainer: Any, model: Any, asked: _Asked) -> HeadChoice | None:
+def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | None:
     """Which head is the faster one, measured by the first process for all; None where only one can compute it, or is known to be better."""
-    smoothing = asked.smoothing > 0
+    smoothing = request.smoothing > 0
     if own_is_better(model, smoothing=smoothing) or not own_is_better(
         model, smoothing=smoothing, faster=True
     ):
@@ -146,9 +146,9 @@ def _choice(trainer: Any, model: Any, asked: _Asked) -> HeadChoice | None:
         hidden,
         token_class(args.per_device_train_batch_size * length),
         head.weight.dtype,
-        torch.float32 if asked.cast_lm_head_to_fp32 else low,
-        tuple(name for name in asked.outputs if name != "log_probs"),
-        asked.gradients,
+        torch.float32 if request.cast_lm_head_to_fp32 else low,
+        tuple(name for name in request.outputs if name != "log_probs"),
+        request.gradients,
         head.weight.requires_grad,
         getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None,
     )
@@ -212,7 +212,7 @@ def _entropy_is_differentiated(arguments: Any) -> bool:
     return bool(getattr(arguments, "entropy_coef", 0.0) or getattr(arguments, "use_adaptive_entropy", False))
 
 
-def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
+def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
     @wraps(cls.forward)  # type: ignore[attr-defined]
     def forward(
         self: Any,
@@ -226,10 +226,10 @@ def _forward_of(cls: type, asked: _Asked) -> Callable[..., Any]:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if not fused_lm_head:
             return self.__dict__[_THEIRS](*args, **_said(named), **kwargs)
-        if not own_is_better(self, smoothing=asked.smoothing > 0, faster=asked.faster):
+        if not own_is_better(self, smoothing=request.smoothing > 0, faster=request.faster):
             return _by_trl(self, named, args, kwargs)
-        with asked.autocast():
-            return _fused(self, asked, named, args, kwargs)
+        with request.autocast():
+            return _fused(self, request, named, args, kwargs)
 
     return forward
 
@@ -255,23 +255,25 @@ def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
     shifted = labels.flatten().index_select(0, bare.tokens)[None]
     more = _said({**named, "labels": None, "shift_labels": shifted})
     with saying(bare.sequences):
-        found = theirs(fused_lm_head=True, **more, **bare.inputs)
+        outputs = theirs(fused_lm_head=True, **more, **bare.inputs)
     # As it would be of the padded batch: zero where there is no label, and without the last token of the rows, which has none.
     last = labels.shape[1] - (named["shift_labels"] is None)
     mask = labels[:, :last] != -100
     place = bare.place[:, :last].flatten()
     for name in _PER_TOKEN:
-        if name in found:
-            rows = found[name][0].index_select(0, place).view(mask.shape)
-            found[name] = torch.where(mask, rows, torch.zeros_like(rows))
-    found["label_mask"] = mask
-    return found
+        if name in outputs:
+            rows = outputs[name][0].index_select(0, place).view(mask.shape)
+            outputs[name] = torch.where(mask, rows, torch.zeros_like(rows))
+    outputs["label_mask"] = mask
+    return outputs
 
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _fused(
+    model: Any, request: _HeadRequest, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
     """What TRL's forward returns, of a model that is called with `args` and `kwargs`."""
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
@@ -279,7 +281,7 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
         kwargs.setdefault("output_router_logits", True)
     projects = _projects(model)
     labels = _labels(named)
-    found, states, bare = _run(model, projects, labels != -100, args, kwargs)
+    output, states, bare = _run(model, projects, labels != -100, args, kwargs)
     place = None if bare is None else bare.place.to(states.device)
     if named["shift_labels"] is None:  # the last token has none
         labels, place = labels[:, :-1], None if place is None else place[:, :-1]
@@ -299,23 +301,23 @@ def _fused(model: Any, asked: _Asked, named: dict[str, Any], args: Any, kwargs: 
     rows = flat.index_select(0, index if place is None else place.flatten().index_select(0, index))
     targets = labels.flatten().index_select(0, index).clamp(min=0)
     each = (
-        _projected(model, rows, targets, asked)
+        _projected(model, rows, targets, request)
         if projects
-        else log_probs_of_logits(rows, targets, asked.temperature)
+        else log_probs_of_logits(rows, targets, request.temperature)
     )
     # `masked_scatter` keeps the graph where no position has a label: the gradient is zero then, not missing.
     fields = {
         name: value.new_zeros(mask.shape).masked_scatter(chosen, value)
-        for name, value in _trl_fields(each, asked).items()
+        for name, value in _trl_fields(each, request).items()
     }
     items = named["num_items_in_batch"]
     loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if items is None else items)
     aux = None
     if kwargs.get("output_router_logits"):
         present = kwargs.get("attention_mask") if place is None else None
-        aux = _load_balancing(config, found.router_logits, present)
+        aux = _load_balancing(config, output.router_logits, present)
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux
-    return asked.result(loss=loss, label_mask=mask, aux_loss=aux, **fields)
+    return request.result(loss=loss, label_mask=mask, aux_loss=aux, **fields)
 
 
 def _run(
@@ -326,40 +328,40 @@ def _run(
     The states are `[1, tokens, hidden]` where it was run without.
     """
     if not projects:
-        found = model.__dict__[_THEIRS](*args, **kwargs)
-        return found, found.logits, None
+        output = model.__dict__[_THEIRS](*args, **kwargs)
+        return output, output.logits, None
     bare = None if args else without_padding(model, kwargs, labelled)
     with saying(packed_by_lengths(model, kwargs) if bare is None else bare.sequences):
-        found = model.base_model(*args, **(kwargs if bare is None else bare.inputs))
+        output = model.base_model(*args, **(kwargs if bare is None else bare.inputs))
     # The backbone may end on another device than the head's.
-    states = found.last_hidden_state.to(model.get_output_embeddings().weight.device)
-    return found, states, bare
+    states = output.last_hidden_state.to(model.get_output_embeddings().weight.device)
+    return output, states, bare
 
 
-def _projected(model: Any, rows: torch.Tensor, targets: torch.Tensor, asked: _Asked) -> PerToken:
-    head, device = head_of(model, asked.temperature), rows.device.type
+def _projected(model: Any, rows: torch.Tensor, targets: torch.Tensor, request: _HeadRequest) -> PerToken:
+    head, device = head_of(model, request.temperature), rows.device.type
     low = autocast_dtype(device)
-    compute = torch.float32 if asked.cast_lm_head_to_fp32 else low or head.weight.dtype
+    compute = torch.float32 if request.cast_lm_head_to_fp32 else low or head.weight.dtype
     precision = Precision(compute, working_dtype(compute, rows))
-    more = ("logsumexp", "mean_logits") if asked.smoothing else ()
-    gradients = (*asked.gradients, *more)
-    return log_probs(head, rows, targets, (*asked.outputs, *more), gradients=gradients, precision=precision)
+    more = ("logsumexp", "mean_logits") if request.smoothing else ()
+    gradients = (*request.gradients, *more)
+    return log_probs(head, rows, targets, (*request.outputs, *more), gradients=gradients, precision=precision)
 
 
-def _trl_fields(found: PerToken, asked: _Asked) -> dict[str, torch.Tensor]:
-    fields = {name: getattr(found, name) for name in ("log_probs", *asked.outputs)}
-    if asked.smoothing:
-        assert found.mean_logits is not None
-        assert found.logsumexp is not None
-        mean = found.mean_logits - found.logsumexp  # the mean of log p over the vocabulary
-        fields["log_probs"] = (1 - asked.smoothing) * found.log_probs + asked.smoothing * mean
+def _trl_fields(per_token: PerToken, request: _HeadRequest) -> dict[str, torch.Tensor]:
+    fields = {name: getattr(per_token, name) for name in ("log_probs", *request.outputs)}
+    if request.smoothing:
+        assert per_token.mean_logits is not None
+        assert per_token.logsumexp is not None
+        mean = per_token.mean_logits - per_token.logsumexp  # the mean of log p over the vocabulary
+        fields["log_probs"] = (1 - request.smoothing) * per_token.log_probs + request.smoothing * mean
     return fields
 
 
 def _load_balancing(config: Any, router_logits: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    found: torch.Tensor = load_balancing_loss_func(
+    loss: torch.Tensor = load_balancing_loss_func(
         router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
     )
-    return found
+    return loss

@@ -119,10 +119,10 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
 
     def ours() -> None:
         precision = Precision(shape.compute, working_dtype(shape.compute, hidden))
-        found = log_probs(
+        per_token = log_probs(
             head, hidden, targets, shape.outputs, gradients=shape.gradients, precision=precision
         )
-        differentiate(vars(found))
+        differentiate(vars(per_token))
 
     def theirs() -> None:
         differentiate(_theirs(head, hidden, targets, shape.outputs))

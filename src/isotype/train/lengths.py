@@ -137,9 +137,9 @@ def _ids(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> Sequence[int]:
     if any(isinstance(part, list) for part in parts):
         turns = [turn for part in parts for turn in part]
         schemas = tools if isinstance(tools, list) else None
-        made: Sequence[int] = tokenizer.apply_chat_template(
+        of_turns: Sequence[int] = tokenizer.apply_chat_template(
             turns, tools=schemas, tokenize=True, add_generation_prompt=answer is None, return_dict=False
         )
-        return made
+        return of_turns
     ids: Sequence[int] = tokenizer("".join(parts))["input_ids"]
     return ids

@@ -69,9 +69,9 @@ def _base_memory(extra: IsotypeArguments, problems: list[Problem]) -> int | None
     if amount is None:
         problems.append(Problem(f"--base_memory {text}", "an amount of memory", "write it like 6GiB"))
     if extra.quantization != MIXED:
-        given = f"--base_memory {text} without --quantization mixed"
+        flag = f"--base_memory {text} without --quantization mixed"
         problems.append(
-            Problem(given, "layers whose format it decides", "add --quantization mixed, or leave it out")
+            Problem(flag, "layers whose format it decides", "add --quantization mixed, or leave it out")
         )
     return amount
 

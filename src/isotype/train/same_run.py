@@ -201,8 +201,8 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
             if was
             else "leave --quantization mixed out"
         )
-        given = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
-        return Problem(given, f"{len(was)} stored otherwise{there}" if was else f"none{there}", mixed)
+        layers = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
+        return Problem(layers, f"{len(was)} stored otherwise{there}" if was else f"none{there}", mixed)
     if name in _POLICY:
         flag = _POLICY[name]
         plain = name == "storage" and was in ("float32", "bfloat16", "float16")

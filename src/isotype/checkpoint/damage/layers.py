@@ -92,10 +92,10 @@ class Layers:
             weight = module.weight.T.contiguous() if turned else module.weight
             form = self.form_of.get(name)
             if form is not None:
-                made = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                stored = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 for rows in pieces(*weight.shape):
-                    made[rows] = rounded(weight[rows], form)
-                weight = made
+                    stored[rows] = rounded(weight[rows], form)
+                weight = stored
             output: torch.Tensor = _Product.apply(x, weight, self, name)  # type: ignore[no-untyped-call]
             bias = module.bias
             return output if bias is None else output + bias

@@ -197,8 +197,10 @@ class _Session:
     def total(self, form_of: Mapping[str, str]) -> float:
         """`divergence` of all batches together."""
         counts = [each.shape[0] for each in self.known]
-        found = self.divergence(form_of)
-        return sum(nats * count for nats, count in zip(found, counts, strict=True)) / max(1, sum(counts))
+        divergences = self.divergence(form_of)
+        return sum(nats * count for nats, count in zip(divergences, counts, strict=True)) / max(
+            1, sum(counts)
+        )
 
     def _distributions(self) -> Iterator[torch.Tensor]:
         for batch in self.run.batches:

@@ -300,6 +300,6 @@ def require_complete_gguf(path: str | Path) -> None:
     Raises:
         CheckpointError: tensors are missing, of another size than the model's or there twice; or there is no such file.
     """
-    found = resolve_source(path)
-    if isinstance(found, Path) and found.suffix == ".gguf":
-        match(build_on_meta(gguf_config(found), str(found)), read_headers(found)).require_complete()
+    source = resolve_source(path)
+    if isinstance(source, Path) and source.suffix == ".gguf":
+        match(build_on_meta(gguf_config(source), str(source)), read_headers(source)).require_complete()

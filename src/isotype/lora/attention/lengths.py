@@ -99,9 +99,9 @@ def why_not_call(
         return "it has a window and is not causal"
     if kwargs.get("dropout"):
         return "it has dropout"
-    given = [name for name in _CHANGES if kwargs.get(name) is not None]
-    if given:
-        return f"it has {', '.join(given)}"
+    changes = [name for name in _CHANGES if kwargs.get(name) is not None]
+    if changes:
+        return f"it has {', '.join(changes)}"
     return None
 
 

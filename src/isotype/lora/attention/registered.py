@@ -355,10 +355,10 @@ def attention_forward(
     report = _reports.get(module)
     if report is not None and reason is not None:
         report.left[reason] += 1
-    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
     )
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -390,10 +390,10 @@ def repeated_attention_forward(
     if groups > 1 and attention_mask is None and query.shape[2] > 1 and kwargs.get("cache") is None:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         layer = _Ungrouped(bool(getattr(module, "is_causal", True)))
-    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         layer, query, key, value, attention_mask, is_causal=is_causal, **kwargs
     )
-    return found
+    return result
 
 
 def lengths_attention_forward(
@@ -428,10 +428,10 @@ def lengths_attention_forward(
         if (report := _reports.get(module)) is not None:
             report.left[reason] += 1
         mask = mask.mask(query.shape[2], causal=causal)
-    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
     )
-    return found
+    return result
 
 
 def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
