@@ -16,11 +16,11 @@ from isotype.checkpoint.formats.headers import find_weights
 from isotype.checkpoint.formats.hub import downloaded, local_snapshot
 from isotype.checkpoint.load import load, saved_format, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.measured import fingerprint, keep_ranges
+from isotype.checkpoint.measured import fingerprint, kept_or_noted
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stored_weights import blank_model, fill_buffers, stored_weights
 from isotype.checkpoint.weightless import model_config
-from isotype.core.errors import CheckpointError, SaveError
+from isotype.core.errors import CheckpointError
 from isotype.precision.facts import ModelFacts
 from isotype.precision.ranges import Ranges
 from isotype.ranges.batches import Batches, given_batches, made_batches
@@ -73,7 +73,7 @@ def measure_ranges(
     if isinstance(model, nn.Module):
         return ranges
     ranges = replace(ranges, key=fingerprint(str(model), revision) or "")
-    return _kept(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
+    return kept_or_noted(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
 
 
 def to_measure(
@@ -102,15 +102,6 @@ def _loaded_from(model: nn.Module) -> Path | None:
         return _files(name, None, local_snapshot)
     except CheckpointError:
         return None  # it has been moved since, or lies on a hub that nobody can reach
-
-
-def _kept(ranges: Ranges) -> Ranges:
-    """The measurement, which is in the cache now, or says why it is not."""
-    try:
-        keep_ranges(ranges)
-    except SaveError as error:
-        return replace(ranges, notes=(*ranges.notes, f"it was not kept: {error.problems[0].given}"))
-    return ranges
 
 
 def largest_part(source: str | Path) -> int:

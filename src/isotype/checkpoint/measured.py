@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
@@ -52,6 +53,19 @@ def kept_damages(key: str) -> Damages | None:
 def keep_damages(damages: Damages) -> Path:
     """Keep a measurement of a checkpoint for `kept_damages`; raises as `keep_ranges`."""
     return _keep(damages, "damages", "damages")
+
+
+def kept_or_noted(measurement: _Measurement) -> _Measurement:
+    """The measurement, which is in the cache now, or says why it is not."""
+    try:
+        if isinstance(measurement, Ranges):
+            keep_ranges(measurement)
+        else:
+            keep_damages(measurement)
+    except SaveError as error:
+        note = f"it was not kept: {error.problems[0].given}"
+        return replace(measurement, notes=(*measurement.notes, note))
+    return measurement
 
 
 def _kept(key: str, kind: str, parse: Callable[[str], _Measurement]) -> _Measurement | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,18 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
-from isotype.checkpoint.measure import to_measure
-from isotype.checkpoint.measured import fingerprint, keep_damages
+from isotype.checkpoint.measure import TOKENS, to_measure
+from isotype.checkpoint.measured import fingerprint, kept_or_noted
 from isotype.checkpoint.plan import quantized_weights
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import Problem, SaveError, UsageError
+from isotype.core.errors import Problem, UsageError
 from isotype.core.names import base_name, listed, plural
 from isotype.precision.damages import Damages, LayerDamage
 from isotype.ranges.batches import Batches
 from isotype.ranges.measure import on_device, undisturbed
 from isotype.ranges.measured import Measured
 from isotype.ranges.twin import Twin, twin_of
-
-TOKENS = 256
-"""Tokens that are run where nobody gives a batch."""
 
 _SEED = 0
 _CHUNK = 64
@@ -98,7 +95,7 @@ def measure_quality(
         measured=measured,
         notes=tuple(notes),
     )
-    return _kept(damages) if damages.key and data is None and tokens >= TOKENS else damages
+    return kept_or_noted(damages) if damages.key and data is None and tokens >= TOKENS else damages
 
 
 def measure_divergence(
@@ -134,15 +131,6 @@ def measure_divergence(
         return {name: session.divergence(form_of) for name, form_of in storages.items()}
     finally:
         session.bar.close()
-
-
-def _kept(damages: Damages) -> Damages:
-    """The measurement, which is in the cache now, or says why it is not."""
-    try:
-        keep_damages(damages)
-    except SaveError as error:
-        return replace(damages, notes=(*damages.notes, f"it was not kept: {error.problems[0].given}"))
-    return damages
 
 
 @dataclass
