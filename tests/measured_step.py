@@ -53,7 +53,7 @@ def measure_step(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> I
     handles = [*recorder.watch(model), *_optimizer_hooks(recorder)]
     recorder.names.clear()
     handles += recorder.weigh(model)
-    recorder.given(inputs or {})
+    recorder.mark_inputs(inputs or {})
     recorder.turn_to("forward")
     put_under(*modes)
     try:

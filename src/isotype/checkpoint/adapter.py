@@ -99,8 +99,8 @@ def read_adapter(directory: str | Path) -> Adapter:
                 )
             ],
         )
-    found = find_weights(path)
-    if found is None or found[1] != "adapter":
+    weights = find_weights(path)
+    if weights is None or weights[1] != "adapter":
         raise CheckpointError(
             "an adapter without weights",
             [
@@ -117,7 +117,7 @@ def read_adapter(directory: str | Path) -> Adapter:
         config,
         config.base_model_name_or_path,
         PrecisionPolicy.read(path),
-        read_headers(found[0]),
+        read_headers(weights[0]),
         config.revision,
     )
 
@@ -345,10 +345,10 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     config = copy.deepcopy(adapter.config)
     begun = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(begun, str) and begun.startswith(_OF_WHOLE_WEIGHTS):
-        given = f"a base in {policy.storage}, and an adapter that {begun} began"
+        conflict = f"a base in {policy.storage}, and an adapter that {begun} began"
         expected = "a base in float32, bfloat16 or float16: a part of each weight is in the adapter, and is taken out of it"
         raise _incompatible(
-            adapter, model, [Problem(given, expected, "--quantization none, or merge the adapter first")]
+            adapter, model, [Problem(conflict, expected, "--quantization none, or merge the adapter first")]
         )
     config.inference_mode = False  # trainable parameters are what the policy keeps as masters
     config.base_model_name_or_path = None  # PEFT warns where the base has another name now
@@ -380,12 +380,12 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         problem = Problem(f"no tensor {base_name(error.args[0])}", "every trained module", _FIX)
         raise _incompatible(adapter, base, [problem]) from error
     except RuntimeError as error:
-        found = _SIZE_MISMATCH.findall(str(error))
-        if not found:
+        mismatches = _SIZE_MISMATCH.findall(str(error))
+        if not mismatches:
             raise
         problems = [
             Problem(f"{base_name(name)} of shape ({saved})", f"shape ({wanted}), for this base model", _FIX)
-            for name, saved, wanted in found
+            for name, saved, wanted in mismatches
         ]
         raise _incompatible(adapter, base, problems) from error
     prefix = getattr(peft_model.base_model, "prefix", None)

@@ -28,9 +28,9 @@ class NoDraws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _DRAWN:
-            given = args[0] if args else kwargs.get("tensor")
-            if isinstance(given, torch.Tensor) and given.is_meta:
-                return given
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
         return func(*args, **kwargs)
 
 

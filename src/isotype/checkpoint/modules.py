@@ -69,30 +69,34 @@ def load_module(
     """
     headers = read_headers(path)
     packing = _packing(path)
-    found = match(model, _adapted(headers, adapter) if adapter is not None else headers)
-    found.require_complete()
-    blank = [name for name in found.buffers if model.get_buffer(name).is_meta]
+    matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)
+    matched.require_complete()
+    blank = [name for name in matched.buffers if model.get_buffer(name).is_meta]
     if blank:
-        given = f"{type(model).__name__} with {listed(blank, 6)} on the meta device"
+        what = f"{type(model).__name__} with {listed(blank, 6)} on the meta device"
         fix = "build the module with accelerate.init_empty_weights(include_buffers=False), or on the CPU"
         raise CheckpointError(
-            "buffers without values", [Problem(given, "values: no file has these buffers", fix)]
+            "buffers without values", [Problem(what, "values: no file has these buffers", fix)]
         )
     if policy.quantized:
         _quantize(model, policy)
     placement = Placement(*_dtypes(model, policy), policy.plain, lambda name: device, packing)
     if adapter is None:
-        _, broken = fill(model, found.weights, placement)
+        _, broken = fill(model, matched.weights, placement)
     else:
         files = MappedFiles()
         state = {
             tensor.name: dense(tensor, files.tensor, policy.plain, packing)
             for tensor in stored_tensors(headers.tensors)
         }
-        made = {name: place(model, name, value, placement) for name, value in adapter.from_hf(state).items()}
-        broken = not_finite((name, value) for name, value in made.items() if isinstance(value, nn.Parameter))
+        tensors = {
+            name: place(model, name, value, placement) for name, value in adapter.from_hf(state).items()
+        }
+        broken = not_finite(
+            (name, value) for name, value in tensors.items() if isinstance(value, nn.Parameter)
+        )
     refuse(path, broken)
-    for name, source in found.tied.items():
+    for name, source in matched.tied.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
     model.requires_grad_(policy.trainable != "lora")
@@ -114,10 +118,10 @@ def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> Checkpoin
         )
         for tensor in stored_tensors(headers.tensors)
     }
-    made = adapter.from_hf(blank)
+    adapted = adapter.from_hf(blank)
     tensors = tuple(
         TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)
-        for name, value in made.items()
+        for name, value in adapted.items()
     )
     return CheckpointHeaders(headers.path, headers.format, headers.kind, tensors, headers.metadata)
 
@@ -138,9 +142,9 @@ def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.dtype], frozenset[str]]:
     """The dtypes of a module's dense float tensors, and the names of its quantized weights."""
-    found = tuple(places(model))
-    quantized = {f"{each.name}.weight" for each in found if each.kind in ("linear4bit", "linear8bit")}
-    wanted = dtypes_to_load(model, found, policy)
+    boundaries = tuple(places(model))
+    quantized = {f"{each.name}.weight" for each in boundaries if each.kind in ("linear4bit", "linear8bit")}
+    wanted = dtypes_to_load(model, boundaries, policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in quantized:

@@ -156,11 +156,11 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
             ],
         )
     packed = quantization.format if quantization is not None else "packed"
-    found = match(model, headers)
+    matched = match(model, headers)
     storage = _storage(model, policy)
     tensors = []
     for name, value in model.state_dict(keep_vars=True).items():
-        source = found.weights.sources.get(name)
+        source = matched.weights.sources.get(name)
         if source is None or source.failure:
             continue
         stored = packed if (form := _form(source)) == "packed" else form
@@ -178,7 +178,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
                 is_pinned(name, policy.pinned),
             )
         )
-    return LoadPlan(tuple(tensors), found)
+    return LoadPlan(tuple(tensors), matched)
 
 
 def _form(source: Source) -> str:

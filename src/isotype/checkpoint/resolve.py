@@ -169,10 +169,10 @@ def _decided(
     key = fingerprint(model, revision)
     if key is None:
         return policy, None
-    found = kept_ranges(key)
-    if found is None and measure is not None:
-        found = measure()
-    return (policy if found is None else decide(facts, profile, request, obstacles, found)), found
+    measured = kept_ranges(key)
+    if measured is None and measure is not None:
+        measured = measure()
+    return (policy if measured is None else decide(facts, profile, request, obstacles, measured)), measured
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:

@@ -87,10 +87,10 @@ def load_sharded(
         **settings,
     )
     headers = read_headers(files)
-    found = match(model, headers)
-    found.require_complete()
-    stored = StoredWeights(model, headers, found.weights)
-    _start_fresh(model, found.initialised)
+    matched = match(model, headers)
+    matched.require_complete()
+    stored = StoredWeights(model, headers, matched.weights)
+    _start_fresh(model, matched.initialised)
     model.name_or_path = str(path)
     rename(model.config, str(path))
     fill_buffers(model, stored)
@@ -116,17 +116,17 @@ def _start_fresh(model: Any, names: Iterable[str]) -> None:
 def _files(path: str | Path, revision: str | None) -> Path:
     """The directory or GGUF file; what has to be downloaded first, the first process of a machine downloads."""
     with PartialState().local_main_process_first():
-        found = resolve_source(path)
-        return downloaded(found, revision) if isinstance(found, str) else found
+        source = resolve_source(path)
+        return downloaded(source, revision) if isinstance(source, str) else source
 
 
 def _check_dense(files: Path, config: Any, mesh: Any) -> None:
     saved = quantization_of(config)
     if saved is None or saved.dequantized:
         return
-    given = f"{files}, saved in {saved.format}, over {mesh.size()} processes"
+    what = f"{files}, saved in {saved.format}, over {mesh.size()} processes"
     fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
-    problem = Problem(given, "float weights, of which every process can read its rows", fix)
+    problem = Problem(what, "float weights, of which every process can read its rows", fix)
     raise PrecisionError("a quantized checkpoint cannot be loaded sharded", [problem])
 
 
@@ -178,11 +178,11 @@ class _Rows:
             top, bottom = first // width, math.ceil(last / width)
             dense = self._read(name, top, bottom, self.policy.plain, holds_turned(layer)).flatten()
             block = dense[first - top * width : last - top * width]
-            codes, made = quantize_4bit(block, state.quant_type, blocksize=size)
+            codes, quantized = quantize_4bit(block, state.quant_type, blocksize=size)
             codes = codes[(start - first) // 2 : (stop - first + 1) // 2]
             # A block that two processes share is the one's in which it begins.
             skipped = math.ceil(start / size) - first // size
-            absmax[first // size + skipped : math.ceil(stop / size)] = made.absmax[skipped:]
+            absmax[first // size + skipped : math.ceil(stop / size)] = quantized.absmax[skipped:]
         constants = {
             "shape": state.shape,
             "dtype": state.dtype,
@@ -229,7 +229,7 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
             if parameter.is_meta:
                 full = base_name(f"{place.name}.{name}" if place.name else name)
                 owners.setdefault(parameter, []).append((full, place, name))
-    sources = {parameter: _source(found, rows) for parameter, found in owners.items()}
+    sources = {parameter: _source(placements, rows) for parameter, placements in owners.items()}
     copies = Counter(name for name, _, _ in sources.values())
     read: dict[str, torch.Tensor] = {}  # rows that a second parameter, a trained copy of the first, takes too
     for parameter, (name, place, own) in sources.items():
@@ -247,7 +247,7 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
         sharded = DTensor.from_local(
             values, rows.mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        replacement = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
         for _, holder, other in owners[parameter]:
-            own_parameters(holder.module)[other] = made
+            own_parameters(holder.module)[other] = replacement
     model.load_state_dict({}, strict=False)  # FSDP2 looks for new parameters after a load

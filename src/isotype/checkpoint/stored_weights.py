@@ -71,11 +71,11 @@ class StoredWeights:
             self.bytes_read += rows.nbytes
             return rows
         part = self._stacked(source, name, start, stop) if dim == 0 else None
-        made = self._made(part or source)[name]
+        tensors = self._made(part or source)[name]
         self.bytes_read += sum(
             header.bytes for tensor, _ in (part or source).tensors for header in tensor.parts
         )
-        return made if part else made[where].clone()
+        return tensors if part else tensors[where].clone()
 
     def _made(self, source: Source) -> dict[str, torch.Tensor]:
         # Mapped for this call: pages of a file that stays mapped count as memory in use.
@@ -87,16 +87,16 @@ class StoredWeights:
         by_pattern: dict[str, list[tuple[StoredTensor, str]]] = {}
         for tensor, pattern in source.tensors:
             by_pattern.setdefault(pattern, []).append((tensor, pattern))
-        if any(len(found) != rows for found in by_pattern.values()):
+        if any(len(tensors) != rows for tensors in by_pattern.values()):
             return None
-        chosen = tuple(each for found in by_pattern.values() for each in found[start:stop])
+        chosen = tuple(each for tensors in by_pattern.values() for each in tensors[start:stop])
         part = replace(source, tensors=chosen)
         blank = {
             tensor.name: torch.empty(tensor.weight.shape, dtype=tensor.weight.dtype, device="meta")
             for tensor, _ in chosen
         }
-        made = converted(self._model, part, blank)
-        return part if made[name].shape == (stop - start, *self.shapes[name][1:]) else None
+        stacked = converted(self._model, part, blank)
+        return part if stacked[name].shape == (stop - start, *self.shapes[name][1:]) else None
 
 
 def blank_model(config: Any) -> Any:
@@ -117,11 +117,11 @@ def blank_model(config: Any) -> Any:
         with init_empty_weights(include_buffers=False), no_init_weights(), NoDraws():
             model = cls(config)
     except BUILD_ERRORS as error:
-        given = f"{cls.__name__} fails with {type(error).__name__}: {error}"
+        what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
         fix = "take config.json and transformers as the checkpoint was published with"
         expected = "a config that the class can be built from"
         raise CheckpointError(
-            "the config does not fit its model class", [Problem(given, expected, fix)]
+            "the config does not fit its model class", [Problem(what, expected, fix)]
         ) from error
     finally:
         torch.set_default_dtype(before)

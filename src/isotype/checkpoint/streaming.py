@@ -81,12 +81,12 @@ def stream(
         CheckpointError: tensors are missing, of another shape than the model's or there twice, or a file is damaged.
     """
     store_layers(model, policy)
-    found = match(model, headers)
-    found = replace(found, wrong=tuple(wrong for wrong in found.wrong if not _is_turned(model, wrong)))
-    found.require_complete()
+    matched = match(model, headers)
+    matched = replace(matched, wrong=tuple(wrong for wrong in matched.wrong if not _is_turned(model, wrong)))
+    matched.require_complete()
     expected = set(model.state_dict())  # quantized layers have more of them afterwards
     placement = replace(_placement(model, settings, policy), packing=packing, turn=turning(model, headers))
-    weights = found.weights
+    weights = matched.weights
     if deferred is not None:
         weights = deferred.take(model, weights, placement, headers.path)
     filled, broken = fill(model, weights, placement)
@@ -94,7 +94,7 @@ def stream(
     for name in filled:
         # transformers draws values for what has not this mark.
         mark_as_loaded(model.get_parameter_or_buffer(name))
-    return _info(expected - filled, found), broken
+    return _info(expected - filled, matched), broken
 
 
 def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
@@ -132,11 +132,11 @@ def _is_turned(model: Any, wrong: Any) -> bool:
     return holds_turned(layer) and wrong.found == wrong.wanted[::-1]
 
 
-def _info(missing: set[str], found: Match) -> Any:
+def _info(missing: set[str], matched: Match) -> Any:
     from transformers.modeling_utils import LoadStateDictInfo
 
     empty = {"error_msgs": list, "conversion_errors": dict}
-    given = {each.name: empty.get(each.name, set)() for each in fields(LoadStateDictInfo)}
-    given["missing_keys"] = missing
-    given["unexpected_keys"] = {tensor.weight.name for tensor in found.surplus}
-    return LoadStateDictInfo(**given)
+    info = {each.name: empty.get(each.name, set)() for each in fields(LoadStateDictInfo)}
+    info["missing_keys"] = missing
+    info["unexpected_keys"] = {tensor.weight.name for tensor in matched.surplus}
+    return LoadStateDictInfo(**info)

@@ -48,23 +48,23 @@ def model_config(source: Any, *, revision: str | None = None) -> Any:
     """
     if hasattr(source, "to_dict"):
         return source
-    found = resolve_source(source)
-    if isinstance(found, str):
-        return hub_config(found, revision)
-    if found.is_dir() and not (found / "config.json").is_file():
-        weights = find_weights(found)
+    location = resolve_source(source)
+    if isinstance(location, str):
+        return hub_config(location, revision)
+    if location.is_dir() and not (location / "config.json").is_file():
+        weights = find_weights(location)
         if weights is None or weights[0].suffix != ".gguf":
-            given = f"the directory {found} holds {contents(found)}"
+            what = f"the directory {location} holds {contents(location)}"
             fix = "give the directory that save_pretrained() wrote"
-            raise CheckpointError("not a model", [Problem(given, "config.json or a .gguf file", fix)])
-        found = weights[0]
-    if found.suffix == ".gguf":
-        return gguf_config(found)
-    if found.is_dir() or found.name == "config.json":
-        return read_config(found if found.is_dir() else found.parent)
+            raise CheckpointError("not a model", [Problem(what, "config.json or a .gguf file", fix)])
+        location = weights[0]
+    if location.suffix == ".gguf":
+        return gguf_config(location)
+    if location.is_dir() or location.name == "config.json":
+        return read_config(location if location.is_dir() else location.parent)
     expected = "a checkpoint directory, its config.json or a .gguf file"
     raise CheckpointError(
-        "not a model", [Problem(f"the file {found}", expected, f"give the directory {found.parent}")]
+        "not a model", [Problem(f"the file {location}", expected, f"give the directory {location.parent}")]
     )
 
 
@@ -111,11 +111,11 @@ def skeleton(
                 stack.enter_context(no_init_weights())
             model = pinned(config)
     except BUILD_ERRORS as error:
-        given = f"{cls.__name__} fails with {type(error).__name__}: {error}"
+        what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
         fix = "take config.json and transformers as the checkpoint was published with"
         raise CheckpointError(
             "the config does not fit its model class",
-            [Problem(given, "a config that the class can be built from", fix)],
+            [Problem(what, "a config that the class can be built from", fix)],
         ) from error
     model.tie_weights()
     return model

@@ -52,8 +52,8 @@ def _run(argv: Sequence[str], console: Console) -> int:
 
 def exit_status(report: Report, fail_on: str) -> int:
     """0, or 1 where something was found at or above `fail_on`, does not fit, or could not be traced."""
-    found = report.errors or not report.complete or report.fits is False
-    return 1 if found or (fail_on == "warning" and report.warnings) else 0
+    failing = report.errors or not report.complete or report.fits is False
+    return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 
 
 def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[Report, Repaired | None]:
@@ -93,11 +93,11 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repa
     known, unknown = parser.parse_known_args(list(rest))
     parser.refuse(parser.problems)
     if unknown or options.batch or options.length:
-        given = " ".join(
+        flags = " ".join(
             [*unknown, *(("--batch",) if options.batch else ()), *(("--length",) if options.length else ())]
         )
         problem = Problem(
-            given, "--device, --devices, --fsdp, --generate and the outputs", "let the function decide it"
+            flags, "--device, --devices, --fsdp, --generate and the outputs", "let the function decide it"
         )
         raise UsageError(f"arguments that do not go with {options.model}", [problem])
     profile = device_profile(known.device if known.device is not None else "cpu")

@@ -58,9 +58,9 @@ def run(argv: Sequence[str], console: Console) -> int:
     options = inspect_parser().parse_args(list(argv))
     if options.plan:
         return _plan(options, console)
-    given = [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]
-    if given:
-        problem = Problem(" ".join(given), "--plan with it: headers alone have no policy", "add --plan")
+    flags = [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]
+    if flags:
+        problem = Problem(" ".join(flags), "--plan with it: headers alone have no policy", "add --plan")
         raise UsageError("arguments of a plan without --plan", [problem])
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection

@@ -98,33 +98,35 @@ def parse(argv: Sequence[str]) -> Options:
         help="watch the whole training: stop before the update whose loss or gradient is no number, and name the operator",
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
-    given = parser.parse_args(own)
-    target = given.module or (_script(rest.pop(0)) if rest else None)
+    options = parser.parse_args(own)
+    target = options.module or (_script(rest.pop(0)) if rest else None)
     problems = []
     if target is None:
         problems.append(
             Problem("no script", "the path of a script, or -m MODULE", "isotype run train.py --epochs 1")
         )
-    elif given.module is None and not Path(target).exists():
+    elif options.module is None and not Path(target).exists():
         problems.append(Problem(target, "a script that exists", "check the path"))
-    if given.steps < 1:
-        problems.append(Problem(f"--steps {given.steps}", "1 or more", "leave it out to watch one step"))
-    if not given.preflight_seconds >= 0:
+    if options.steps < 1:
+        problems.append(Problem(f"--steps {options.steps}", "1 or more", "leave it out to watch one step"))
+    if not options.preflight_seconds >= 0:
         problems.append(
-            Problem(f"--preflight-seconds {given.preflight_seconds:g}", "0 or more", "0 leaves the trace out")
+            Problem(
+                f"--preflight-seconds {options.preflight_seconds:g}", "0 or more", "0 leaves the trace out"
+            )
         )
     if problems or target is None:
         raise UsageError("nothing to run", problems)
-    seconds = 0.0 if given.no_preflight else given.preflight_seconds
+    seconds = 0.0 if options.no_preflight else options.preflight_seconds
     return Options(
-        target, given.module is not None, tuple(rest), given.steps, given.device, seconds, given.watch
+        target, options.module is not None, tuple(rest), options.steps, options.device, seconds, options.watch
     )
 
 
-def _script(given: str) -> str:
+def _script(target: str) -> str:
     """The path of a script; that of an installed command (`torchrun`) where it is one of Python's."""
-    found = None if Path(given).exists() else shutil.which(given)
-    return found if found is not None and is_python_script(Path(found)) else given
+    path = None if Path(target).exists() else shutil.which(target)
+    return path if path is not None and is_python_script(Path(path)) else target
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

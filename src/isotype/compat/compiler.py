@@ -128,12 +128,12 @@ def _as_written(function: Any = None, **_: Any) -> Any:
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
     """`torch._dynamo.disable`: while there is no compiler, what it may not compile is just called."""
     if function is None:
-        return lambda given: _disable(given, recursive, **options)
+        return lambda decorated: _disable(decorated, recursive, **options)
 
     @functools.cache
     def disabled() -> Callable[..., Any]:
-        made: Callable[..., Any] = torch._dynamo.disable(function, recursive, **options)  # type: ignore[no-untyped-call]
-        return made
+        callable_: Callable[..., Any] = torch._dynamo.disable(function, recursive, **options)  # type: ignore[no-untyped-call]
+        return callable_
 
     if not isinstance(function, FunctionType):
         deferred = _deferred()

@@ -229,6 +229,6 @@ def incompatibilities(trainer: type) -> list[str]:
 
 def subclass(cls: Any, **members: Any) -> Any:
     """A class below `cls` under the same name and module, for one load: the model is given `cls` again when it has been filled."""
-    made: Any = type(cls.__name__, (cls,), members)
-    made.__module__ = cls.__module__
-    return made
+    derived: Any = type(cls.__name__, (cls,), members)
+    derived.__module__ = cls.__module__
+    return derived

@@ -183,19 +183,23 @@ class Contracts:
         known = any(family.majors is not None for family in families)
         # What is known of this very capability counts more than what another card did.
         if self.measured is not None and not (self.unlike and known):
-            found = _look_up(self.measured, op, pattern, integer)
-            if found is not None:
-                disputed = any(_look_up(other, op, pattern, integer) != found for other in self.others)
-                return replace(found, assumed=disputed or bool(self.unlike))
+            verdict = _look_up(self.measured, op, pattern, integer)
+            if verdict is not None:
+                disputed = any(_look_up(other, op, pattern, integer) != verdict for other in self.others)
+                return replace(verdict, assumed=disputed or bool(self.unlike))
         breach = next(
             (breach for family in families if (breach := family.breach(pattern, integer)) is not None), None
         )
         if breach is not None:
             return Verdict(False, message=breach, assumed=True)
-        found = _look_up(self.reference, op, pattern, integer)
-        if found is not None and not found.accepted and not any(mark in found.message for mark in _CPU_ONLY):
-            return Verdict(False, message=found.message, assumed=True)
-        if families or (found is not None and found.accepted):
+        verdict = _look_up(self.reference, op, pattern, integer)
+        if (
+            verdict is not None
+            and not verdict.accepted
+            and not any(mark in verdict.message for mark in _CPU_ONLY)
+        ):
+            return Verdict(False, message=verdict.message, assumed=True)
+        if families or (verdict is not None and verdict.accepted):
             return Verdict(True, assumed=True)
         return None
 
@@ -205,14 +209,14 @@ _CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descrip
 
 
 def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-    found = table.operators.get(op, {}).get(pattern)
-    if found is None:
+    entry = table.operators.get(op, {}).get(pattern)
+    if entry is None:
         return None
-    if isinstance(found, int):
-        return Verdict(False, message=fill(table.messages[found], letters_in(pattern), integer))
-    if found == UNSPECIFIED:
+    if isinstance(entry, int):
+        return Verdict(False, message=fill(table.messages[entry], letters_in(pattern), integer))
+    if entry == UNSPECIFIED:
         return Verdict(True)
-    return Verdict(True, tuple(RESULT_DTYPES[letter] for letter in found))
+    return Verdict(True, tuple(RESULT_DTYPES[letter] for letter in entry))
 
 
 def contracts_of(profile: DeviceProfile) -> Contracts:

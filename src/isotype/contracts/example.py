@@ -128,17 +128,17 @@ def _make_tensor(
 ) -> torch.Tensor:
     shape = value["s"]
     if is_float(value):
-        made = (0.1 + 0.8 * torch.rand(shape, generator=generator)).to(next(dtypes))
+        tensor = (0.1 + 0.8 * torch.rand(shape, generator=generator)).to(next(dtypes))
     elif "v" in value:
         values = value["v"] if isinstance(value["v"], list) else [value["v"]] * math.prod(shape)
-        made = torch.tensor(values, dtype=torch.int64).reshape(shape).to(getattr(torch, value["t"]))
+        tensor = torch.tensor(values, dtype=torch.int64).reshape(shape).to(getattr(torch, value["t"]))
     else:
-        made = torch.rand(shape, generator=generator).to(getattr(torch, value["t"]))
+        tensor = torch.rand(shape, generator=generator).to(getattr(torch, value["t"]))
     if "p" in value:
         order = value["p"]
         inverse = [order.index(dim) for dim in range(len(order))]
-        made = made.permute(order).contiguous().permute(inverse)
-    return made.to(device)
+        tensor = tensor.permute(order).contiguous().permute(inverse)
+    return tensor.to(device)
 
 
 def trimmed(example: Json, layout: Layout) -> Json:

@@ -103,18 +103,18 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
-        found = ["".join(letters) for letters in itertools.product(letters, repeat=count)]
+        patterns = ["".join(letters) for letters in itertools.product(letters, repeat=count)]
     elif count <= 6:
         pairs = itertools.combinations(letters, 2)
-        found = ["".join(mixed) for pair in pairs for mixed in itertools.product(pair, repeat=count)]
+        patterns = ["".join(mixed) for pair in pairs for mixed in itertools.product(pair, repeat=count)]
     else:
-        found = [letter * count for letter in letters]
-        found += [
+        patterns = [letter * count for letter in letters]
+        patterns += [
             base * at + other + base * (count - at - 1)
             for base, other in itertools.permutations(letters, 2)
             for at in range(count)
         ]
-    return list(dict.fromkeys([recorded, *found]))
+    return list(dict.fromkeys([recorded, *patterns]))
 
 
 def overload(op: str) -> OpOverload:
@@ -126,8 +126,8 @@ def overload(op: str) -> OpOverload:
     namespace, name, variant = op.split(".")
     if namespace == "bitsandbytes":
         import bitsandbytes  # noqa: F401 - registers its operators
-    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), variant)
-    return found
+    operator: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), variant)
+    return operator
 
 
 def measure_operator(op: str, examples: Sequence[Json], device: torch.device) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
     operators: dict[str, dict[str, str | int]] = {}
     for op in sorted(measured):
         patterns = measured[op]["patterns"]
-        made = templates({key: entry[0] for key, entry in patterns.items() if isinstance(entry, list)})
-        numbers = {key: messages.setdefault(template, len(messages)) for key, template in made.items()}
+        by_template = templates({key: entry[0] for key, entry in patterns.items() if isinstance(entry, list)})
+        numbers = {key: messages.setdefault(template, len(messages)) for key, template in by_template.items()}
         operators[op] = {key: numbers.get(key, entry) for key, entry in patterns.items()}
     return {
         "device": device,
@@ -215,7 +215,7 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "messages": list(messages),
         "operators": {op: patterns for op, patterns in operators.items() if patterns},
-        "broken": {op: found["broken"] for op, found in sorted(measured.items()) if found["broken"]},
+        "broken": {op: result["broken"] for op, result in sorted(measured.items()) if result["broken"]},
         "died": died,
     }
 
@@ -280,8 +280,8 @@ def _measured_in_children(
             ]
             ended = subprocess.run([*child, "--child", str(work)], check=False)
             for line in results.read_text(encoding="utf-8").splitlines():
-                found = json.loads(line)
-                measured[found.pop("op")] = found
+                result = json.loads(line)
+                measured[result.pop("op")] = result
             left = {op: calls for op, calls in left.items() if op not in measured}
             if left:
                 fatal = next(iter(left))
@@ -414,4 +414,4 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
 
 def _places(word: str, letters: str) -> list[str]:
     letter, style = _SPELLINGS[word]
-    return [f"{{{at}{style}}}" for at, found in enumerate(letters) if found == letter] or [word]
+    return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]

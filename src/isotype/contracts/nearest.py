@@ -50,13 +50,13 @@ def table_name(kind: str, capability: tuple[int, int] | None, torch_version: str
 
 def tables_in(folder: Path) -> tuple[TableName, ...]:
     """The tables of a folder, by name."""
-    found = []
+    names = []
     for path in sorted(folder.glob("*.json")):
         parts = _NAME.fullmatch(path.stem)
         if parts is not None:
             version = parts["torch"] or _minor(json.loads(path.read_text(encoding="utf-8"))["torch"])
-            found.append(TableName(path.stem, parts["kind"], parts["variant"] or "", version))
-    return tuple(found)
+            names.append(TableName(path.stem, parts["kind"], parts["variant"] or "", version))
+    return tuple(names)
 
 
 def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version: str) -> TableName | None:

@@ -180,7 +180,7 @@ def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
     Optional arguments make more than one way possible; the one with the fewest distinct elements is the right one,
     since optimizers group their tensors by dtype; of two equal ones the first, with fewer lists.
     """
-    found = []
+    splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):
         for singles in range(layout.singles, layout.singles + layout.optional_singles + 1):
             length, rest = divmod(len(letters) - singles, lists)
@@ -188,5 +188,5 @@ def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
                 continue
             tail = "|" + "".join(letters[length * lists :]) if singles else ""
             elements = dict.fromkeys("".join(letters[at : length * lists : length]) for at in range(length))
-            found.append(tuple(element + tail for element in elements))
-    return found
+            splits.append(tuple(element + tail for element in elements))
+    return splits

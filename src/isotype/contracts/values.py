@@ -59,9 +59,9 @@ def corrupted(
     """
     if not _comparable(function):
         return False
-    given = _numbers(results)
+    numbers = _numbers(results)
     references = list(_references(function, example, letters, recorded, device))
-    return bool(given and references) and all(_far(given, reference) for reference in references)
+    return bool(numbers and references) and all(_far(numbers, reference) for reference in references)
 
 
 def _comparable(function: Any) -> bool:
@@ -118,10 +118,10 @@ def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
     return numbers
 
 
-def _far(given: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bool:
-    if [each.shape for each in given] != [each.shape for each in reference]:
+def _far(results: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bool:
+    if [each.shape for each in results] != [each.shape for each in reference]:
         return False  # another number of results is no matter of values
-    return any(_apart(ours, trusted) for ours, trusted in zip(given, reference, strict=True))
+    return any(_apart(ours, trusted) for ours, trusted in zip(results, reference, strict=True))
 
 
 def _apart(ours: torch.Tensor, trusted: torch.Tensor) -> bool:

@@ -51,13 +51,13 @@ def built_for(toolkit: str) -> str | None:
         source = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(rf"""^{toolkit}\b[^=\n]*=\s*["']([^"']+)["']""", source, re.MULTILINE)
-    return found and found[1]
+    line = re.search(rf"""^{toolkit}\b[^=\n]*=\s*["']([^"']+)["']""", source, re.MULTILINE)
+    return line and line[1]
 
 
 def _uses_vllm(arguments: Sequence[str]) -> bool:
     for token, value in pairwise([*arguments, "True"]):
-        name, given, own = token.replace("-", "_").partition("=")
+        name, equals, own = token.replace("-", "_").partition("=")
         if name == "__use_vllm":
-            return (own if given else value).lower() not in ("false", "0", "no")
+            return (own if equals else value).lower() not in ("false", "0", "no")
     return False

@@ -82,9 +82,9 @@ class Parser(ValueParser):
             UsageError: with every argument that is unknown, lacks its value or has a wrong one.
         """
         self._own = tuple(sys.argv[1:] if args is None else args)
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
-        return found
+        return parsed
 
     def refuse(self, problems: Sequence[Problem]) -> None:
         """Raise a UsageError of the problems, if there are any."""
@@ -160,22 +160,22 @@ class _Wrong:
 
 def _wrong_value(action: argparse.Action, value: Any, kind: str, choices: Sequence[str]) -> Problem:
     name = action.option_strings[0] if action.option_strings else action.dest
-    given = f"{name} {value}"
+    argument = f"{name} {value}"
     if choices:
-        return wrong_choice(given, str(value), choices)
-    return Problem(given, kind, f"{name} {_EXAMPLES.get(kind, 'VALUE')}")
+        return wrong_choice(argument, str(value), choices)
+    return Problem(argument, kind, f"{name} {_EXAMPLES.get(kind, 'VALUE')}")
 
 
 _EXAMPLES = {"a whole number": "8", "a number": "0.1", "True or False": "True"}
 
 
-def wrong_choice(given: str, value: str, choices: Iterable[str]) -> Problem:
+def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     """A value that is none of the choices, with the nearest of them."""
     known = list(choices)
     lower = {each.lower(): each for each in known}
     meant = [lower[each] for each in difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)]
     fix = f"did you mean {' or '.join(meant)}?" if meant else "give one of these"
-    return Problem(given, f"one of {', '.join(known)}", fix)
+    return Problem(what, f"one of {', '.join(known)}", fix)
 
 
 def closest(name: str, known: Sequence[str]) -> list[str]:

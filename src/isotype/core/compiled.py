@@ -104,16 +104,16 @@ def find_compilers() -> list[list[str]]:
         raise NotCompiledError(f"${SWITCH} is {switch!r}: 0 switches compiling off, 1 is the default")
     if switch == "0":
         raise NotCompiledError(f"${SWITCH} is 0")
-    given = os.environ.get("CXX", "").strip()
+    chosen = os.environ.get("CXX", "").strip()
     try:
-        commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
+        commands = [shlex.split(chosen)] if chosen else [[name] for name in _COMPILERS]
     except ValueError as error:
-        raise NotCompiledError(f"$CXX is {given!r}: {error}") from error
-    found = [[path, *more] for name, *more in commands if (path := shutil.which(name))]
-    if not found:
+        raise NotCompiledError(f"$CXX is {chosen!r}: {error}") from error
+    compilers = [[path, *more] for name, *more in commands if (path := shutil.which(name))]
+    if not compilers:
         sought = ", ".join(command[0] for command in commands)
         raise NotCompiledError(f"there is no C++ compiler ({sought}) on the path")
-    return found
+    return compilers
 
 
 def check_folder() -> None:

@@ -83,8 +83,8 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     """
     if isinstance(value, torch.dtype):
         return value
-    found = _ALIASES.get(str(value).removeprefix("torch.").lower())
-    if found is None:
+    dtype = _ALIASES.get(str(value).removeprefix("torch.").lower())
+    if dtype is None:
         raise PrecisionError(
             "unknown dtype",
             [
@@ -95,7 +95,7 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
                 )
             ],
         )
-    return found
+    return dtype
 
 
 def from_safetensors_name(name: str) -> torch.dtype | None:

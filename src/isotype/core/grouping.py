@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 def grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     """The items by their keys, both in the order in which they come first."""
-    found: dict[K, list[V]] = {}
+    groups: dict[K, list[V]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups

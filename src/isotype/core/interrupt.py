@@ -48,8 +48,8 @@ def interrupts_kept() -> Iterator[None]:
 
         return handle
 
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in found.items() if callable(handler)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number, handler in before.items():
         signal.signal(number, keeping(handler))
     try:

@@ -45,12 +45,12 @@ def asking_line() -> Any:
 
 def raising_frame(error: Exception) -> Any:
     """The innermost frame of an error's traceback outside of torch and this package."""
-    found, step = None, error.__traceback__
+    frame, step = None, error.__traceback__
     while step is not None:
         if not is_library(step.tb_frame.f_code.co_filename):
-            found = step.tb_frame
+            frame = step.tb_frame
         step = step.tb_next
-    return found
+    return frame
 
 
 def condition_at(source: str) -> str:

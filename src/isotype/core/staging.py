@@ -164,8 +164,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _errno_in_text(error: BaseException) -> int | None:
     """safetensors and tokenizers keep Rust's text of the error, which ends `(os error 28)`; the latter raises Exception."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found and type(error).__name__ in ("SafetensorError", "Exception") else None
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return int(number[1]) if number and type(error).__name__ in ("SafetensorError", "Exception") else None
 
 
 def _raised_by_torch_save(error: BaseException) -> bool:

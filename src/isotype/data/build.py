@@ -119,9 +119,9 @@ def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | Non
     if local.saved:
         return _prepare_saved(files[0], split, job, columns)
     if len(kinds) > 1:
-        given = f"split '{split}' of '{local.name}' is made of {quoted(path.name for path in files)}"
+        what = f"split '{split}' of '{local.name}' is made of {quoted(path.name for path in files)}"
         return Prepared(
-            [Problem(given, "files of one kind in a split", "keep one kind, or name a single file")]
+            [Problem(what, "files of one kind in a split", "keep one kind, or name a single file")]
         )
     return _prepare_parquet(files, job, columns) if kinds == {PARQUET} else _prepare_text(files, job, columns)
 
@@ -138,10 +138,10 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
         return Prepared(problems)
     cells = files[0].suffix.lower() in CELL_SUFFIXES
     names: Counter[str] = Counter()
-    found = survey(_records(files, job, columns, names), job.method, job.text_field, cells=cells)
-    problems = found.problems()
+    result = survey(_records(files, job, columns, names), job.method, job.text_field, cells=cells)
+    problems = result.problems()
     named = quoted(path.name for path in files)
-    if found.count == 0:
+    if result.count == 0:
         problems.append(_empty(named))
     order = " ".join(f"{path.suffix}:{digest}" for path, (digest, _) in digests.items())
     line = roles_line(listed(path.name for path in files), names)
@@ -149,9 +149,9 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
         problems,
         files=files,
         digest=order,
-        shapes=found.shapes,
+        shapes=result.shapes,
         reading=job.reading,
-        first=found.first,
+        first=result.first,
         notes=(line,) if line else (),
     )
 
@@ -188,9 +188,9 @@ def _prepare_parquet(files: tuple[Path, ...], job: Job, columns: Sequence[str] |
     fix = "write the files with the same columns and types, or name a single file"
     for path in rest:
         if set(schemas[path].names) != set(schemas[first].names):
-            given = f"{path.name}: the columns are {quoted(schemas[path].names)}"
+            schema = f"{path.name}: the columns are {quoted(schemas[path].names)}"
             expected = f"those of {first.name}: {quoted(schemas[first].names)}"
-            problems.append(Problem(given, expected, fix))
+            problems.append(Problem(schema, expected, fix))
     if problems:
         return Prepared(problems)
     named = listed(path.name for path in files)
@@ -232,8 +232,10 @@ def _prepare_saved(folder: Path, split: str, job: Job, columns: Sequence[str] | 
     try:
         dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, pyarrow.ArrowInvalid) as error:
-        given = f"split '{split}': the directory '{folder}' cannot be read: {first_line(error)}"
-        return Prepared([Problem(given, "what save_to_disk wrote, whole", "save it again with save_to_disk")])
+        failure = f"split '{split}': the directory '{folder}' cannot be read: {first_line(error)}"
+        return Prepared(
+            [Problem(failure, "what save_to_disk wrote, whole", "save it again with save_to_disk")]
+        )
     return opened(dataset, [(f"split '{split}'", None)], job, columns)
 
 
@@ -266,17 +268,17 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         wrong = columns_problem([*taken, *rest], job.method, job.text_field)
         if wrong:
             return Prepared([_at(everything, wrong)])
-    found = survey(
+    result = survey(
         _sample(dataset.select_columns(judged), parts, job.reading, names),
         job.method,
         job.text_field,
         word="row",
     )
-    problems = found.problems("row")
+    problems = result.problems("row")
     if changed and not problems:
         dataset = _converted(dataset, first, job.reading, parts)
     line = roles_line(everything, names, SAMPLED_ROWS)
-    return Prepared(problems, dataset=dataset, first=found.first, notes=(line,) if line else ())
+    return Prepared(problems, dataset=dataset, first=result.first, notes=(line,) if line else ())
 
 
 def _sample(

@@ -62,7 +62,7 @@ def _near(wanted: str, columns: Sequence[str]) -> str | None:
 
 def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str]:
     """Renames {from: to} that turn `columns` into one of `formats`; empty where none does."""
-    found: list[dict[str, str]] = []
+    renames: list[dict[str, str]] = []
     for item in formats:
         if not set(columns).isdisjoint(item.excludes):
             continue
@@ -70,9 +70,9 @@ def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str
         pairs = {want: _near(want, free) for want in item.required if want not in columns}
         sources = [source for source in pairs.values() if source is not None]
         if len(set(sources)) == len(pairs):
-            found.append({source: want for want, source in pairs.items() if source is not None})
+            renames.append({source: want for want, source in pairs.items() if source is not None})
     # The format with the most columns: it loses the least data.
-    return max(found, key=len, default={})
+    return max(renames, key=len, default={})
 
 
 def columns_problem(columns: Sequence[str], method: str, text_field: str = "text") -> Problem | None:
@@ -226,32 +226,32 @@ def survey(
         word: what the numbers count: "line" of a file or "row" of a table.
         cells: rows come from CSV, where a column of several kinds is text.
     """
-    found = Survey()
+    result = Survey()
     plan: _Plan | None = None
     for source, line, row in records:
-        found.count += 1
+        result.count += 1
         if isinstance(row, Problem):
-            found.note(source, line, row)
+            result.note(source, line, row)
             continue
         if not isinstance(row, dict):
             fix = 'write {"column": value, …}'
-            found.note(source, line, Problem(f"the row is {describe(row)}", "a JSON object", fix))
+            result.note(source, line, Problem(f"the row is {describe(row)}", "a JSON object", fix))
             continue
         if plan is None:
-            found.first = row
+            result.first = row
             plan = _plan(row, f"{word} {line}", method, text_field)
             wrong = columns_problem(plan.columns, method, text_field)
             if wrong:
-                found.note(source, None, _headerless(wrong, plan.columns) if cells else wrong)
+                result.note(source, None, _headerless(wrong, plan.columns) if cells else wrong)
         if row.keys() != plan.names:
-            found.note(source, line, _difference(row, plan))
+            result.note(source, line, _difference(row, plan))
             continue
         faults = list(plan.faults(row))
         for fault in faults:
-            found.note(source, line, fault)
+            result.note(source, line, fault)
         if not faults:
-            _widen(found, source, line, row, cells)
-    return found
+            _widen(result, source, line, row, cells)
+    return result
 
 
 def _headerless(problem: Problem, columns: Sequence[str]) -> Problem:
@@ -273,19 +273,19 @@ _UNFIT = {
 }
 
 
-def _widen(found: Survey, source: str, line: int, row: Row, cells: bool) -> None:
+def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> None:
     """Merge a row's types into the columns' types, and note a column that no one type can hold."""
     for name, value in row.items():
-        before = found.shapes.get(name, NULL)
+        before = result.shapes.get(name, NULL)
         seen = STRING if type(value) is str else shape_of(value)
         if seen == before:
             if before is NULL:
-                found.shapes[name] = NULL
+                result.shapes[name] = NULL
             continue
         after = merge(before, seen)
         if after == MIXED and cells:
             after = STRING
         elif after in (MIXED, HUGE) and after != before:
             what, expected, fix = _UNFIT[str(after)]
-            found.note(source, line, Problem(f"column '{name}' {what}", expected, fix))
-        found.shapes[name] = after
+            result.note(source, line, Problem(f"column '{name}' {what}", expected, fix))
+        result.shapes[name] = after

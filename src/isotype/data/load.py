@@ -80,9 +80,9 @@ def load_training_data(
     if local is None:
         return _load_hub(name, script_args.dataset_config, script_args.dataset_streaming, job)
     if script_args.dataset_config:
-        given = f"--dataset_config '{script_args.dataset_config}' with the local data set '{name}'"
+        flags = f"--dataset_config '{script_args.dataset_config}' with the local data set '{name}'"
         fix = "name the file or the folder itself in --dataset_name"
-        raise data_error(name, [Problem(given, "a configuration only with a hub data set", fix)])
+        raise data_error(name, [Problem(flags, "a configuration only with a hub data set", fix)])
     return _load_local(local, script_args.dataset_streaming, job)
 
 
@@ -160,14 +160,14 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
             loaded = datasets.load_dataset(name, name=config, streaming=streaming)
     except ConnectionError as error:
         reason = why or first_line(error)
-        given = f"'{name}' is no file or directory here, and the hub could not be reached: {reason}"
+        failure = f"'{name}' is no file or directory here, and the hub could not be reached: {reason}"
         expected = "a network connection, or data on this machine"
         fix = f"name a local file or directory (--dataset_name ./train.jsonl) or {EMBEDDED}precision_qa"
-        raise data_error(name, [Problem(given, expected, fix)]) from error
+        raise data_error(name, [Problem(failure, expected, fix)]) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
-        given = f"'{name}' is no file or directory here, and the hub data set cannot be loaded: {first_line(error)}"
+        failure = f"'{name}' is no file or directory here, and the hub data set cannot be loaded: {first_line(error)}"
         fix = "see the spelling, --dataset_config and your access to it, or name a local file"
-        raise data_error(name, [Problem(given, "a hub data set of plain data files", fix)]) from error
+        raise data_error(name, [Problem(failure, "a hub data set of plain data files", fix)]) from error
     return _chosen(loaded, name, job)
 
 

@@ -87,18 +87,18 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
 
 
 def _missing(path: Path) -> Problem:
-    given, expected = f"there is no file or directory '{path}'", "a file or directory that exists"
+    missing, expected = f"there is no file or directory '{path}'", "a file or directory that exists"
     if not path.parent.is_dir():
         return Problem(
-            given, expected, f"'{path.parent}' does not exist either: see from where the path starts"
+            missing, expected, f"'{path.parent}' does not exist either: see from where the path starts"
         )
     names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
     close = difflib.get_close_matches(path.name, names, n=3)
     if close:
         return Problem(
-            given, expected, f"did you mean {' or '.join(repr(str(path.with_name(n))) for n in close)}?"
+            missing, expected, f"did you mean {' or '.join(repr(str(path.with_name(n))) for n in close)}?"
         )
-    return Problem(given, expected, f"'{path.parent}' holds {quoted(names)}")
+    return Problem(missing, expected, f"'{path.parent}' holds {quoted(names)}")
 
 
 def _find_embedded(name: str) -> LocalData:
@@ -118,8 +118,8 @@ def _find_file(name: str, path: Path, test_split: str) -> LocalData:
     if path.suffix.lower() not in _SUFFIXES:
         unpack = path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
         fix = "unpack it first" if unpack else "convert it to JSON lines or parquet"
-        given = f"'{path.name}' is not a kind of file that is read"
-        raise data_error(name, [Problem(given, f"a file ending in {', '.join(_SUFFIXES)}", fix)])
+        file = f"'{path.name}' is not a kind of file that is read"
+        raise data_error(name, [Problem(file, f"a file ending in {', '.join(_SUFFIXES)}", fix)])
     splits = {"train": (path,)}
     siblings = [
         item
@@ -143,9 +143,9 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return LocalData(name, {"train": (folder,)}, saved=True)
     if any((folder / each).is_file() for each in _OF_A_MODEL):
-        given = f"the directory '{folder}' holds a model: {quoted(sorted(item.name for item in folder.iterdir()))}"
+        directory = f"the directory '{folder}' holds a model: {quoted(sorted(item.name for item in folder.iterdir()))}"
         fix = f"--model_name_or_path {name} if that was meant, and the data in --dataset_name"
-        raise data_error(name, [Problem(given, "a directory of data", fix)])
+        raise data_error(name, [Problem(directory, "a directory of data", fix)])
     files = _data_files(folder.glob("*")) or _data_files(folder.glob("*/*"))
     if not files:
         held = sorted(item.name for item in folder.iterdir())
@@ -187,11 +187,11 @@ def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> 
     for position, split in enumerate(wanted):
         if split in have:
             continue
-        given = f"'{name}' has no split '{split}'; its splits are {quoted(have)}"
+        what = f"'{name}' has no split '{split}'; its splits are {quoted(have)}"
         if position == 0:
             fix = f"--dataset_train_split {(difflib.get_close_matches(split, have, n=1) or have)[0]}"
-            problems.append(Problem(given, "the split to train on", fix))
+            problems.append(Problem(what, "the split to train on", fix))
         else:
             fix = "--dataset_test_split NAME with one of its splits, or --eval_strategy no"
-            problems.append(Problem(given, "a split to evaluate on, since evaluation is on", fix))
+            problems.append(Problem(what, "a split to evaluate on, since evaluation is on", fix))
     return problems

@@ -78,8 +78,8 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         named = quoted(entry.path for entry in args.datasets)
         fix = "see each entry's path, split, columns and fraction; an unreachable hub needs local files"
-        given = f"the mixture of {named} cannot be built: {first_line(error)}"
-        raise data_error("datasets", [Problem(given, "entries that load and fit together", fix)]) from error
+        failure = f"the mixture of {named} cannot be built: {first_line(error)}"
+        raise data_error("datasets", [Problem(failure, "entries that load and fit together", fix)]) from error
     if args.test_split_size is not None:
         splits = whole.train_test_split(test_size=args.test_split_size, seed=_SEED)
     else:
@@ -92,13 +92,13 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
 
 def _check_split(args: Any, job: Job) -> None:
     if args.streaming and args.test_split_size is not None:
-        given = f"--test_split_size {args.test_split_size} with a streamed mixture"
+        conflict = f"--test_split_size {args.test_split_size} with a streamed mixture"
         fix = "leave --streaming or --test_split_size away"
-        raise data_error("datasets", [Problem(given, "a mixture whose size is known, to be split", fix)])
+        raise data_error("datasets", [Problem(conflict, "a mixture whose size is known, to be split", fix)])
     if len(job.wanted) > 1 and args.test_split_size is None:
-        given = "evaluation is on and the mixture has no test split"
+        conflict = "evaluation is on and the mixture has no test split"
         fix = "--test_split_size 0.1, or --eval_strategy no"
-        raise data_error("datasets", [Problem(given, "a share of the mixture to evaluate on", fix)])
+        raise data_error("datasets", [Problem(conflict, "a share of the mixture to evaluate on", fix)])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ def _from_hub(
                 streaming=streaming,
             )
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
-        given = f"'{entry.path}' cannot be loaded: {why or first_line(error)}"
+        failure = f"'{entry.path}' cannot be loaded: {why or first_line(error)}"
         fix = "see its path, name and split, or name a local file; an unreachable hub needs local files"
-        return [], [Problem(given, "a hub data set of plain data files", fix)]
+        return [], [Problem(failure, "a hub data set of plain data files", fix)]
     return [("", opened(loaded, [(entry.path, None)], job, only))], []
 
 

@@ -33,8 +33,8 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
     for role in dict.fromkeys(roles):
         meant = _meant(role)
         if meant is not None:
-            given = f"column '{column}' holds a message of the role '{role}'"
-            yield Problem(given, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
+            what = f"column '{column}' holds a message of the role '{role}'"
+            yield Problem(what, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
     # Of a role of the template's own nobody knows whether it answers.
     if column in ANSWERS and "assistant" not in roles and set(ROLES).issuperset(roles):
         yield Problem(

@@ -54,9 +54,9 @@ def unreadable(error: OSError) -> Problem:
 
 
 def _not_utf8(offset: int, byte: int, guess: str) -> Problem:
-    given = f"byte 0x{byte:02x} at offset {offset} is not UTF-8"
+    position = f"byte 0x{byte:02x} at offset {offset} is not UTF-8"
     return Problem(
-        given, "a text file in UTF-8", f"convert it, for example: iconv -f {guess} -t UTF-8 OLD > NEW"
+        position, "a text file in UTF-8", f"convert it, for example: iconv -f {guess} -t UTF-8 OLD > NEW"
     )
 
 
@@ -82,8 +82,8 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
             "its lists or objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
         )
         return Problem(f"not JSON: {message}", expected, fix)
-    given = f"not JSON at column {error.colno}: {_excerpt(text, error.pos)}"
-    return Problem(given, f"{expected} (the parser says: {error.msg})", fix)
+    position = f"not JSON at column {error.colno}: {_excerpt(text, error.pos)}"
+    return Problem(position, f"{expected} (the parser says: {error.msg})", fix)
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
@@ -168,8 +168,8 @@ def _json_array(text: str) -> Iterator[Record]:
 
 
 def _skip(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
@@ -189,18 +189,18 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                     header = [name or f"Unnamed: {i}" for i, name in enumerate(cells)]
                     repeated = sorted({name for name in header if header.count(name) > 1})
                     if repeated:
-                        given = f"the header names {', '.join(map(repr, repeated))} more than once"
+                        what = f"the header names {', '.join(map(repr, repeated))} more than once"
                         yield (
                             line,
-                            Problem(given, "one name a column", "rename or remove the repeated columns"),
+                            Problem(what, "one name a column", "rename or remove the repeated columns"),
                         )
                         return
                 elif len(cells) == len(header):
                     yield line, dict(zip(header, cells, strict=True))
                 else:
                     fix = 'put cells that contain the separator or quotes in quotes: "a, ""b"""'
-                    given = plural(len(cells), "cell")
-                    yield line, Problem(given, f"{len(header)}, one for each column of the header", fix)
+                    what = plural(len(cells), "cell")
+                    yield line, Problem(what, f"{len(header)}, one for each column of the header", fix)
         except csv.Error as error:
             fix = 'quote cells as "…" and double the quotes inside them: ""'
             yield start, Problem(f"not CSV: {error}", "comma-separated values (RFC 4180)", fix)

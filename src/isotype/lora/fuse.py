@@ -252,9 +252,9 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
 
 
 def _fuse_gated(model: nn.Module) -> dict[str, str]:
-    found = {name: (module, gated_parts(module)) for name, module in model.named_modules()}
+    layers = {name: (module, gated_parts(module)) for name, module in model.named_modules()}
     gated = {}
-    for name, (module, parts) in found.items():
+    for name, (module, parts) in layers.items():
         free = boundary_of(module) is None
         if free and parts is not None and isinstance(module._modules[parts.down], FusedLora):
             put_in(module, FusedMlp, parts)
@@ -275,23 +275,23 @@ def _attention(model: nn.Module, kind: str | None, profile: DeviceProfile | None
 
 def _fuse_norms(model: nn.Module) -> tuple[str, ...]:
     named = {name: module for name, module in model.named_modules() if is_norm(module)}
-    found = {
+    norms = {
         name: (module, parts) for name, module in named.items() if (parts := norm_parts(module)) is not None
     }
-    for module, parts in found.values():
+    for module, parts in norms.values():
         put_in(module, FusedNorm, parts)
-    return tuple(found)
+    return tuple(norms)
 
 
 def _fuse_rotary(model: nn.Module) -> tuple[str, ...]:
-    found = {
+    rotations = {
         name: module
         for name, module in model.named_modules()
         if boundary_of(module) is None and rotates(type(module).forward)
     }
-    for module in found.values():
+    for module in rotations.values():
         put_in(module, FusedRotary)
-    return tuple(found)
+    return tuple(rotations)
 
 
 def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, Any]) -> None:

@@ -92,29 +92,31 @@ class Siblings:
         """The output of one of the layers for X; None where it takes PEFT's own path just now."""
         ready: _Ready | None = getattr(self._local, "ready", None)
         if ready is not None and ready.fits(x) and layer in ready.outputs:
-            made = ready.outputs.pop(layer)
+            output = ready.outputs.pop(layer)
             if not ready.outputs:
                 self._local.ready = None
-            return made
+            return output
         version = version_of(x)
         leads = layer is self.layers[0] and version is not None
         outputs = self._together(self.layers if leads else (layer,), x)
         if outputs is None:
             return None
-        made = outputs.pop(layer)
+        output = outputs.pop(layer)
         if leads:
             self._local.ready = _Ready(x, version, _modes(x), outputs) if outputs else None
-        return made
+        return output
 
     def gated_output(
-        self, layer: Any, given: GatedInput, own_path: Callable[..., torch.Tensor]
+        self, layer: Any, gate_input: GatedInput, own_path: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """The output of one of the layers for a gated product that is not kept; `own_path` is PEFT's forward of it."""
-        reading = self._read(layer, given.first)
+        reading = self._read(layer, gate_input.first)
         if reading is None:
-            return own_path(layer, given.gate.product(given.first, given.second))
-        dtypes = _dtypes(reading.layer.base, given.first)
-        return _run(self.weights, (reading,), (given.first, given.second), dtypes, given.gate)[0]
+            return own_path(layer, gate_input.gate.product(gate_input.first, gate_input.second))
+        dtypes = _dtypes(reading.layer.base, gate_input.first)
+        return _run(self.weights, (reading,), (gate_input.first, gate_input.second), dtypes, gate_input.gate)[
+            0
+        ]
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
         """Outputs for X of the first layer and of those of the others that compute in the same dtypes."""

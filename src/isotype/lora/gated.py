@@ -62,13 +62,13 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     x = torch.randn(2, 8, dtype=torch.float64, generator=generator)
     try:
         with torch.no_grad():
-            made = type(module).forward(twin, x)
+            result = type(module).forward(twin, x)
     except Exception:  # noqa: BLE001 - a module that takes something else than one tensor raises whatever it likes
         return None
-    if [given is x for _, given in calls] != [True, True, False]:
+    if [inputs is x for _, inputs in calls] != [True, True, False]:
         return None
     (one, _), (two, _), (down, product) = calls
-    if len({one, two, down}) != 3 or made is not results[down]:
+    if len({one, two, down}) != 3 or result is not results[down]:
         return None
     for first, second in ((one, two), (two, one)):
         for gate in GATES.values():
@@ -84,5 +84,5 @@ def _besides(module: nn.Module, layers: list[str]) -> list[nn.Module]:
 
 def call_in_order(module: Any, parts: GatedParts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(result of `first`, result of `second`), called in the module's own order."""
-    made = {name: module._modules[name](x) for name in parts.order}
-    return made[parts.first], made[parts.second]
+    outputs = {name: module._modules[name](x) for name in parts.order}
+    return outputs[parts.first], outputs[parts.second]

@@ -74,16 +74,16 @@ def _gate(name: str) -> Gate:
 
 
 def _sigmoid_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = _aten.sigmoid_backward(grad, torch.sigmoid(x))
-    return made
+    gradient: torch.Tensor = _aten.sigmoid_backward(grad, torch.sigmoid(x))
+    return gradient
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """A backward operator that writes its result over the gradient that it is given: an MLP's largest tensor once less."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
-        return made
+        gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
+        return gradient
 
     return through
 

@@ -58,5 +58,5 @@ def _dense(module: Any) -> torch.Tensor:
         return dense(module, quantization_state(module).dtype)
     if kind == "linear8bit":
         return dense(module, torch.float32)
-    found: torch.Tensor = module.weight
-    return found
+    weight: torch.Tensor = module.weight
+    return weight

@@ -104,8 +104,8 @@ def log_probs(
         frozenset(gradients),
         torch.is_grad_enabled(),
     )
-    found: tuple[torch.Tensor, ...] = _LogProbs.apply(call, hidden, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
-    return PerToken(**dict(zip(("log_probs", *call.outputs), found, strict=True)))
+    values: tuple[torch.Tensor, ...] = _LogProbs.apply(call, hidden, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
+    return PerToken(**dict(zip(("log_probs", *call.outputs), values, strict=True)))
 
 
 def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
@@ -141,42 +141,42 @@ class _LogProbs(torch.autograd.Function):
         again = call.differentiated and (any(of_head) or (of_hidden and call.gradients != {"log_probs"}))
         ahead = call.differentiated and of_hidden and not again
         with torch.autocast(hidden.device.type, enabled=False):
-            found, rows = _forward(call, hidden, weight, bias, targets, ahead=ahead)
+            values, rows = _forward(call, hidden, weight, bias, targets, ahead=ahead)
         ctx.call, ctx.dtype = call, hidden.dtype
         if rows is not None:
             ctx.save_for_backward(*rows)
         elif again:
-            known = (found[name] for name in _KNOWN if name in found)
+            known = (values[name] for name in _KNOWN if name in values)
             ctx.save_for_backward(hidden, weight, bias, targets, *known)
         ctx.again = again
         ctx.mark_non_differentiable(
-            *(found[name] for name in ("log_sum_sq_probs", "is_top1") if name in call.outputs)
+            *(values[name] for name in ("log_sum_sq_probs", "is_top1") if name in call.outputs)
         )
-        return tuple(found[name] for name in ("log_probs", *call.outputs))
+        return tuple(values[name] for name in ("log_probs", *call.outputs))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        given = {
+        gradients = {
             name: grad.float()
             for name, grad in zip(("log_probs", *call.outputs), grads, strict=True)
             if grad is not None
         }
         # A compiled graph that only reads a result gives it a gradient of zeros.
-        others = {name: given.pop(name) for name in given.keys() - call.gradients}
+        others = {name: gradients.pop(name) for name in gradients.keys() - call.gradients}
         if unnamed := sorted(name for name, grad in others.items() if grad.any()):
             raise RuntimeError(
                 f"a gradient of {', '.join(unnamed)} comes in; `log_probs` was called with gradients={sorted(call.gradients)}"
             )
         if ctx.again:
             with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-                return None, *_backward(call, ctx.needs_input_grad[1:4], ctx.saved_tensors, given), None
-        if "log_probs" not in given:
+                return None, *_backward(call, ctx.needs_input_grad[1:4], ctx.saved_tensors, gradients), None
+        if "log_probs" not in gradients:
             return None, None, None, None, None
         unit, factor = ctx.saved_tensors
         grad = torch.empty_like(unit, dtype=ctx.dtype)
-        torch.mul(unit, (given["log_probs"] * factor)[:, None], out=grad)
+        torch.mul(unit, (gradients["log_probs"] * factor)[:, None], out=grad)
         return None, grad, None, None, None
 
 
@@ -192,7 +192,7 @@ def _forward(
     """Results by name, and with `ahead`: (rows of gradients in the working dtype, their float32 factors)."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
-    found = {
+    outputs = {
         name: hidden.new_zeros(tokens, dtype=torch.bool if name == "is_top1" else torch.float32)
         for name in names
     }
@@ -203,20 +203,20 @@ def _forward(
         logits = buffers.logits[: chunk.stop - chunk.start]
         exact = project(call, hidden[chunk].to(call.working), weight, bias, targets[chunk], logits)
         for rows, place in blocks(buffers, chunk):
-            block = {name: values[place] for name, values in found.items()}
+            block = {name: values[place] for name, values in outputs.items()}
             scale = softmax(call, buffers, logits[rows], exact[rows], targets[place], block, ahead)
             if factor is not None and scale is not None:
                 factor[place] = scale
         if unit is not None:
             through(call, logits, weight, unit[chunk])
-    return found, None if unit is None or factor is None else (unit, factor)
+    return outputs, None if unit is None or factor is None else (unit, factor)
 
 
 def _backward(
     call: Call,
     needed: Sequence[bool],
     saved: Sequence[Any],
-    given: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of hidden states, weight and bias from those of the results, with the logits computed again."""
     hidden, weight, bias, targets = saved[:4]
@@ -233,7 +233,7 @@ def _backward(
         factor = torch.zeros_like(exact)
         for rows, place in blocks(buffers, chunk):
             own = {name: values[place] for name, values in known.items()}
-            coming = {name: grad[place] for name, grad in given.items()}
+            coming = {name: grad[place] for name, grad in gradients.items()}
             values = gradient(call, buffers, logits[rows], exact[rows], targets[place], own, coming)
             if d_bias is not None:
                 d_bias.add_(values.sum(0))

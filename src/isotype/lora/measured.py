@@ -53,11 +53,11 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     return held if whole else {}
 
 
-def keep(file: Path, name: str, found: dict[str, Any]) -> str | None:
+def keep(file: Path, name: str, entry: dict[str, Any]) -> str | None:
     """Add what was measured to a file; returns why it could not be kept, None where it was."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**read(file), name: found}, indent=1) + "\n")
+        write_whole(file, json.dumps({**read(file), name: entry}, indent=1) + "\n")
     except OSError as error:
         return str(error)
     return None

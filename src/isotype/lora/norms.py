@@ -48,22 +48,22 @@ def norm_parts(module: Any) -> NormParts | None:
     x = torch.randn(3, weight.shape[0], generator=generator).to(weight.device)
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            made = module(x)
+            output = module(x)
     except Exception:  # noqa: BLE001 - a module that takes something else than one tensor raises whatever it likes
         return None
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for offset in (0.0, 1.0):
         wanted = normed * (offset + weight.double())
         # The weight may be rounded once more than here; no other formula comes near.
-        if isinstance(made, torch.Tensor) and torch.allclose(made.double(), wanted, rtol=1e-4, atol=1e-6):
+        if isinstance(output, torch.Tensor) and torch.allclose(output.double(), wanted, rtol=1e-4, atol=1e-6):
             return NormParts(eps, offset)
     return None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
     """The norm of `x` `[…, n]` with `weight` `[n]`, in the dtype that both promote to."""
-    made: torch.Tensor = _RmsNorm.apply(x, weight, parts)  # type: ignore[no-untyped-call]
-    return made
+    output: torch.Tensor = _RmsNorm.apply(x, weight, parts)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -40,8 +40,8 @@ def operator(
         @wraps(function)
         def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
             seen = dispatch_depth() or is_profiled()
-            made: _Made = (watched if seen else function)(*args, **kwargs)
-            return made
+            result: _Made = (watched if seen else function)(*args, **kwargs)
+            return result
 
         return called
 

@@ -68,10 +68,10 @@ def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
     if hasattr(forward, "__wrapped__") or not _rotates_by_name(forward) or not _is_rotation(rotate):
         return None
     names = {**forward.__globals__, NAME: _replacement(rotate)}
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    made.__qualname__ = forward.__qualname__
-    return made
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__qualname__ = forward.__qualname__
+    return copy
 
 
 def _rotates_by_name(forward: FunctionType) -> bool:
@@ -90,19 +90,19 @@ def _is_rotation(rotate: Any) -> bool:
     shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
     numbers = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
     for dtype, tolerance in _TOLERANCES.items():
-        given = [x.to(dtype) for x in numbers]
-        q, k, cos, sin = (x.double() for x in given)
+        operands = [x.to(dtype) for x in numbers]
+        q, k, cos, sin = (x.double() for x in operands)
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                made = rotate(*given)
+                turned = rotate(*operands)
         except Exception:  # noqa: BLE001 - a function that takes something else raises whatever it likes
             return False
-        if not isinstance(made, tuple) or len(made) != 2:
+        if not isinstance(turned, tuple) or len(turned) != 2:
             return False
-        for found, wanted in zip(made, (_rotated(q, cos, sin), _rotated(k, cos, sin)), strict=True):
-            if not isinstance(found, torch.Tensor) or (found.dtype, found.shape) != (dtype, wanted.shape):
+        for output, wanted in zip(turned, (_rotated(q, cos, sin), _rotated(k, cos, sin)), strict=True):
+            if not isinstance(output, torch.Tensor) or (output.dtype, output.shape) != (dtype, wanted.shape):
                 return False
-            if not torch.allclose(found.double(), wanted, rtol=tolerance, atol=tolerance):
+            if not torch.allclose(output.double(), wanted, rtol=tolerance, atol=tolerance):
                 return False
     return True
 

@@ -38,10 +38,10 @@ class Sequences:
         return seen[None, None]
 
 
-def packed(given: Mapping[str, Any]) -> Sequences | None:
+def packed(inputs: Mapping[str, Any]) -> Sequences | None:
     """The sequences of a batch that was packed, by what its collator says of them; None where it says nothing."""
-    ends, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
-    if ends is None or not isinstance(longest, int) or given.get("attention_mask") is not None:
+    ends, longest = inputs.get("cu_seq_lens_q"), inputs.get("max_length_q")
+    if ends is None or not isinstance(longest, int) or inputs.get("attention_mask") is not None:
         return None
     return Sequences(ends, longest)
 

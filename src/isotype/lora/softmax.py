@@ -17,7 +17,7 @@ def softmax(
     logits: torch.Tensor,
     exact: torch.Tensor,
     targets: torch.Tensor,
-    found: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
     """Fill in the results of a block of tokens; with `ahead`, write their gradients over the logits, but for factors.
@@ -26,17 +26,17 @@ def softmax(
     nothing underflows or cancels, however sure the model is. The factors, which are returned, make up for it.
     """
     if call.softcap is None and loops.usable(logits, exact, targets):
-        return loops.softmax(logits, exact, targets, (call.slope, call.lift), found, ahead)
+        return loops.softmax(logits, exact, targets, (call.slope, call.lift), outputs, ahead)
     n, at = logits.shape[0], targets[:, None]
     slope = None if buffers.slope is None else buffers.slope[:n]
     z = bend(call, buffers.values[:n].copy_(logits), slope)
     own_slope = None if slope is None else torch.empty_like(exact)
     own = bend(call, exact.clone(), own_slope)
     top = z.amax(-1, keepdim=True)
-    if "is_top1" in found:
-        found["is_top1"].copy_(_first_of_largest(z, top, targets))
-    if "mean_logits" in found:
-        torch.mean(z, -1, out=found["mean_logits"])
+    if "is_top1" in outputs:
+        outputs["is_top1"].copy_(_first_of_largest(z, top, targets))
+    if "mean_logits" in outputs:
+        torch.mean(z, -1, out=outputs["mean_logits"])
     z.sub_(top)
     e = torch.exp(z, out=z if buffers.other is None else buffers.other[:n])
     # The target apart from the others: its exact logit takes the place of the rounded one, and log1p is exact near p = 1.
@@ -45,14 +45,14 @@ def softmax(
     own_e = own_z.exp()
     others = e.sum(-1)
     log_total = torch.log1p(others + (own_e - 1))
-    torch.sub(own_z, log_total, out=found["log_probs"])
-    torch.add(top[:, 0], log_total, out=found["logsumexp"])
-    if "entropy" in found:
+    torch.sub(own_z, log_total, out=outputs["log_probs"])
+    torch.add(top[:, 0], log_total, out=outputs["logsumexp"])
+    if "entropy" in outputs:
         weighted = torch.linalg.vecdot(e, z) + own_e * own_z
-        torch.sub(log_total, weighted / (others + own_e), out=found["entropy"])
-    if "log_sum_sq_probs" in found:
+        torch.sub(log_total, weighted / (others + own_e), out=outputs["entropy"])
+    if "log_sum_sq_probs" in outputs:
         squares = torch.linalg.vecdot(e, e) + own_e.square()
-        torch.sub(squares.log(), log_total, alpha=2, out=found["log_sum_sq_probs"])
+        torch.sub(squares.log(), log_total, alpha=2, out=outputs["log_sum_sq_probs"])
     if not ahead:
         return None
     share = call.lift / others.clamp_min(1e-30)
@@ -84,7 +84,7 @@ def gradient(
     exact: torch.Tensor,
     targets: torch.Tensor,
     known: Mapping[str, torch.Tensor],
-    given: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """The gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
 
@@ -98,17 +98,17 @@ def gradient(
     slope = None if buffers.slope is None else buffers.slope[:n]
     z = bend(call, buffers.values[:n].copy_(logits), slope).sub_(logsumexp[:, None])
     values, own_p = torch.exp(z, out=buffers.other[:n]), own.exp()
-    of_log_prob, of_entropy = given.get("log_probs", nothing), given.get("entropy")
-    both = given.get("logsumexp", nothing) - of_log_prob
+    of_log_prob, of_entropy = gradients.get("log_probs", nothing), gradients.get("entropy")
+    both = gradients.get("logsumexp", nothing) - of_log_prob
     # At the target 1 - p_t cancels where p_t is near 1: expm1 does not.
-    target = given.get("logsumexp", nothing) * own_p - of_log_prob * torch.expm1(own)
+    target = gradients.get("logsumexp", nothing) * own_p - of_log_prob * torch.expm1(own)
     if of_entropy is None or entropy is None:
         values.mul_(both[:, None])
     else:
         values.mul_(z.add_(entropy[:, None]).mul_(-of_entropy[:, None]).add_(both[:, None]))
         target -= of_entropy * own_p * (own + entropy)
-    if "mean_logits" in given:
-        each = given["mean_logits"] / logits.shape[1]
+    if "mean_logits" in gradients:
+        each = gradients["mean_logits"] / logits.shape[1]
         values.add_(each[:, None])
         target += each
     values.scatter_(1, at, target[:, None])

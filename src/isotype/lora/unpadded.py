@@ -49,14 +49,14 @@ class Unpadded:
 
 
 def unpadded(
-    given: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
+    batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
     """A batch without its padding, where that saves something and nobody reads what is computed there.
 
     The device is waited for once, for the lengths of the rows.
 
     Args:
-        given: arguments of a model's forward, `input_ids` and `attention_mask` `[rows, length]` among them.
+        batch: arguments of a model's forward, `input_ids` and `attention_mask` `[rows, length]` among them.
         sides: where padding may be left out, see `unpadded_sides`.
         read: at which places results are read, bool `[rows, length]`: known to who knows the labels, and to nobody else.
         most: tokens that are left without it; None for any number.
@@ -65,12 +65,12 @@ def unpadded(
         None for a batch with next to no padding, with padding between tokens or on another side, with more than text, or of
         which results at padding are read.
     """
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if (
         not sides
         or ids is None
         or mask is None
-        or {key for key, value in given.items() if value is not None} - _KNOWN
+        or {key for key, value in batch.items() if value is not None} - _KNOWN
     ):
         return None
     if isinstance(ids, FakeTensor) or ids.dim() != 2 or mask.shape != ids.shape or not ids.numel():
@@ -84,7 +84,7 @@ def unpadded(
     index = torch.nonzero_static(present.flatten(), size=tokens).squeeze(1)
     positions = present.cumsum(1) - 1
     inputs = {
-        **given,
+        **batch,
         "input_ids": ids.flatten()[index][None],
         "position_ids": positions.flatten()[index][None],
         "attention_mask": None,
@@ -180,10 +180,10 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     mask = torch.ones_like(ids)
     mask[1, :-_SHORT] = 0
     mask[2, _SHORT:] = 0
-    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    packed = unpadded(given, frozenset(_TOLERANCES), mask.bool())
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    packed = unpadded(inputs, frozenset(_TOLERANCES), mask.bool())
     assert packed is not None, "two of three rows are padded"
-    wanted = _states(backbone, given)[mask.bool()]
+    wanted = _states(backbone, inputs)[mask.bool()]
     with saying(packed.sequences):
         states = _states(backbone, packed.inputs)[0]
     order = torch.arange(len(states), device=device)[None]
@@ -199,6 +199,6 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     )
 
 
-def _states(backbone: Any, given: Mapping[str, Any]) -> torch.Tensor:
-    states: torch.Tensor = backbone(**given).last_hidden_state
+def _states(backbone: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    states: torch.Tensor = backbone(**inputs).last_hidden_state
     return states.double()

@@ -163,9 +163,9 @@ class DenseWeights:
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # a step that is trained may be the next one to read it
-            made = dense(layer, dtype)
-        self._copies[layer] = identity, made
-        return made
+            copy = dense(layer, dtype)
+        self._copies[layer] = identity, copy
+        return copy
 
     def _has_room(self, layer: Any, dtype: torch.dtype) -> bool:
         now = self.budget, len(self._copies)

@@ -114,9 +114,9 @@ def _magnitudes_again(model: Any, adapter_name: str) -> None:
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
     """The PEFT config that was given, or the one that `lora_kwargs` make: on all linear layers unless they say."""
     if config is not None and lora_kwargs:
-        given = f"config=… and {', '.join(lora_kwargs)}"
+        settings = f"config=… and {', '.join(lora_kwargs)}"
         fix = "put them into the LoraConfig, or leave the config out"
-        raise UsageError("adapter settings given twice", [Problem(given, "one of the two", fix)])
+        raise UsageError("adapter settings given twice", [Problem(settings, "one of the two", fix)])
     if config is not None:
         return config
     import peft

@@ -77,19 +77,19 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
         _check_same_when_sharded(module, settings)
         return False
     base: Any = original_class(module)
-    made = base if settings is None else _boundary_class(base, settings)
-    if made is before:
+    cls = base if settings is None else _boundary_class(base, settings)
+    if cls is before:
         return False
-    swap(module, made)
+    swap(module, cls)
     return True
 
 
 def _check_same_when_sharded(module: nn.Module, settings: BoundarySettings | None) -> None:
     """FSDP2's class lies over the module's own: nothing can be put under it any more."""
     if boundary_of(module) != settings:
-        given = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
+        what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
         fix = "isotype.enforce(model, policy) before it is sharded"
-        problem = Problem(given, "the policy that it was sharded under", fix)
+        problem = Problem(what, "the policy that it was sharded under", fix)
         raise PrecisionError("a sharded module cannot get another boundary", [problem])
 
 

@@ -31,18 +31,18 @@ def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] =
     it belongs to this process (a lock, a file, a process group) is shared.
     """
     for module in list(model.modules()):
-        made = memo[id(module)]
-        if made is not module and id(module) not in leave:
+        copy = memo[id(module)]
+        if copy is not module and id(module) not in leave:
             for name, value in module.__dict__.items():
-                made.__dict__[name] = copied(value, memo)
-            _fill_slots(made, module, memo)
+                copy.__dict__[name] = copied(value, memo)
+            _fill_slots(copy, module, memo)
 
 
-def _fill_slots(made: Any, given: Any, memo: dict[int, Any]) -> None:
-    for cls in type(given).__mro__:
+def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
+    for cls in type(original).__mro__:
         for member in vars(cls).values() if "__slots__" in vars(cls) else ():
-            if isinstance(member, types.MemberDescriptorType) and hasattr(given, member.__name__):
-                member.__set__(made, copied(member.__get__(given), memo))
+            if isinstance(member, types.MemberDescriptorType) and hasattr(original, member.__name__):
+                member.__set__(copy, copied(member.__get__(original), memo))
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -59,11 +59,11 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
             its quantization state.
     """
     changes = [Change(name, _LIGER) for name in without_liger(model)]
-    found = tuple(places(model))
-    _check_storage(model, found, policy)
-    by_ranges = range_boundaries(model, found, policy)
-    wanted = _wanted_dtypes(found, policy, by_ranges)
-    for place in found:
+    boundaries = tuple(places(model))
+    _check_storage(model, boundaries, policy)
+    by_ranges = range_boundaries(model, boundaries, policy)
+    wanted = _wanted_dtypes(boundaries, policy, by_ranges)
+    for place in boundaries:
         changes += _parameters(place, wanted)
         changes += _quantization(place, policy, by_ranges.get(place.name))
         changes += _buffers(place, policy)
@@ -72,9 +72,9 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     return tuple(changes)
 
 
-def _check_storage(model: Any, found: Sequence[Place], policy: PrecisionPolicy) -> None:
+def _check_storage(model: Any, boundaries: Sequence[Place], policy: PrecisionPolicy) -> None:
     """Refuse a policy whose storage is not the model's: quantizing, or undoing it, is not a matter of a cast."""
-    quantized = [place for place in found if place.kind in _FORMATS]
+    quantized = [place for place in boundaries if place.kind in _FORMATS]
     formats = {
         form
         for place in quantized
@@ -84,20 +84,22 @@ def _check_storage(model: Any, found: Sequence[Place], policy: PrecisionPolicy) 
     other = sorted(form for form in formats if form is not None)
     # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.
     left_dense = policy.quantized and not quantized and not _quantization_configured(model)
-    dense = [place for place in found if place.kind == "linear" and not place.adapter] if left_dense else []
+    dense = (
+        [place for place in boundaries if place.kind == "linear" and not place.adapter] if left_dense else []
+    )
     if not other and not dense:
         return
     lies = f"{other[0]} weights" if other else "float weights in every linear layer"
     raise contradiction(f"{type(model).__name__} with {lies}", policy)
 
 
-def contradiction(found: str, policy: PrecisionPolicy) -> PrecisionError:
+def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
     """The error for a model or checkpoint (`found`, with the format it is stored in) that `policy` does not fit."""
     return PrecisionError(
         "the policy is for other weights",
         [
             Problem(
-                f"{found} under a policy with storage {policy.storage}",
+                f"{what} under a policy with storage {policy.storage}",
                 "the format the weights are stored in",
                 "resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
                 "checkpoint, give isotype.load its path and the policy",
@@ -136,7 +138,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 
 
 def dtypes_to_load(
-    model: nn.Module, found: Sequence[Place], policy: PrecisionPolicy
+    model: nn.Module, boundaries: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
     """The dtype that each unquantized float parameter is to be loaded in: under the policy at once.
 
@@ -145,12 +147,12 @@ def dtypes_to_load(
         found: its `places`.
         policy: from `isotype.resolve_precision`.
     """
-    by_ranges = range_boundaries(model, found, policy)
-    return _wanted_dtypes(found, policy, by_ranges, frozen=policy.trainable == "lora")
+    by_ranges = range_boundaries(model, boundaries, policy)
+    return _wanted_dtypes(boundaries, policy, by_ranges, frozen=policy.trainable == "lora")
 
 
 def _wanted_dtypes(
-    found: Sequence[Place],
+    boundaries: Sequence[Place],
     policy: PrecisionPolicy,
     by_ranges: Mapping[str, BoundarySettings],
     *,
@@ -162,7 +164,7 @@ def _wanted_dtypes(
     value ranges need, by the place's name; `frozen` says that what is not an adapter is going to be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
-    for place in found:
+    for place in boundaries:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():
             if wanted.get(parameter) != torch.float32:
                 wanted[parameter] = dtype

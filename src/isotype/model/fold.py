@@ -92,10 +92,10 @@ def stands_for(model: nn.Module) -> dict[str, int]:
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
     """Every name of a module -> how many modules of the whole model it stands for, by its own layer and those around it."""
-    found: dict[str, int] = {}
+    repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found[name] = found.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
-    return found
+        repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
+    return repeats
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:

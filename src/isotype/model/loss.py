@@ -18,10 +18,10 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = find_loss(output)
     if loss is not None:
         return loss
-    found = next((leaf for leaf in _floats(output)), None)
-    if found is None:
+    first = next((leaf for leaf in _floats(output)), None)
+    if first is None:
         raise TypeError(f"the model returned {type(output).__name__} without a float tensor to train on")
-    return found.float().mean()
+    return first.float().mean()
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -57,17 +57,17 @@ def _leaves_behind(tensor: torch.Tensor) -> set[Any]:
     """The nodes of the autograd graph that gather the gradients of parameters which `tensor` depends on."""
     if tensor.grad_fn is None:
         return set()
-    found: set[Any] = set()
+    leaves: set[Any] = set()
     seen, waiting = {tensor.grad_fn}, [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
         if not node.next_functions:
-            found.add(node)
+            leaves.add(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return found
+    return leaves
 
 
 def _floats(output: Any) -> Iterator[torch.Tensor]:

@@ -62,8 +62,8 @@ def quantize_4bit(
     """
     from bitsandbytes import functional
 
-    found = _codes_4bit(weight.detach(), form, blocksize) if _on_cpu(weight) else None
-    if found is None:
+    fast = _codes_4bit(weight.detach(), form, blocksize) if _on_cpu(weight) else None
+    if fast is None:
         return functional.quantize_4bit(  # type: ignore[no-any-return]
             weight,
             blocksize=blocksize,
@@ -71,7 +71,7 @@ def quantize_4bit(
             quant_type=form,
             quant_storage=storage,
         )
-    codes, absmax = found
+    codes, absmax = fast
     packed = codes.unsqueeze(1) if storage == torch.uint8 else codes.view(storage).unsqueeze(1)
     settings = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": blocksize, "quant_type": form}
     return packed, state_4bit(absmax, double_quant=double_quant, **settings)

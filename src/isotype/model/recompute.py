@@ -27,17 +27,17 @@ def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
     return bool((arguments or {}).get("use_reentrant"))
 
 
-def checkpoint_gradients(model: Any, given: Mapping[str, Any], *, adapters: bool) -> None:
+def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
     """Let a model checkpoint its gradients as isotype's trainers do, where it can.
 
     Args:
         model: a transformers model, or a PEFT model of one; changed in place.
-        given: arguments of the model's `gradient_checkpointing_enable`.
+        settings: arguments of the model's `gradient_checkpointing_enable`.
         adapters: whether adapters are trained on a frozen model.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
-    own = dict(given)
+    own = dict(settings)
     arguments = own.pop("gradient_checkpointing_kwargs", None)
     if hasattr(model, "activation_checkpointing_enable"):  # transformers' name for it, as in its Trainer
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, **own)
@@ -54,8 +54,8 @@ def take_checkpointing(training: Any, arguments: Mapping[str, Any] | None) -> No
         training: transformers' (5.20 to 5.23), whose `activation_checkpointing` is the newer name of the same.
         arguments: of the model's `gradient_checkpointing_enable`; None switches it off.
     """
-    given = dict(arguments or {})
-    settings = {**(given.pop("gradient_checkpointing_kwargs", None) or {}), **given}
+    keywords = dict(arguments or {})
+    settings = {**(keywords.pop("gradient_checkpointing_kwargs", None) or {}), **keywords}
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if hasattr(training, name):
             setattr(training, name, arguments is not None)

@@ -43,8 +43,8 @@ def free_gathered(model: nn.Module) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lies in this process: all of it where it is not sharded."""
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def device_of(policy: PrecisionPolicy) -> torch.device:
@@ -105,8 +105,8 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
 
     mesh = mesh_over_all(device_of(policy)) if mesh is None else mesh
     if mesh.ndim != 1:
-        given, fix = f"a mesh of {mesh.ndim} dimensions", "give mesh['the dimension to shard over']"
-        raise UsageError("a mesh that cannot be sharded over", [Problem(given, "one dimension", fix)])
+        mesh_text, fix = f"a mesh of {mesh.ndim} dimensions", "give mesh['the dimension to shard over']"
+        raise UsageError("a mesh that cannot be sharded over", [Problem(mesh_text, "one dimension", fix)])
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -151,16 +151,16 @@ def groups_of(
         PrecisionError: parameters of different dtypes are trained in one module.
     """
     blocks = _outermost([*blocks_in(model), *more_blocks])
-    made: list[tuple[nn.Module, bool]] = []
+    pairs: list[tuple[nn.Module, bool]] = []
     for block in blocks:
-        made += [*((module, reshard) for module in _of_another_dtype(block)), (block, reshard)]
+        pairs += [*((module, reshard) for module in _of_another_dtype(block)), (block, reshard)]
     embedding = _lone_embedding(model)
-    made += [(embedding, True)] if embedding is not None else []
-    made += [(module, False) for module in _of_another_dtype(model, outside=blocks)]
-    made.append((model, False))
+    pairs += [(embedding, True)] if embedding is not None else []
+    pairs += [(module, False) for module in _of_another_dtype(model, outside=blocks)]
+    pairs.append((model, False))
     taken: set[int] = set()
     groups = []
-    for module, freed in made:
+    for module, freed in pairs:
         parameters = tuple(p for p in module.parameters() if id(p) not in taken)
         taken |= {id(parameter) for parameter in parameters}
         groups.append(Group(module, parameters, freed))
@@ -180,8 +180,8 @@ def integers_named() -> Iterator[None]:
         if "floating point" not in str(error):
             raise
         fix = "torch 2.13 shards integers; 4-bit codes can be stored as floats: --bnb_4bit_quant_storage bfloat16"
-        given = f"weights stored as integers under torch {torch.__version__}"
-        problem = Problem(given, "weights stored in a float dtype, or a newer torch", fix)
+        what = f"weights stored as integers under torch {torch.__version__}"
+        problem = Problem(what, "weights stored in a float dtype, or a newer torch", fix)
         raise PrecisionError("this torch cannot shard quantized weights", [problem]) from error
 
 
@@ -211,17 +211,17 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
     apart = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in apart]
     trained = {id(module): _trained_dtypes(module) for module in owners}
-    dtypes = Counter(dtype for found in trained.values() for dtype in found)
+    dtypes = Counter(dtype for names in trained.values() for dtype in names)
     if len(dtypes) < 2:
         return []
     most = dtypes.most_common(1)[0][0]
     for module in owners:
         if len(trained[id(module)]) > 1:
-            found = " and ".join(sorted(map(dtype_name, trained[id(module)])))
-            given = f"{type(module).__name__} with trained parameters in {found}"
+            names = " and ".join(sorted(map(dtype_name, trained[id(module)])))
+            what = f"{type(module).__name__} with trained parameters in {names}"
             fix = "train it in one dtype: isotype.enforce(model, policy) before it is sharded"
             raise PrecisionError(
-                "a module that FSDP2 cannot shard", [Problem(given, "trained parameters of one dtype", fix)]
+                "a module that FSDP2 cannot shard", [Problem(what, "trained parameters of one dtype", fix)]
             )
     return [module for module in owners if trained[id(module)] - {most}]
 
@@ -232,12 +232,12 @@ def _trained_dtypes(module: nn.Module) -> set[torch.dtype]:
 
 def _lone_embedding(model: Any) -> nn.Module | None:
     """The frozen input embedding that nothing else shares: it can be freed as soon as the tokens are looked up."""
-    found: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if found is None or kind_of(found) != "embedding" or found.weight.requires_grad:
+    embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None
     sharing = [
         module
         for module in model.modules()
-        if any(p is found.weight for p in module.parameters(recurse=False))
+        if any(p is embedding.weight for p in module.parameters(recurse=False))
     ]
-    return found if sharing == [found] else None
+    return embedding if sharing == [embedding] else None

@@ -39,8 +39,8 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
         change = _CHANGES.get(action.kind)
         if change is None:
             continue
-        found = list(_targets(model, action))
-        if not found:
+        targets = list(_targets(model, action))
+        if not targets:
             take_back(done)
             raise UsageError(
                 "the fix does not fit this model",
@@ -53,7 +53,7 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
                 ],
             )
         try:
-            for target in found:
+            for target in targets:
                 done += change(target, action.value)
         except Exception:
             take_back(done)
@@ -275,10 +275,10 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
         wide_residual=wanted.wide_residual,
         exceptions=tuple(_exceptions(model, wanted)),
     )
-    found = tuple(places(model))
-    by_ranges = range_boundaries(model, found, policy)
+    boundaries = tuple(places(model))
+    by_ranges = range_boundaries(model, boundaries, policy)
     undos: list[Undo] = []
-    for place in found:
+    for place in boundaries:
         settings = by_ranges.get(place.name)
         if settings is None:
             continue

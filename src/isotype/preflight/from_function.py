@@ -35,10 +35,10 @@ def function_arguments(text: str) -> dict[str, Any]:
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        given = f"{text}{inspect.signature(function)}: {error}"
+        what = f"{text}{inspect.signature(function)}: {error}"
         fix = "give its parameters defaults, or name a function that calls it"
         raise UsageError(
-            "the function cannot be called", [Problem(given, "no required parameters", fix)]
+            "the function cannot be called", [Problem(what, "no required parameters", fix)]
         ) from error
     try:
         result = function()
@@ -71,12 +71,12 @@ def _module(text: str) -> Any:
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
     """The user's own code raised: its error with the line it comes from."""
-    given = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
+    what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     return UsageError(
         "the function fails",
         [
             Problem(
-                given, f"a function that returns {_RETURNS}", "correct it; --debug shows the whole traceback"
+                what, f"a function that returns {_RETURNS}", "correct it; --debug shows the whole traceback"
             )
         ],
     )
@@ -107,9 +107,9 @@ def _arguments(text: str, result: Any) -> dict[str, Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return {"model": result[0], "inputs": result[1]}
     if not (isinstance(result, Mapping) and {"model", "inputs"} <= set(result)):
-        given = f"{text} returns {_words(result)}"
+        what = f"{text} returns {_words(result)}"
         raise UsageError(
-            "the function returns something else", [Problem(given, _RETURNS, "return one of these")]
+            "the function returns something else", [Problem(what, _RETURNS, "return one of these")]
         )
     unknown = list(_unknown(result))
     if unknown:

@@ -51,17 +51,17 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def request_of_first_step(
-    model: nn.Module, given: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
+    model: nn.Module, call: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
 ) -> StepRequest:
     """The step of a trainer that is already running, when its first batch for training reaches the model.
 
     Args:
         model: the trainer's.
-        given: positional and keyword arguments of its forward.
+        call: positional and keyword arguments of its forward.
         arguments: the trainer's TrainingArguments.
         optimizer: accelerate's, with its GradScaler.
     """
-    args, kwargs = given
+    args, kwargs = call
     named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
     scaler = getattr(optimizer, "scaler", None)
     request = _request(model, LossOf(partial(_call, len(args)), named), arguments)
@@ -128,8 +128,8 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
     def loss(twin: nn.Module, inputs: Any) -> torch.Tensor:
         shadow = _shadow(trainer, twin)
-        found = shadow.compute_loss(twin, inputs)
-        return found if isinstance(found, torch.Tensor) else found[0]
+        loss_value = shadow.compute_loss(twin, inputs)
+        return loss_value if isinstance(loss_value, torch.Tensor) else loss_value[0]
 
     return LossOf(loss, dict(batch))
 
@@ -179,7 +179,7 @@ def _first_batch(trainer: Any) -> Any:
     return batch
 
 
-def _call(positional: int, model: nn.Module, given: Any) -> torch.Tensor:
+def _call(positional: int, model: nn.Module, inputs: Any) -> torch.Tensor:
     """The model on inputs whose first ones come by position."""
-    values = list(given.values())[:positional]
-    return loss_of(model(*values, **dict(list(given.items())[positional:])))
+    values = list(inputs.values())[:positional]
+    return loss_of(model(*values, **dict(list(inputs.items())[positional:])))

@@ -14,7 +14,7 @@ from isotype.precision.ranges import Ranges
 from isotype.ranges.batches import given_batches
 from isotype.ranges.measure import measure
 from isotype.ranges.measured import of_module
-from isotype.records.request import StepRequest, given_inputs
+from isotype.records.request import StepRequest, named_inputs
 from isotype.records.trace import Trace
 from isotype.rules.kit.value_ranges import computes_float16
 from isotype.trace.fake.surroundings import surroundings
@@ -39,7 +39,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
         request: the step.
         trace: of the step.
     """
-    model, inputs = request.model, given_inputs(request.inputs)
+    model, inputs = request.model, named_inputs(request.inputs)
     if not _wanted(model, inputs, trace):
         return None, ()
     seconds = _seconds(model, trace)
@@ -59,8 +59,8 @@ def _wanted(model: nn.Module, inputs: Mapping[str, object], trace: Trace) -> boo
     if trace.failure is not None or not computes_float16(trace):
         return False
     named = bool(inputs) and all(name.isidentifier() for name in inputs)
-    given = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-    return named and all(map(_has_values, (*model.parameters(), *given)))
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    return named and all(map(_has_values, (*model.parameters(), *tensors)))
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

@@ -171,10 +171,10 @@ def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list
             break  # what the caller has yet to do replaces nothing
         rest = [each for each in kept if each is not fix]
         try:
-            found = report.again([action for each in rest for action in each.actions])
+            findings = report.again([action for each in rest for action in each.actions])
         except UsageError:
             continue  # a later fix rests on it
-        if all((each.code, each.cause) in present for each in found if each.severity != "note"):
+        if all((each.code, each.cause) in present for each in findings if each.severity != "note"):
             kept = rest
     return kept
 

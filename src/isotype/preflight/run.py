@@ -269,13 +269,13 @@ def _resolved(
     errors: Sequence[Finding],
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
 ) -> set[tuple[str, str, str]]:
-    found: set[tuple[str, str, str]] = set()
+    resolved: set[tuple[str, str, str]] = set()
     for fix in finding.fixes:
         after = tried.get(fix.actions) if fix.verified else None
         if after is not None and not needs_the_caller(fix):
             present = {(each.code, each.cause) for each in after}
-            found |= {each.key for each in errors if (each.code, each.cause) not in present}
-    return found
+            resolved |= {each.key for each in errors if (each.code, each.cause) not in present}
+    return resolved
 
 
 def _downstream(errors: Sequence[Finding]) -> str:

@@ -17,7 +17,7 @@ from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.records.memory import PHASES
-from isotype.records.request import LossOf, StepRequest, given_inputs
+from isotype.records.request import LossOf, StepRequest, named_inputs
 from isotype.records.trace import Setup
 from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
 from isotype.trace.sides import tallies, whole
@@ -98,8 +98,8 @@ def _learning_rate(request: StepRequest) -> float | None:
 
 
 def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
-    given = given_inputs(inputs)
-    return {name: tuple(value.shape) for name, value in given.items() if isinstance(value, torch.Tensor)}
+    named = named_inputs(inputs)
+    return {name: tuple(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
 def _checkpoint_dtype(config: Any) -> torch.dtype | None:

@@ -48,10 +48,10 @@ def given_batches(batch: Any) -> Batches:
     """
     batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
     if not batches or not all(isinstance(each, Mapping) for each in batches):
-        given = f"a {type(batch).__name__}"
+        kind = f"a {type(batch).__name__}"
         expected = "a dict of the tensors that the model is called with, or a list of such"
         fix = "give one batch of the training data loader"
-        raise UsageError("no batch to measure", [Problem(given, expected, fix)])
+        raise UsageError("no batch to measure", [Problem(kind, expected, fix)])
     said = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
     return Batches(tuple(map(dict, batches)), 0, said, sum(map(_tokens_in, batches)))
 
@@ -117,15 +117,15 @@ def _texts(tokenizer: Any, rows: int, length: int) -> torch.Tensor:
     texts = passages()
     # The special tokens that a text begins with come once a row.
     pieces = [tokenizer(text)["input_ids"] for text in texts]
-    found = []
+    batch = []
     for row in range(rows):
         ids: list[int] = []
         turn, start = row % len(texts), row // len(texts)
         while len(ids) < length * (start + 1):
             ids += pieces[turn % len(texts)]
             turn += 1
-        found.append(ids[length * start : length * (start + 1)])
-    return torch.tensor(found)
+        batch.append(ids[length * start : length * (start + 1)])
+    return torch.tensor(batch)
 
 
 def _drawn(size: int, rows: int, length: int) -> torch.Tensor:

@@ -42,8 +42,8 @@ def magnitude(tensor: torch.Tensor) -> Magnitude:
     """The largest magnitude of a float tensor; values above 1e38 in it are taken as fill values."""
     known = getattr(tensor, _KNOWN, None)
     if known is not None and known[0] == version_of(tensor):
-        found: Magnitude = known[1]
-        return found
+        result: Magnitude = known[1]
+        return result
     return remember(tensor, _measured(tensor))
 
 

@@ -140,13 +140,13 @@ def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
     """The embedding before each list of blocks, and its blocks."""
     order = recorder.order()
-    found: list[str] = []
+    stream: list[str] = []
     start = 0
     for blocks in sorted((each for each in twin.blocks if each[0] in order), key=lambda each: order[each[0]]):
         first = order[blocks[0]]
         embeddings = [
             name for name, at in order.items() if start <= at < first and recorder.kind(name) == "embedding"
         ]
-        found += [*embeddings[:1], *(block for block in blocks if block in order)]
-        start = order[found[-1]]
-    return tuple(dict.fromkeys(found))
+        stream += [*embeddings[:1], *(block for block in blocks if block in order)]
+        start = order[stream[-1]]
+    return tuple(dict.fromkeys(stream))

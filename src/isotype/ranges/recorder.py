@@ -205,28 +205,28 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return result
 
     def _write(self, func: Any, short: str, args: Any, kwargs: Any, result: Any) -> None:
-        made = [each for each in leaves(result) if isinstance(each, torch.Tensor) and _is_float(each)]
-        if not made:
+        outputs = [each for each in leaves(result) if isinstance(each, torch.Tensor) and _is_float(each)]
+        if not outputs:
             return
         if is_attention(short):
-            made = made[:1]  # the others are statistics
-        given = [each for _, each in tensors_in(func, args, kwargs) if _is_float(each)]
-        if short in _SAME_VALUES or (is_view(func) and given and given[0].numel() <= made[0].numel()):
-            if len(given) == len(made) == 1 and _width(made[0]) >= _width(given[0]):
-                pass_on(given[0], made[0])
+            outputs = outputs[:1]  # the others are statistics
+        sources = [each for _, each in tensors_in(func, args, kwargs) if _is_float(each)]
+        if short in _SAME_VALUES or (is_view(func) and sources and sources[0].numel() <= outputs[0].numel()):
+            if len(sources) == len(outputs) == 1 and _width(outputs[0]) >= _width(sources[0]):
+                pass_on(sources[0], outputs[0])
             return
         if is_view(func) or short in _MOVES:
             return
-        operands = [magnitude(each) for each in given]
+        operands = [magnitude(each) for each in sources]
         fills = any(each.filled for each in operands) or _is_fill(short, args, kwargs)
         output = 0.0
-        for each in made:
+        for each in outputs:
             output = _larger(output, self._checked(each, operands, fills, func).value)
         module, source = self._place()
         index = self._calls[module, short, self.phase]
         self._calls[module, short, self.phase] += 1
         key = (module, operator_name(func), index, self.phase)
-        flushed = _each_larger(map(flushed_shares, made))
+        flushed = _each_larger(map(flushed_shares, outputs))
         inputs = [each.value for each in operands]
         known = self._operators.get(key)
         if known is None:
@@ -239,21 +239,21 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             )
 
     def _checked(
-        self, made: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
+        self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
         """The magnitude of a result; infinite where the operator overflowed, not where it was given infinity."""
-        found = magnitude(made)
-        if found.filled and not fills:
-            found = remember(made, Magnitude(math.inf))
-        if not math.isfinite(found.value) and not self.first:
+        size = magnitude(output)
+        if size.filled and not fills:
+            size = remember(output, Magnitude(math.inf))
+        if not math.isfinite(size.value) and not self.first:
             module, source = self._place()
-            given = ", ".join(f"{each.value:.4g}" for each in operands)
+            sizes = ", ".join(f"{each.value:.4g}" for each in operands)
             at = f" ({shown(source)})" if source else ""
             self.first = (
-                f"{operator_name(func)} in {named(module)}{at}, {self.phase}: operands up to {given or 'none'}, "
-                f"result {'NaN' if math.isnan(found.value) else 'infinite'}"
+                f"{operator_name(func)} in {named(module)}{at}, {self.phase}: operands up to {sizes or 'none'}, "
+                f"result {'NaN' if math.isnan(size.value) else 'infinite'}"
             )
-        return found
+        return size
 
     def _place(self) -> tuple[str, Any]:
         """(module, line) of the operator that runs now; in a backward those of the forward call it belongs to."""

@@ -110,24 +110,24 @@ def twin_of(
     dense = [id(module) for module in model.modules() if kind_of(module) in _QUANTIZED]
     empty_copies(model, memo)
     fill_copies(model, memo, leave=frozenset(dense))
-    made: nn.Module = memo[id(model)]
-    names = {id(module): base_name(name) for name, module in made.named_modules()}
-    for module in made.modules():
+    twin: nn.Module = memo[id(model)]
+    names = {id(module): base_name(name) for name, module in twin.named_modules()}
+    for module in twin.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             _tidy(module, weights.dtype)
     blocks, inside = [], set[int]()
-    for _, layers in lists_of_blocks(made, fewest=1):
+    for _, layers in lists_of_blocks(twin, fewest=1):
         if id(layers) in inside:
             continue  # a list within a block
         blocks.append(tuple(names[id(block)] for block in layers.children()))
         for block in layers.children():
             inside |= {id(module) for module in block.modules()}
             vars(block)["forward"] = _checkpointed(block.forward, weights, recorder, done)
-    recorder.watch(made, names, inside)
-    for module in made.modules():
+    recorder.watch(twin, names, inside)
+    for module in twin.modules():
         if isinstance(_own(module), OnDemand) and _own(module).own:
             _keep_while_it_runs(module, weights, id(module) in inside)
-    return Twin(made, names, tuple(blocks), weights)
+    return Twin(twin, names, tuple(blocks), weights)
 
 
 class _Memo(dict[int, Any]):

@@ -78,9 +78,9 @@ class Weights:
 
     def make(self, weight: Weight) -> torch.Tensor:
         """The values of `weight`."""
-        for made in reversed(self._open):
-            if weight.key in made:
-                return made[weight.key]
+        for weights in reversed(self._open):
+            if weight.key in weights:
+                return weights[weight.key]
         if self.embedding and not weight.trainable:
             value = self.stand_in(weight)
             setattr(value, _LATER, (self, weight))
@@ -189,20 +189,20 @@ def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
     """The arguments of any other operator: a weight that is not made is made."""
 
-    def made(value: Any) -> Any:
+    def restored(value: Any) -> Any:
         later = getattr(value, _LATER, None) if isinstance(value, torch.Tensor) else None
         return value if later is None else later[0]._made(later[1])
 
     if any(hasattr(each, _LATER) for each in args):
-        return tree_map(made, (args, kwargs))  # type: ignore[no-any-return]
+        return tree_map(restored, (args, kwargs))  # type: ignore[no-any-return]
     return args, kwargs
 
 
 def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
     """The same values, with a gradient that `sink` is told (and nobody else) when a backward reaches it."""
     anchor = torch.empty(0, requires_grad=True)
-    made: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
-    return made
+    tensor: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
+    return tensor
 
 
 class _Attached(torch.autograd.Function):

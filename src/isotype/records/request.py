@@ -78,7 +78,7 @@ class StepRequest:
     ranges: Ranges | None = None
 
 
-def given_inputs(inputs: Any) -> Mapping[str, Any]:
+def named_inputs(inputs: Any) -> Mapping[str, Any]:
     """The tensors among the inputs of a step, by name; none where a callable brings its own."""
     tensors: Mapping[str, Any] = (
         inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs

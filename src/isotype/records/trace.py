@@ -352,7 +352,7 @@ class Trace:
         notes: what was not traced, and why.
         left: what the trace could not put back as it was, a sentence each.
         model: name of the model or its class.
-        given: float dtypes of the step's inputs.
+        input_dtypes: float dtypes of the step's inputs.
         by_ranges: modules that do not compute as the others because of value ranges, by their names in the base model:
             the exponent of a layer that computes on 2^-exponent times its values, 0 of a module in float32.
     """
@@ -366,7 +366,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     model: str = ""
-    given: frozenset[torch.dtype] = frozenset()
+    input_dtypes: frozenset[torch.dtype] = frozenset()
     by_ranges: Mapping[str, int] = field(default_factory=dict)
 
     @property

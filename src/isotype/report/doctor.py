@@ -87,10 +87,10 @@ def _unsteady(report: DoctorReport) -> str | None:
     )
 
 
-def by_change(found: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
+def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
     """Incompatibilities grouped by the package that has to change."""
     groups: dict[str, list[Incompatibility]] = {}
-    for incompatibility in found:
+    for incompatibility in incompatibilities:
         groups.setdefault(Requirement(incompatibility.change).name, []).append(incompatibility)
     return groups
 
@@ -238,10 +238,10 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     libraries = [Text(f"{name} {version}") for name, version in report.versions.items() if version]
     console.print(Padding(Columns(libraries, padding=(0, 3), equal=True), (0, 0, 0, 2)))
     console.print()
-    found: list[tuple[Text | str, Text | str]] = [("bitsandbytes", _bitsandbytes_line(report.bitsandbytes))]
-    found += [("C++", report.compiler)] if report.compiler else []
-    found += kernel_rows(profile)
-    console.print(_grid(found))
+    rows: list[tuple[Text | str, Text | str]] = [("bitsandbytes", _bitsandbytes_line(report.bitsandbytes))]
+    rows += [("C++", report.compiler)] if report.compiler else []
+    rows += kernel_rows(profile)
+    console.print(_grid(rows))
     problems = _problems(report)
     if problems:
         console.print(_heading("To change"))

@@ -18,7 +18,7 @@ def write_report(path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
     except OSError as error:
-        given = f"{path}: {error.strerror or error}"
+        what = f"{path}: {error.strerror or error}"
         expected = "a path that can be written to, with room for the report"
-        problem = Problem(given, expected, "free the path or give another one")
+        problem = Problem(what, expected, "free the path or give another one")
         raise SaveError("the report could not be written", [problem]) from error

@@ -53,8 +53,8 @@ def wrapped(text: str, console: Console) -> str:
 def _wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
-    found = _LABEL.match(line)
-    label = found.group() if found else ""
+    match = _LABEL.match(line)
+    label = match.group() if match else ""
     indent, lines = len(label), []
     if indent > width // 2:  # the label is a line of its own
         indent, lines = len(label) - len(label.lstrip()) + 4, [label.rstrip()]

@@ -16,43 +16,43 @@ _ROWS_NAMED = 6
 _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 
 
-def problem_of(found: NonFinite) -> Problem:
+def problem_of(event: NonFinite) -> Problem:
     """What an error says of it: the operator with its operands, what would have been right, what to do."""
-    lines = [_headline(found), f"      --> {_place(found)}"]
-    shown = (*found.operands, found.result)
+    lines = [_headline(event), f"      --> {_place(event)}"]
+    shown = (*event.operands, event.result)
     width = max(len(value.role) for value in shown)
     lines += [f"       |   {value.role:<{width}}  {_value_words(value)}" for value in shown]
-    return Problem("\n".join(lines), _expected(found), _fix(found))
+    return Problem("\n".join(lines), _expected(event), _fix(event))
 
 
-def _headline(found: NonFinite) -> str:
-    if found.culprit is not None and found.cause != "constant":
-        culprit = found.culprit
-        what = {"weight": "the weight", "input": "the input"}.get(found.cause, "a tensor")
+def _headline(event: NonFinite) -> str:
+    if event.culprit is not None and event.cause != "constant":
+        culprit = event.culprit
+        what = {"weight": "the weight", "input": "the input"}.get(event.cause, "a tensor")
         name = f" {culprit.name}" if culprit.name else ", which no operator of the step has made,"
         return f"{what}{name} holds {_counts(culprit)}"
-    made = "infinity" if not found.result.nan else "NaN"
+    value = "infinity" if not event.result.nan else "NaN"
     of = {
-        "range": f": {number(found.exact or 0.0)} is beyond {dtype_name(found.result.dtype)}",
-        "inside": f", though the result itself, {number(found.exact or 0.0)}, fits",
+        "range": f": {number(event.exact or 0.0)} is beyond {dtype_name(event.result.dtype)}",
+        "inside": f", though the result itself, {number(event.exact or 0.0)}, fits",
         "row": " for a row in which everything is masked",
         "labels": " as the mean over labels of which none counts",
         "empty": " of an empty tensor",
-        "domain": f": {_arithmetic(found)}",
+        "domain": f": {_arithmetic(event)}",
         "constant": ", which the code has written",
-    }.get(found.cause, " of finite operands")
-    return f"{_name(found)} gives {made}{of}"
+    }.get(event.cause, " of finite operands")
+    return f"{_name(event)} gives {value}{of}"
 
 
-def _place(found: NonFinite) -> str:
-    phase = {"unscale": "norm of the gradients"}.get(found.phase, found.phase)
-    parts = (found.module or "the model or its loss", found.op, phase, short_source(found.source))
+def _place(event: NonFinite) -> str:
+    phase = {"unscale": "norm of the gradients"}.get(event.phase, event.phase)
+    parts = (event.module or "the model or its loss", event.op, phase, short_source(event.source))
     return "   ".join(part for part in parts if part)
 
 
-def _name(found: NonFinite) -> str:
+def _name(event: NonFinite) -> str:
     """`mm`."""
-    return found.op.split(".")[1] if found.op.count(".") else found.op
+    return event.op.split(".")[1] if event.op.count(".") else event.op
 
 
 def _value_words(value: Value) -> str:
@@ -68,20 +68,20 @@ def _counts(value: Value) -> str:
     return f"{counts} of {plural(value.elements, 'value')}"
 
 
-def _arithmetic(found: NonFinite) -> str:
+def _arithmetic(event: NonFinite) -> str:
     """`0 / 0`, `log(0)`."""
-    entries, name = [number(entry) for entry in found.entries], _name(found).rstrip("_")
+    entries, name = [number(entry) for entry in event.entries], _name(event).rstrip("_")
     sign = _INFIX.get(name)
     return f" {sign} ".join(entries) if sign and len(entries) == 2 else f"{name}({', '.join(entries)})"
 
 
-def _expected(found: NonFinite) -> str:
-    if found.cause == "range":
-        dtype = found.result.dtype
+def _expected(event: NonFinite) -> str:
+    if event.cause == "range":
+        dtype = event.result.dtype
         unscaled = (
             ""
-            if found.scale is None
-            else f"; without the loss scale of {number(found.scale)} it is {number((found.exact or 0.0) / found.scale)}"
+            if event.scale is None
+            else f"; without the loss scale of {number(event.scale)} it is {number((event.exact or 0.0) / event.scale)}"
         )
         return (
             f"at most {number(torch.finfo(dtype).max)}, the largest number of {dtype_name(dtype)}{unscaled}"
@@ -90,54 +90,54 @@ def _expected(found: NonFinite) -> str:
         "row": "one entry at least that is not -inf",
         "labels": "one label at least that is not the ignored one",
         "constant": "-inf only where a softmax or a `where` takes it away again",
-    }.get(found.cause, "finite numbers")
+    }.get(event.cause, "finite numbers")
 
 
-def _fix(found: NonFinite) -> str:
+def _fix(event: NonFinite) -> str:
     fixes = {
         "weight": "go on from a checkpoint of before, with a lower learning rate; in the first step, the checkpoint "
         "that was loaded is broken itself",
-        "input": f"look at {_rows(found)} and at what makes it",
+        "input": f"look at {_rows(event)} and at what makes it",
         "outside": "look at the code that makes it: a kernel or a tensor from outside of the step",
         "inside": "compute this operator in float32: cast its operands up, its result down",
-        "row": f"look at {_rows(found)}: leave a row out of which nothing is left, or fill its mask with "
+        "row": f"look at {_rows(event)}: leave a row out of which nothing is left, or fill its mask with "
         "torch.finfo(dtype).min in place of -inf",
         "labels": "leave out rows without a label that counts (every one is -100): all of them were cut off or masked",
         "empty": "leave out batches of which nothing is left",
-        "domain": f"keep the operand away from it (clamp it, or add a small number); look at {_rows(found)}",
+        "domain": f"keep the operand away from it (clamp it, or add a small number); look at {_rows(event)}",
         "constant": "mask what is summed up after it, or write a large finite number",
-        "unknown": f"look at {_rows(found)}",
+        "unknown": f"look at {_rows(event)}",
     }
-    if found.cause == "domain" and found.entries == (0.0, 0.0):
-        return f"look at {_rows(found)}: a mean over labels of which none counts (every one is -100) is 0 / 0"
-    halves = found.result.dtype.itemsize <= 2
+    if event.cause == "domain" and event.entries == (0.0, 0.0):
+        return f"look at {_rows(event)}: a mean over labels of which none counts (every one is -100) is 0 / 0"
+    halves = event.result.dtype.itemsize <= 2
     return (
-        fixes[found.cause]
-        if found.cause != "range" and (found.cause != "inside" or halves)
-        else _fix_of_range(found)
+        fixes[event.cause]
+        if event.cause != "range" and (event.cause != "inside" or halves)
+        else _fix_of_range(event)
     )
 
 
-def _fix_of_range(found: NonFinite) -> str:
-    dtype, exact = found.result.dtype, found.exact or 0.0
+def _fix_of_range(event: NonFinite) -> str:
+    dtype, exact = event.result.dtype, event.exact or 0.0
     if dtype != torch.float16:
-        return f"values have diverged: a lower learning rate, warm-up, or gradients clipped; look at {_rows(found)}"
-    if found.scale is not None and exact / found.scale <= torch.finfo(dtype).max / 2:
-        scale = 2.0 ** math.floor(math.log2(found.scale * torch.finfo(dtype).max / exact))
+        return f"values have diverged: a lower learning rate, warm-up, or gradients clipped; look at {_rows(event)}"
+    if event.scale is not None and exact / event.scale <= torch.finfo(dtype).max / 2:
+        scale = 2.0 ** math.floor(math.log2(event.scale * torch.finfo(dtype).max / exact))
         return f"a loss scale of {number(scale)} or less (GradScaler lowers it by itself where it may go on)"
-    if found.phase == "unscale":
+    if event.phase == "unscale":
         return "keep gradients in float32: float32 masters of the trained weights"
     return "bfloat16, where the device runs it, or a float32 residual stream with float16 matmuls"
 
 
-def _rows(found: NonFinite) -> str:
-    if not found.rows or found.batch == 1:
+def _rows(event: NonFinite) -> str:
+    if not event.rows or event.batch == 1:
         return "the batch"
-    if len(found.rows) == found.batch:
-        return f"the batch, all {found.batch} rows"
-    rows = [str(row) for row in found.rows]
+    if len(event.rows) == event.batch:
+        return f"the batch, all {event.batch} rows"
+    rows = [str(row) for row in event.rows]
     more = f" and {len(rows) - _ROWS_NAMED} more" if len(rows) > _ROWS_NAMED else ""
-    return f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_ROWS_NAMED])}{more} of the batch (of {found.batch}, from 0)"
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_ROWS_NAMED])}{more} of the batch (of {event.batch}, from 0)"
 
 
 def number(value: float) -> str:

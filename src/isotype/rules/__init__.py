@@ -70,12 +70,12 @@ def page(rule: Rule) -> str:
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
     """What all rules find, errors first, then in order of the codes; the fixes of each in order of preference."""
-    found = [
+    findings = [
         replace(finding, fixes=by_preference(finding.fixes))
         for rule in all_rules()
         for finding in _found(rule, trace)
     ]
-    return tuple(sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
+    return tuple(sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
 
 
 def _found(rule: Rule, trace: Trace) -> Iterator[Finding]:

@@ -64,8 +64,8 @@ _without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on thi
 def find(trace: Trace) -> Iterator[Finding]:
     """Operators that the device has no kernel for in the dtype they are given."""
     for finding in _without_kernel(trace):
-        given, where = dtype_name(finding.operands[0].dtype), short(finding.source)
-        yield replace(finding, cause=f"{finding.op} is called in {given} at {where}")
+        dtype, where = dtype_name(finding.operands[0].dtype), short(finding.source)
+        yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")
     refused = {call.source: call for call in trace.breaches() if _is_unsafe(call)}
     yield from map(_unsafe, refused.values())
 

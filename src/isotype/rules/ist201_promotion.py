@@ -82,7 +82,7 @@ def _is_no_slower(trace: Trace, compute: torch.dtype) -> bool:
 
 def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
     """Wide matmuls by cause; those of a backward join the group of the module they belong to."""
-    found: dict[tuple[str, ...], list[_Wide]] = {}
+    groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
     exempt = costs.adapter_modules(trace) | _quantized_modules(trace) | _by_ranges(trace)
     broken = {call.module for call in trace.breaches()}
@@ -96,8 +96,8 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
         key = by_module.get(here) if call.phase == "backward" else None
         key = key or _key(wide, owners)
         by_module.setdefault(here, key)
-        found.setdefault(key, []).append(wide)
-    return list(found.values())
+        groups.setdefault(key, []).append(wide)
+    return list(groups.values())
 
 
 def _quantized_modules(trace: Trace) -> frozenset[str]:

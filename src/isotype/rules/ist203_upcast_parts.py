@@ -79,8 +79,8 @@ def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
     plain = max(
         (w for w in narrow if w.quantization is None), key=lambda w: w.bytes * w.repeats, default=None
     )
-    found = plain.dtype if plain is not None else trace.setup.compute
-    return found if found in costs.HALVES else None
+    dtype = plain.dtype if plain is not None else trace.setup.compute
+    return dtype if dtype in costs.HALVES else None
 
 
 def _elements(weights: Sequence[Weight]) -> int:

@@ -55,15 +55,15 @@ def find(trace: Trace) -> Iterator[Finding]:
     readers = _readers(trace)
     # A quantized layer returns the dtype that it was given: who made that one is the one to ask.
     quantized = {weight.module for weight in trace.weights if weight.quantization is not None}
-    found: dict[tuple[str, bool], list[costs.Cast]] = {}
+    by_source: dict[tuple[str, bool], list[costs.Cast]] = {}
     for cast in costs.casts(trace):
         if cast.call.module in quantized:
             continue
         if cast.widens and cast.call.phase == "forward" and not cast.call.recomputed:
             reading = readers.get(_signature(cast.call, cast.operand.origin), [])
             if not reading or _in_pieces(cast, reading):
-                found.setdefault((cast.call.source, not reading), []).append(cast)
-    for (_, unread), casts in found.items():
+                by_source.setdefault((cast.call.source, not reading), []).append(cast)
+    for (_, unread), casts in by_source.items():
         size = sum(cast.elements * cast.after.itemsize for cast in casts)
         if size >= _LEAST_SHARE * trace.memory.peak:
             yield _finding(trace, casts, size, unread)
@@ -80,15 +80,15 @@ def _signature(call: Call, before: Origin) -> _Signature:
 @per_trace
 def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
     """The calls that read what was made of a cast, by the cast; views of it read nothing."""
-    found: dict[_Signature, list[Call]] = {}
+    readers: dict[_Signature, list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
             continue
         for operand in call.operands:
             for step in operand.origin.path():
                 if step.kind in ("cast", "autocast") and step.before is not None:
-                    found.setdefault((id(step.before), step.source, step.module), []).append(call)
-    return found
+                    readers.setdefault((id(step.before), step.source, step.module), []).append(call)
+    return readers
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:

@@ -73,11 +73,11 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _measured(trace: Trace) -> Iterator[str]:
     """What of the gradients was measured to become zero."""
-    found = flushed(trace)
-    if found is not None:
+    shares = flushed(trace)
+    if shares is not None:
         yield (
-            f"measured: {100 * found.plain:.0f} % of the gradients' values become zero, and "
-            f"{100 * found.scaled:.0f} % at a loss scale of 65536"
+            f"measured: {100 * shares.plain:.0f} % of the gradients' values become zero, and "
+            f"{100 * shares.scaled:.0f} % at a loss scale of 65536"
         )
 
 

@@ -136,21 +136,25 @@ def _activations_as_codes(trace: Trace) -> list[Call]:
     What rounds before it casts quantizes on purpose.
     """
     codes = {(w.module, w.dtype) for w in trace.weights if w.quantization is not None and w.dtype in _CODES}
-    found: dict[str, list[Call]] = {}
+    by_source: dict[str, list[Call]] = {}
     back: set[str] = set()
     before = ""
     for call in trace.calls if codes else ():
         if call.op == "aten._to_copy.default" and call.phase in ("forward", "generate"):
-            given, made = call.operands[0], call.results[0][0]
-            if made in _CODES and given.dtype.is_floating_point and not any(r in before for r in _ROUNDING):
+            operand, result = call.operands[0], call.results[0][0]
+            if (
+                result in _CODES
+                and operand.dtype.is_floating_point
+                and not any(r in before for r in _ROUNDING)
+            ):
                 if call.module and any(
-                    dtype == made and module.startswith(f"{call.module}.") for module, dtype in codes
+                    dtype == result and module.startswith(f"{call.module}.") for module, dtype in codes
                 ):
-                    found.setdefault(call.source, []).append(call)
-            elif made.is_floating_point and given.dtype in _CODES:
-                back.add(given.origin.cause.source)
+                    by_source.setdefault(call.source, []).append(call)
+            elif result.is_floating_point and operand.dtype in _CODES:
+                back.add(operand.origin.cause.source)
         before = call.op
-    return [call for source, calls in found.items() if source in back for call in calls]
+    return [call for source, calls in by_source.items() if source in back for call in calls]
 
 
 def _rounded(trace: Trace, casts: list[Call]) -> Finding:
@@ -181,10 +185,10 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
 
 
 def _failed(trace: Trace, failure: Failure) -> Iterator[Finding]:
-    found = _cause(failure, trace.owners)
-    if found is None:
+    explanation = _cause(failure, trace.owners)
+    if explanation is None:
         return
-    cause, fix = found
+    cause, fix = explanation
     yield Finding(
         "IST403",
         "error",

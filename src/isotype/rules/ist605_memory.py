@@ -117,8 +117,8 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
             source = "/".join(call.source.split("/")[-2:])
             key = (_NUMBERS.sub(".*.", call.module), source, dtype_name(made_in), shape)
             sizes[key] = (size, sizes.get(key, (size, 0))[1] + call.repeats)
-    made = sorted(sizes.items(), key=lambda item: -item[1][0])[:_LARGEST]
-    for (module, source, dtype, shape), (size, times) in made:
+    largest = sorted(sizes.items(), key=lambda item: -item[1][0])[:_LARGEST]
+    for (module, source, dtype, shape), (size, times) in largest:
         where = f"in {module or 'the model'} at {source}"
         yield f"one tensor of {_counted(size, times)}: {dtype} {list(shape)} {where}"
     weights: dict[tuple[str, str, tuple[int, ...]], list[Weight]] = {}
@@ -140,10 +140,10 @@ def _makes(op: str) -> bool:
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None)
-    found = getattr(packet, overload, None)
+    operator = getattr(packet, overload, None)
     if op in _SHARING:
         return False
-    return found is None or all(each.alias_info is None for each in operator_schema(found).returns)
+    return operator is None or all(each.alias_info is None for each in operator_schema(operator).returns)
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
@@ -228,19 +228,19 @@ def _layers(trace: Trace) -> int:
     repeats: dict[str, int] = {}
     for weight in trace.weights:
         repeats[weight.module] = max(weight.repeats, repeats.get(weight.module, 1))
-    found: dict[str, dict[str, int]] = {}
+    by_list: dict[str, dict[str, int]] = {}
     for name in trace.modules:
         match = _LAYER.fullmatch(name)
         if match is not None:
             stands = max((n for module, n in repeats.items() if module.startswith(f"{name}.")), default=1)
-            found.setdefault(match[1], {})[name] = stands
-    return max((sum(layers.values()) for layers in found.values()), default=1)
+            by_list.setdefault(match[1], {})[name] = stands
+    return max((sum(layers.values()) for layers in by_list.values()), default=1)
 
 
 def _layer_inputs(trace: Trace, layers: int) -> int:
     """Bytes of the hidden states between layers, which checkpointing keeps: the embedding's output for each."""
-    made = next((call for call in trace.calls if "embedding" in call.op and call.results), None)
-    if made is None:
+    lookup = next((call for call in trace.calls if "embedding" in call.op and call.results), None)
+    if lookup is None:
         return 0
-    dtype, shape = made.results[0]
+    dtype, shape = lookup.results[0]
     return layers * costs.elements(shape) * dtype.itemsize

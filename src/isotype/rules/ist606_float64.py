@@ -51,14 +51,14 @@ def find(trace: Trace) -> Iterator[Finding]:
     profile = trace.setup.profile
     if torch.float64 not in profile.refused:
         return
-    found: dict[str, dict[str, tuple[Origin, Call]]] = {}
+    by_cause: dict[str, dict[str, tuple[Origin, Call]]] = {}
     for call in trace.calls:
         # The backward of a cast mirrors what the forward has shown.
         if call.phase in ("forward", "generate") and not any(part in call.source for part in _ASKING):
             for origin in _entries(call):
                 key = origin.kind if origin.kind in _STORED else origin.source or origin.name
-                found.setdefault(key, {}).setdefault(origin.name, (origin, call))
-    for entries in found.values():
+                by_cause.setdefault(key, {}).setdefault(origin.name, (origin, call))
+    for entries in by_cause.values():
         yield _finding(
             trace, [origin for origin, _ in entries.values()], [call for _, call in entries.values()]
         )

@@ -60,5 +60,5 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _is_rounded(call: Call) -> bool:
     if not call.op.startswith("aten.") or call.op.split(".")[1] not in _REDUCTIONS or not call.operands:
         return False
-    given = call.operands[0]
-    return given.dtype in HALVES and bool(given.shape) and max(given.shape) >= _LONG
+    operand = call.operands[0]
+    return operand.dtype in HALVES and bool(operand.shape) and max(operand.shape) >= _LONG

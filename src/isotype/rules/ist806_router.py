@@ -49,7 +49,7 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "at
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Products with a weight of one row an expert, in 16 bit, from which the largest are taken."""
-    found: dict[str, tuple[Call, Operand]] = {}
+    routers: dict[str, tuple[Call, Operand]] = {}
     products: list[tuple[Call, Operand]] = []
     for call in trace.calls:
         if call.phase != "forward" or call.recomputed or not call.operands or not call.results:
@@ -57,10 +57,10 @@ def find(trace: Trace) -> Iterator[Finding]:
         if call.op in _PRODUCTS:
             products += [(call, each) for each in call.operands if _is_weight(trace.owners, each)]
         elif call.op in _CHOICES and call.operands[0].dtype.is_floating_point:
-            made = _scores_of(call, products)
-            if made is not None and {made[0].results[0][0], call.operands[0].dtype} & set(HALVES):
-                found.setdefault(starred(made[1].origin.name), made)
-    for product, weight in found.values():
+            scores = _scores_of(call, products)
+            if scores is not None and {scores[0].results[0][0], call.operands[0].dtype} & set(HALVES):
+                routers.setdefault(starred(scores[1].origin.name), scores)
+    for product, weight in routers.values():
         yield _finding(trace, trace.owners[weight.origin.name], product, weight)
 
 

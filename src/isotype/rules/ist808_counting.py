@@ -41,14 +41,14 @@ def find(trace: Trace) -> Iterator[Finding]:
     angles = {
         call.rounded_at for call in trace.calls if call.off
     }  # told as what they do to the sines of positions
-    found: dict[tuple[str, torch.dtype], list[Call]] = {}
+    by_source: dict[tuple[str, torch.dtype], list[Call]] = {}
     before: Call | None = None
     for call in trace.calls:
         now = call.phase in ("forward", "generate") and not call.recomputed and call.source not in angles
         if now and (_counts(call) or (before is not None and _casts(call, before))) and _is_too_long(call):
-            found.setdefault((call.source, call.results[0][0]), []).append(call)
+            by_source.setdefault((call.source, call.results[0][0]), []).append(call)
         before = call
-    for (source, dtype), calls in found.items():
+    for (source, dtype), calls in by_source.items():
         name, count = dtype_name(dtype), calls[0].results[0][1][0]
         yield finding_at(
             "IST808",

@@ -72,7 +72,7 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
     end = "takes" if first.takes else "returns"
     what = "gradients" if backward else "values"
     value = number(first.value)
-    found = finding_at(
+    finding = finding_at(
         "IST809",
         "warning" if skipped else "error",
         f"{_short(first.call.op)} {end} {what} up to {value} in float16: headroom {first.headroom:.2g}",
@@ -82,7 +82,7 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
         notes=tuple(_notes(trace, ranges, beyond)),
         fixes=tuple(_fixes(trace, ranges)),
     )
-    return replace(found, module=first.module)  # which a folded trace has under another layer's name
+    return replace(finding, module=first.module)  # which a folded trace has under another layer's name
 
 
 def _short(op: str) -> str:

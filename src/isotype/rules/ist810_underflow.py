@@ -46,19 +46,19 @@ _MOST = 0.5
 def find(trace: Trace) -> Iterator[Finding]:
     """Measured gradients of which float16 keeps less than half at the loss scale in use."""
     setup = trace.setup
-    found = flushed(trace) if setup.scaler else None
-    if found is None or found.scaled <= _MOST:
+    shares = flushed(trace) if setup.scaler else None
+    if shares is None or shares.scaled <= _MOST:
         return
     if setup.policy is not None and setup.policy.loss_scale > _FIRST_SCALE:
         return  # chosen by the same measurement
-    scale = first_loss_scale(found.gradient)
+    scale = first_loss_scale(shares.gradient)
     yield Finding(
         "IST810",
         "warning",
-        f"{100 * found.scaled:.0f} % of the gradients' values become zero in float16 at a loss scale of 65536",
+        f"{100 * shares.scaled:.0f} % of the gradients' values become zero in float16 at a loss scale of 65536",
         phase="backward",
-        cause=f"the largest measured gradient is {found.gradient:.2g}",
-        notes=(f"without loss scaling it is {100 * found.plain:.0f} %",),
+        cause=f"the largest measured gradient is {shares.gradient:.2g}",
+        notes=(f"without loss scaling it is {100 * shares.plain:.0f} %",),
         fixes=(
             advice(
                 "init_scale",

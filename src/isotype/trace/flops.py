@@ -68,8 +68,8 @@ def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], 
 
 def _gemm_4bit(args: Any, result: Any) -> int:
     """x [..., k] by a packed weight of [n, k]."""
-    made = result[0] if isinstance(result, (list, tuple)) else result
-    return 2 * int(args[0].shape[-1]) * int(prod(made.shape)) if isinstance(made, torch.Tensor) else 0
+    product = result[0] if isinstance(result, (list, tuple)) else result
+    return 2 * int(args[0].shape[-1]) * int(prod(product.shape)) if isinstance(product, torch.Tensor) else 0
 
 
 _ATTENTIONS = tuple(

@@ -14,9 +14,9 @@ _Make = Callable[..., torch.optim.Optimizer]
 
 
 def _with(cls: Any, **options: Any) -> _Make:
-    def make(parameters: Sequence[torch.Tensor], **given: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = cls(parameters, **{**options, **given})
-        return made
+    def make(parameters: Sequence[torch.Tensor], **keywords: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = cls(parameters, **{**options, **keywords})
+        return optimizer
 
     return make
 

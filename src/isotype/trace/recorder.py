@@ -90,10 +90,12 @@ _CHECKPOINTS = "_gradient_checkpointing_func"
 class _Recomputed:
     """Follows a layer of transformers (5.23) that is checkpointed, whose hooks do not run when it is computed again."""
 
-    def __init__(self, recorder: Recorder, module: nn.Module, given: Any, name: str, repeats: int) -> None:
-        self._module, self._given = module, given
+    def __init__(
+        self, recorder: Recorder, module: nn.Module, checkpoint: Any, name: str, repeats: int
+    ) -> None:
+        self._module, self._checkpoint = module, checkpoint
 
-        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def following(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def followed(*args: Any, **kwargs: Any) -> Any:
                 if recorder.phase != "backward" or recorder.module == name:
                     return function(*args, **kwargs)
@@ -103,12 +105,12 @@ class _Recomputed:
                 finally:
                     recorder.leave()
 
-            return given(followed, *args, **kwargs)
+            return checkpoint(followed, *args, **kwargs)
 
-        setattr(module, _CHECKPOINTS, checkpoint)
+        setattr(module, _CHECKPOINTS, following)
 
     def remove(self) -> None:
-        setattr(self._module, _CHECKPOINTS, self._given)
+        setattr(self._module, _CHECKPOINTS, self._checkpoint)
 
 
 class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
@@ -147,8 +149,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks: what it runs is its caller's
             # What bitsandbytes' layers return is cast to the dtype that they were given.
-            returns_given = type(module).__module__.startswith("bitsandbytes.")
-            enter = self._entering(name, repeats, returns_given)
+            casts_back = type(module).__module__.startswith("bitsandbytes.")
+            enter = self._entering(name, repeats, casts_back)
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True, with_kwargs=True))
             if (recomputing := module.__dict__.get(_CHECKPOINTS)) is not None:
@@ -171,10 +173,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                     full = f"{module_name}.{name}" if module_name else name
                     self._own(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
 
-    def _entering(self, name: str, repeats: int, returns_given: bool) -> Callable[..., None]:
+    def _entering(self, name: str, repeats: int, casts_back: bool) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any) -> None:
-            given = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-            known = self.origin(given) if returns_given and given is not None else None
+            first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+            known = self.origin(first) if casts_back and first is not None else None
             self.enter(name, repeats, known)
 
         return listening(enter)
@@ -187,8 +189,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _leaving(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.leave((args, kwargs), output)
 
-    def leave(self, given: Any = (), output: Any = None) -> None:
-        """The innermost module's forward is over, which was called with `given` and returned `output`."""
+    def leave(self, arguments: Any = (), output: Any = None) -> None:
+        """The innermost module's forward is over, which was called with `arguments` and returned `output`."""
         if not self._frames:
             return
         frame = self._frames.pop()
@@ -202,7 +204,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if frame.repeats != outer and self.phase == "forward" and torch.is_grad_enabled():
             inputs, outputs = (
                 [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
-                for tree in (given, output)
+                for tree in (arguments, output)
             )
             self.ledger.multiply(frame.name, frame.entered, frame.repeats // outer, inputs, outputs)
 
@@ -248,15 +250,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             self.inputs.add(origin.dtype)
         setattr(tensor, ORIGIN, origin)
 
-    def told(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+    def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
         """Origin of the target dtype of a cast or of a new tensor when it was read from another tensor; None if the code names it.
 
         To be called where Python calls the function.
         """
         if name in _TAKE_FROM:
-            given = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
-            if isinstance(given, torch.Tensor) and kwargs.get("dtype") is None:
-                return self.origin(given)
+            like = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
+            if isinstance(like, torch.Tensor) and kwargs.get("dtype") is None:
+                return self.origin(like)
         dtype = kwargs.get("dtype") or next((each for each in args if isinstance(each, torch.dtype)), None)
         return self.reads.taken_by(dtype) if isinstance(dtype, torch.dtype) else self.like
 
@@ -283,7 +285,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         place: Place,
         operands: tuple[Operand, ...],
         breach: Breach | None,
-        made: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
         flops: int = 0,
     ) -> None:
         self.calls.append(
@@ -293,7 +295,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 place.module,
                 shown(place.source),
                 operands,
-                tuple((tensor.dtype, tuple(tensor.shape)) for tensor in made),
+                tuple((tensor.dtype, tuple(tensor.shape)) for tensor in outputs),
                 flops,
                 place.repeats,
                 breach,
@@ -314,8 +316,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     ) -> None:
         name = operator_name(func)
         operands = self.operands(tensors)
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-        for tensor in made:
+        outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in outputs:
             if not any(tensor is operand for _, operand in tensors):
                 origin = self._origin_of(name, tensor, operands, kwargs, place, breach)
                 self.mark(tensor, origin)
@@ -327,8 +329,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             if place.breached and self.phase == "backward" and not self._recomputing:
                 breach = replace(breach, consequence=True)
             place.breached = True
-        flops = flops_of(func, args, kwargs, result) if made else 0
-        self._append(name, place, operands, breach, made, flops)
+        flops = flops_of(func, args, kwargs, result) if outputs else 0
+        self._append(name, place, operands, breach, outputs, flops)
 
     def _origin_of(
         self,

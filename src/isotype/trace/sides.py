@@ -57,26 +57,26 @@ def tallies(weights: Iterable[Weight]) -> Tallies:
     """
     held = [weight for weight in weights if not weight.buffer]
     voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
-    found: dict[str, Tally] = {"": Tally()}
+    parts: dict[str, Tally] = {"": Tally()}
     for weight in voters:
         dtype, count = _computed_in(weight), weight.repeats
         elements = math.prod(weight.shape) * (1 if weight.quantization is None else 2)
         for part in _around(weight.module):
-            tally = found.setdefault(part, Tally())
+            tally = parts.setdefault(part, Tally())
             tally.modules[dtype] += count
             tally.elements[dtype] += count * elements
-    return found
+    return parts
 
 
 def _largest(weights: Iterable[Weight]) -> list[Weight]:
     """Of each module that holds weights in a dtype to compute in (float8 is for storage) the largest."""
-    found: dict[str, Weight] = {}
+    largest: dict[str, Weight] = {}
     for weight in weights:
-        known = found.get(weight.module)
+        known = largest.get(weight.module)
         larger = known is None or math.prod(weight.shape) > math.prod(known.shape)
         if larger and _computed_in(weight) in FLOATS and _computed_in(weight).itemsize > 1:
-            found[weight.module] = weight
-    return list(found.values())
+            largest[weight.module] = weight
+    return list(largest.values())
 
 
 def _computes(weight: Weight) -> bool:
@@ -106,13 +106,13 @@ class Sides:
         compute: the dtype of the whole step.
         decided: whether a policy or autocast has decided on `compute`: then it holds for every part.
         parts: of every module, what is in it.
-        given: float dtypes of the step's inputs.
+        input_dtypes: float dtypes of the step's inputs.
     """
 
     compute: torch.dtype
     decided: bool
     parts: Tallies
-    given: Collection[torch.dtype] = ()
+    input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
         """The dtype of the part in which `causes` meet, in a call of `module`; `compute` where it has no weights.
@@ -132,23 +132,23 @@ class Sides:
             both = len(met & tally.modules.keys()) > 1
             if len(leaders) == 1 and (both or (len(held) == len(homes) and tally.modules.total() > 1)):
                 return leaders[0]
-        return whole(self.parts, self.given) or self.compute
+        return whole(self.parts, self.input_dtypes) or self.compute
 
 
-def sides_of(setup: Setup, weights: Iterable[Weight], given: Collection[torch.dtype] = ()) -> Sides:
+def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[torch.dtype] = ()) -> Sides:
     """The sides of a step."""
     decided = setup.policy is not None or setup.autocast is not None
-    return Sides(setup.compute, decided, tallies(weights), given)
+    return Sides(setup.compute, decided, tallies(weights), input_dtypes)
 
 
-def whole(parts: Tallies, given: Collection[torch.dtype] = ()) -> torch.dtype | None:
+def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
     """The dtype that most modules of a model have.
 
     An input in 16 bits is somebody's choice: it counts as one more module in its dtype, and decides where as many have
     another one; else the elements do.
     """
     tally = parts.get("", Tally())
-    chosen = [dtype for dtype in _HALVES if dtype in given and dtype in tally.modules]
+    chosen = [dtype for dtype in _HALVES if dtype in input_dtypes and dtype in tally.modules]
     counts = tally.modules + Counter(chosen)
     ranks = {dtype: (count, dtype in chosen, tally.elements[dtype]) for dtype, count in counts.items()}
     return max(ranks, key=lambda dtype: ranks[dtype], default=None)

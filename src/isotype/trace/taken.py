@@ -107,19 +107,19 @@ class DtypeReads:
             for read in self._reads.get(frame.f_code, {}).values()
             if isinstance(call, _Call) and read.call() is call and read.dtype == dtype
         ]
-        found = [
+        reads = [
             read
             for read in here
             if any(_lies_in(_position(read.code, read.at), each.span) for each in arguments)
         ]
-        if found:
-            return max(found, key=lambda read: read.number)
+        if reads:
+            return max(reads, key=lambda read: read.number)
         if any(dtype in each.literals for each in arguments):
             return None
         for name in (name for each in arguments for name in each.names):
             read = self._stored(frame, here, name, dtype)
             if read is None and callers and name in _parameters(frame.f_code):
-                read = self._given(frame, name, dtype, callers)
+                read = self._of_parameter(frame, name, dtype, callers)
             if read is not None:
                 return read
         return None
@@ -141,7 +141,7 @@ class DtypeReads:
             if read.dtype == dtype
         ]
 
-    def _given(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
+    def _of_parameter(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
         """The read that a parameter's dtype was given from."""
         caller = next(_frames(frame.f_back), None)
         if caller is None:
@@ -151,8 +151,8 @@ class DtypeReads:
         parameters = _parameters(frame.f_code)
         position = parameters.index(name) - (parameters[0] in ("self", "cls"))
         plain = [each for each in arguments if each.keyword is None]
-        given = by_name or plain[position : position + 1]
-        return self._in(caller, given, dtype, callers - 1) if given else None
+        sources = by_name or plain[position : position + 1]
+        return self._in(caller, sources, dtype, callers - 1) if sources else None
 
 
 # ------------------------------------------------------------------------------------------------------ frames
@@ -167,12 +167,12 @@ def call_of(frame: FrameType) -> _Call | None:
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of the model's code from `frame` outwards, up to the module's that runs."""
-    found = 0
-    while frame is not None and found < _MOST_FRAMES:
-        if frame.f_code is _MODULE_CALL and found:
+    count = 0
+    while frame is not None and count < _MOST_FRAMES:
+        if frame.f_code is _MODULE_CALL and count:
             return
         if not is_library(frame.f_code.co_filename):
-            found += 1
+            count += 1
             yield frame
         frame = frame.f_back
 
@@ -183,9 +183,9 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 @lru_cache(maxsize=4096)
 def _position(code: CodeType, at: int) -> Span | None:
     """Where the instruction at byte `at` stands in the source; None where the code does not say."""
-    found = list(code.co_positions())[at // 2]
-    line, last, column, end = found
-    return None if None in found else (line, column, last, end)  # type: ignore[return-value]
+    span = list(code.co_positions())[at // 2]
+    line, last, column, end = span
+    return None if None in span else (line, column, last, end)  # type: ignore[return-value]
 
 
 def _lies_in(span: Span | None, outer: Span) -> bool:
@@ -211,10 +211,10 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
     call = tree.body
     if not isinstance(call, ast.Call):
         return ()
-    given = [(None, each) for each in call.args] + [(each.arg, each.value) for each in call.keywords]
+    passed = [(None, each) for each in call.args] + [(each.arg, each.value) for each in call.keywords]
     return tuple(
         _Argument(keyword, _span_of(node, line, column), frozenset(_literals(node)), tuple(_names(node)))
-        for keyword, node in given
+        for keyword, node in passed
     )
 
 
@@ -256,18 +256,18 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
     """(byte, line, name) of every instruction that stores; an attribute of a variable is named with it."""
-    found: list[tuple[int, int, str]] = []
+    stores: list[tuple[int, int, str]] = []
     before: Any = None
     for each in dis.get_instructions(code):
         line = each.positions.lineno if each.positions is not None else None
         if line is not None and each.opname == "STORE_ATTR":
-            found.append((each.offset, line, f"{getattr(before, 'argval', '')}.{each.argval}"))
+            stores.append((each.offset, line, f"{getattr(before, 'argval', '')}.{each.argval}"))
         elif line is not None and each.opname.startswith("STORE_") and each.argval is not None:
             # Python 3.13 joins two stores in one instruction.
             names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            found += [(each.offset, line, str(name)) for name in names]
+            stores += [(each.offset, line, str(name)) for name in names]
         before = each
-    return tuple(found)
+    return tuple(stores)
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:

@@ -51,9 +51,9 @@ def labelled_rows(settings: Settings, tokenizer: Any, data: Any, limit: int | No
     if speaking is None or trl_finds_tokens(speaking):
         return data
     if {"image", "images"} & columns.keys():
-        given = "--assistant_only_loss with pictures, and a chat template without {% generation %} markers"
+        what = "--assistant_only_loss with pictures, and a chat template without {% generation %} markers"
         raise UsageError(
-            "the assistant's tokens cannot be found in this data", [Problem(given, _MARKED, _FIX)]
+            "the assistant's tokens cannot be found in this data", [Problem(what, _MARKED, _FIX)]
         )
     whole = training.completion_only_loss is False
     labelled = {}
@@ -89,14 +89,14 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
     chat = columns.get("messages", columns.get("completion"))
     if isinstance(chat, list):
         return
-    given = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which hold no messages"
+    what = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which hold no messages"
     fix = "leave --assistant_only_loss out"
     if "completion" in columns:
         fix += (
             ": of a prompt and its completion the completion alone is learned; or --apply_chat_template True"
         )
     expected = "conversations: 'messages', or 'prompt' and 'completion' as lists of messages"
-    raise UsageError("the assistant's tokens cannot be found in this data", [Problem(given, expected, fix)])
+    raise UsageError("the assistant's tokens cannot be found in this data", [Problem(what, expected, fix)])
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
@@ -116,8 +116,8 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
     words = getattr(speaking, "tokenizer", speaking)
     added = [t.content for t in other.added_tokens_decoder.values() if t.content not in words.get_vocab()]
     if added:
-        given = f"--assistant_only_loss and --chat_template_path {path}, which adds the tokens {', '.join(added[:3])}"
-        raise UsageError("the assistant's tokens cannot be found", [Problem(given, _MARKED, _FIX)])
+        what = f"--assistant_only_loss and --chat_template_path {path}, which adds the tokens {', '.join(added[:3])}"
+        raise UsageError("the assistant's tokens cannot be found", [Problem(what, _MARKED, _FIX)])
     words.eos_token = other.eos_token
     return speaking
 

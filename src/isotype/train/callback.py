@@ -225,12 +225,12 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
                     problems.append((name, dtype_name(tensor.dtype), tuple(parameter.shape)))
     if not problems:
         return None
-    name, found, shape = problems[0]
+    name, dtype, shape = problems[0]
     return PrecisionError(
         f"{len(problems)} optimizer tensors are not in {dtype_name(master)}",
         [
             Problem(
-                f"{name} of a parameter of shape {shape} is {found}",
+                f"{name} of a parameter of shape {shape} is {dtype}",
                 f"{dtype_name(master)}, the policy's master dtype",
                 "build the optimizer after isotype.enforce(model, policy)",
             )
@@ -342,7 +342,7 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
         return None
     compute = dtype_name(policy.compute)
     if policy.loss_scaling:
-        given, fix = (
+        what, fix = (
             "no GradScaler",
             (
                 "build the trainer with fp16=True and call isotype.enforce(trainer, policy) before trainer.train() "
@@ -350,12 +350,12 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
             ),
         )
     else:
-        given, fix = "a GradScaler", "build the trainer with fp16=False"
+        what, fix = "a GradScaler", "build the trainer with fp16=False"
     return PrecisionError(
         "the trainer and the policy disagree about loss scaling",
         [
             Problem(
-                f"{given} with compute dtype {compute}",
+                f"{what} with compute dtype {compute}",
                 "a GradScaler with float16 compute and with nothing else",
                 fix,
             )

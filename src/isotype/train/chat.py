@@ -116,8 +116,8 @@ def _check(options: argparse.Namespace) -> None:
             Problem(f"--max_new_tokens {options.max_new_tokens}", "at least 1", "give a larger one")
         )
     if not 0 <= options.temperature < float("inf"):
-        given = f"--temperature {options.temperature:g}"
-        problems.append(Problem(given, "0 (greedy) or more", "0.7 is a common choice"))
+        flag = f"--temperature {options.temperature:g}"
+        problems.append(Problem(flag, "0 (greedy) or more", "0.7 is a common choice"))
     if problems:
         raise UsageError("options that cannot work", problems)
 

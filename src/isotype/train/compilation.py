@@ -119,12 +119,12 @@ def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
     """Whether inductor, where it is asked for, finds what it compiles by."""
     if not training.torch_compile or training.torch_compile_backend != "inductor":
         return
-    given, fix = "--torch_compile True", "install it, or leave --torch_compile out"
+    flag, fix = "--torch_compile True", "install it, or leave --torch_compile out"
     if device.startswith("cpu") or (device == "auto" and not torch.accelerator.is_available()):
         # As `torch._inductor.config.cpp.cxx` has it.
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(shlex.split(name)[0]) is None:
             expected = f"a C++ compiler, by which inductor compiles for a CPU: {name} is not on the path"
-            yield Problem(given, expected, f"{fix}; $CXX names another one")
+            yield Problem(flag, expected, f"{fix}; $CXX names another one")
     elif (device == "auto" or device.startswith("cuda")) and importlib.util.find_spec("triton") is None:
-        yield Problem(given, "the package triton, by which inductor compiles for a GPU", fix)
+        yield Problem(flag, "the package triton, by which inductor compiles for a GPU", fix)

@@ -34,18 +34,18 @@ def not_finite(
         again: what came of running the step again, None where it was not tried.
         script: whether the trainer is that of a user's script, to which arguments are given in Python.
     """
-    told = ", ".join(f"{name} {value}" for name, value in seen.items())
-    given = f"step {step}{': ' if told else ''}{told}"
-    found = again.found if again is not None else None
-    if again is not None and found is None:
+    figures = ", ".join(f"{name} {value}" for name, value in seen.items())
+    what = f"step {step}{': ' if figures else ''}{figures}"
+    first = again.finding if again is not None else None
+    if again is not None and first is None:
         why = again.why_not and f"could not be run again ({again.why_not})"
-        given += f"\n    this step {why or 'was run again, and all of its values were finite'}"
+        what += f"\n    this step {why or 'was run again, and all of its values were finite'}"
     tries = _tries(arguments, step, script)
-    if found is not None and (found.cause in _OF_THE_DATA or found.entries == (0.0, 0.0)):
+    if first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0)):
         tries = []
-    problems = [Problem(given, "finite numbers", "; ".join(tries) or "what is said below of the operator")]
-    if found is not None:
-        problems.append(problem_of(found))
+    problems = [Problem(what, "finite numbers", "; ".join(tries) or "what is said below of the operator")]
+    if first is not None:
+        problems.append(problem_of(first))
     return TrainingError(headline, problems, _hint(checkpoint, script))
 
 
@@ -70,7 +70,7 @@ def _hint(checkpoint: Path | None, script: bool) -> str:
 
 
 def _tries(arguments: Any, step: int, script: bool) -> list[str]:
-    def given(name: str, value: str) -> str:
+    def flag(name: str, value: str) -> str:
         return f"{name}={value}" if script else f"--{name} {value}"
 
     tries = []
@@ -78,11 +78,11 @@ def _tries(arguments: Any, step: int, script: bool) -> list[str]:
         wider = "bf16=True, or neither bf16 nor fp16" if script else "--dtype bfloat16 or float32"
         tries.append(f"{wider}: float16 ends at 65504")
     if step > 1:
-        tries.append(given("learning_rate", f"{arguments.learning_rate / 10:g}"))
+        tries.append(flag("learning_rate", f"{arguments.learning_rate / 10:g}"))
         if not arguments.warmup_steps:
-            tries.append(given("warmup_steps", "0.05"))
+            tries.append(flag("warmup_steps", "0.05"))
         if arguments.max_grad_norm <= 0:
-            tries.append(given("max_grad_norm", "1"))
+            tries.append(flag("max_grad_norm", "1"))
     elif not arguments.fp16:
         tries.append(
             "the first batch alone does this: look at its rows (one without a token to learn has no loss) and at "

@@ -36,18 +36,18 @@ def fitting(
     if report.fits is not False or not capacity or plan.completion:
         return report
     room = int(TIGHT * capacity)
-    found = _largest(lambda rows: peak(rows, length), plan.rows, report.memory.peak, room)
-    flags = {"--per_device_train_batch_size": found}
-    if found is None:
+    most = _largest(lambda rows: peak(rows, length), plan.rows, report.memory.peak, room)
+    flags = {"--per_device_train_batch_size": most}
+    if most is None:
         top = -(-length // _LENGTHS)
         at_one = report.memory.peak if plan.rows == 1 else peak(1, length)
         units = _largest(lambda units: peak(1, units * _LENGTHS), top, at_one, room)
         if units is None:
             return report
         flags = {"--per_device_train_batch_size": 1, "--max_length": units * _LENGTHS}
-        found = 1
+        most = 1
     if plan.rows > 1:
-        flags["--gradient_accumulation_steps"] = -(-plan.rows // found)
+        flags["--gradient_accumulation_steps"] = -(-plan.rows // most)
     if plan.length is not None and not plan.data:
         flags = {"--max_length": length, **flags}
     # The command is for the machine that was judged; a profile's name means nothing there.

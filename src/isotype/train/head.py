@@ -75,10 +75,14 @@ def use_own_head(trainer: Any) -> None:
         own = _asked(model.forward)
         if own is None:
             continue
-        outermost, given = own
+        outermost, keywords = own
         autocast = nullcontext if outermost else trainer.accelerator.autocast
         request = _HeadRequest(
-            **given, gradients=gradients, smoothing=smoothing, autocast=autocast, result=FusedCausalLMOutput
+            **keywords,
+            gradients=gradients,
+            smoothing=smoothing,
+            autocast=autocast,
+            result=FusedCausalLMOutput,
         )
         choice = _choice(trainer, model, request)
         if choice is not None:

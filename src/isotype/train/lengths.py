@@ -70,11 +70,11 @@ def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text")
         try:
             tokens.append(_length(method, words, rows[at], text_field))
         except TemplateError as error:
-            given = f"row {at + 1}: {' '.join(str(error).split())}"
+            row = f"row {at + 1}: {' '.join(str(error).split())}"
             fix = "change the row, or give another template with --chat_template_path"
             raise DataError(
                 "the model's chat template refuses a row",
-                [Problem(given, "turns that the template can write", fix)],
+                [Problem(row, "turns that the template can write", fix)],
             ) from error
     return Lengths(tuple(tokens), len(rows))
 

@@ -30,15 +30,15 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
     Raises:
         UsageError: none was given, or one cannot be found; all at once.
     """
-    found: list[Any] = [reward_model] if reward_model else []
+    functions: list[Any] = [reward_model] if reward_model else []
     problems = []
     for name in names or ():
         function = _built_in(name) if name in BUILT_IN else _dotted(name)
         if isinstance(function, Problem):
             problems.append(function)
         else:
-            found.append(_explained(function))
-    if not found and not problems:
+            functions.append(_explained(function))
+    if not functions and not problems:
         problems.append(
             Problem(
                 "no --reward_funcs and no --reward_model_name_or_path",
@@ -48,7 +48,7 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
         )
     if problems:
         raise UsageError("rewards that cannot be used", problems)
-    return found
+    return functions
 
 
 def _explained(function: Any) -> Any:

@@ -91,12 +91,12 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
 def all_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     """The folders `checkpoint-N` in `output_dir`, whole or not, in the order in which they were saved."""
     root = Path(output_dir)
-    found = [
+    checkpoints = [
         (saved_at(path), int(step), path)
         for path in (root.glob("checkpoint-*") if root.is_dir() else ())
         if path.is_dir() and (step := path.name.removeprefix("checkpoint-")).isdigit()
     ]
-    return [path for _, _, path in sorted(found)]
+    return [path for _, _, path in sorted(checkpoints)]
 
 
 def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
@@ -133,11 +133,11 @@ def remove_other_kind(root: Path, former: str | None) -> None:
 
 
 def _crc32(path: Path) -> int:
-    found = 0
+    checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
-            found = zlib.crc32(chunk, found)
-    return found
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

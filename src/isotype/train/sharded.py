@@ -56,8 +56,8 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor gathered from all processes; one that is not sharded as it is."""
     sharded: Any = tensor
-    found: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
-    return found
+    whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
+    return whole
 
 
 def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
@@ -89,7 +89,7 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    found: dict[str, torch.Tensor] = {}
+    states: dict[str, torch.Tensor] = {}
     for name, parameter in _trained(model).items():
         prefix = f"{_OPTIMIZER}{name}."
         for key, header in saved.items():
@@ -98,13 +98,13 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
             dtype, size = header.properties.dtype, tuple(header.size)
             where = parameter.device if size or fused.get(id(parameter)) else "cpu"
             like = size == tuple(parameter.shape)
-            found[key] = (
+            states[key] = (
                 torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 if like
                 else torch.zeros(size, dtype=dtype, device=where)
             )
-            optimizer.state[parameter][key.removeprefix(prefix)] = found[key]
-    _read(directory, found)
+            optimizer.state[parameter][key.removeprefix(prefix)] = states[key]
+    _read(directory, states)
     groups = json.loads((directory / _GROUPS).read_text(encoding="utf-8"))
     for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved_group.items()})
@@ -138,8 +138,8 @@ def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in _trained(model).items():
         target: Any = parameter.detach()
         value = whole[name].to(device=target.device, dtype=target.dtype)
-        made: Any = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(made.to_local())
+        placed: Any = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(placed.to_local())
 
 
 def shard_optimizer(optimizer: Any) -> None:
@@ -232,10 +232,10 @@ def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
     """The trained weights in the files that one process saves, by the names of `model`'s parameters."""
     from safetensors.torch import load_file
 
-    found = {
+    weights = {
         k: v for path in sorted(checkpoint.glob("*model*.safetensors")) for k, v in load_file(path).items()
     }
-    by_base = {base_name(name): value for name, value in found.items()}
+    by_base = {base_name(name): value for name, value in weights.items()}
     names = {name: base_name(name) for name in _trained(model)}
     _require(checkpoint, [name for name, base in names.items() if base not in by_base])
     return {name: by_base[base] for name, base in names.items()}

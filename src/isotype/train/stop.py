@@ -96,10 +96,10 @@ def resume_command(settings: Settings, checkpoint: Path) -> str:
     flag = re.compile(r"--resume[_-]from[_-]checkpoint(=.*)?")
     tokens = iter(settings.argv)
     for token in tokens:
-        found = flag.fullmatch(token)
-        if found is None:
+        match = flag.fullmatch(token)
+        if match is None:
             argv.append(token)
-        elif found[1] is None:
+        elif match[1] is None:
             next(tokens, None)
     if "output_dir" not in settings.explicit:
         argv += ["--output_dir", settings.training.output_dir]

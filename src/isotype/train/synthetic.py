@@ -45,9 +45,9 @@ def synthetic_batch(model: Any, rows: int, length: int) -> dict[str, torch.Tenso
     if image is not None:
         tokens, placeholder, size = image
         if tokens + 2 > length:
-            given = f"--length {length}"
+            flag = f"--length {length}"
             fix = f"give at least {tokens + 2}"
-            problem = Problem(given, f"room for the {tokens} tokens of an image and some text", fix)
+            problem = Problem(flag, f"room for the {tokens} tokens of an image and some text", fix)
             raise UsageError("the image does not fit into the sequence", [problem])
         ids[:, 1 : 1 + tokens] = placeholder
         batch["pixel_values"] = torch.zeros(rows, 3, size, size)
@@ -111,8 +111,8 @@ def _label_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Log-probabilities of the tokens, float32 `[rows, length - 1]`."""
-    found: torch.Tensor = model(**batch, labels=batch["input_ids"], fused_lm_head=True).log_probs
-    return found
+    log_probs: torch.Tensor = model(**batch, labels=batch["input_ids"], fused_lm_head=True).log_probs
+    return log_probs
 
 
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -24,11 +24,11 @@ class Again:
     """What came of running a step again.
 
     Attributes:
-        found: the first value that is no number; None where every value was one.
+        finding: the first value that is no number; None where every value was one.
         why_not: why the step could not be run again, "" where it could.
     """
 
-    found: NonFinite | None = None
+    finding: NonFinite | None = None
     why_not: str = ""
 
 

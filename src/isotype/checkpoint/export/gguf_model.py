@@ -91,16 +91,19 @@ def check_exportable(config: Any) -> Architecture:
         UsageError: nobody has said how; or its positions are scaled in a way that is not written.
     """
     text = config.get_text_config()
-    found = ARCHITECTURES.get(config.model_type)
-    if found is None:
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
         known = ", ".join(ARCHITECTURES)
-        given = f"a model of the type {config.model_type}"
-        raise UsageError("this model cannot be exported to GGUF", [Problem(given, f"one of {known}", _FIX)])
+        kind_of_model = f"a model of the type {config.model_type}"
+        raise UsageError(
+            "this model cannot be exported to GGUF", [Problem(kind_of_model, f"one of {known}", _FIX)]
+        )
     kind = _rope(text).get("rope_type", "default")
     if kind not in ("default", "linear", "llama3"):
-        given = f"rotary positions of the kind {kind}"
+        kind_of_model = f"rotary positions of the kind {kind}"
         raise UsageError(
-            "this model cannot be exported to GGUF", [Problem(given, "default, linear or llama3", _FIX)]
+            "this model cannot be exported to GGUF",
+            [Problem(kind_of_model, "default, linear or llama3", _FIX)],
         )
     scalar, head = getattr(text, "query_pre_attn_scalar", None), _head(text)
     # llama.cpp knows Gemma's scale of attention by the size alone: these are the layers of its 27B models.
@@ -109,9 +112,9 @@ def check_exportable(config: Any) -> Architecture:
         text.hidden_size // text.num_attention_heads if text.num_hidden_layers in (46, 62) else head,
     }
     if scalar is not None and scalar not in scales:
-        given, expected = f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head"
-        raise UsageError("this model cannot be exported to GGUF", [Problem(given, expected, _FIX)])
-    return found
+        kind_of_model, expected = f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head"
+        raise UsageError("this model cannot be exported to GGUF", [Problem(kind_of_model, expected, _FIX)])
+    return architecture
 
 
 @dataclass(frozen=True)
@@ -184,8 +187,8 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for each, value in tensors.values:
-            made = architecture.change(names[each], value, config)
-            writer.write_tensor_data(_stored(names[each], made, kinds[names[each]]))
+            tensor = architecture.change(names[each], value, config)
+            writer.write_tensor_data(_stored(names[each], tensor, kinds[names[each]]))
         for each, value in more.items():
             writer.write_tensor_data(_stored(each, value, kinds[each]))
     finally:
@@ -204,14 +207,14 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
 
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
     known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    found = {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
-    unnamed = [name for name, called in found.items() if called is None]
+    called_names = {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
+    unnamed = [name for name, called in called_names.items() if called is None]
     if unnamed:
         more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
-        given = f"parameters that GGUF has no name for: {', '.join(unnamed[:3])}{more}"
+        unnamed_text = f"parameters that GGUF has no name for: {', '.join(unnamed[:3])}{more}"
         expected = f"those of a plain {architecture.name}"
-        raise UsageError("this model cannot be exported to GGUF", [Problem(given, expected, _FIX)])
-    return found
+        raise UsageError("this model cannot be exported to GGUF", [Problem(unnamed_text, expected, _FIX)])
+    return called_names
 
 
 def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
@@ -240,15 +243,15 @@ def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
 
 def _head(config: Any) -> int:
     """Features of an attention head."""
-    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return found
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
     """The rotary parameters; of models with two kinds of layers, those of full attention."""
-    given: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    found: Mapping[str, Any] = given.get("full_attention", given)
-    return found
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope: Mapping[str, Any] = parameters.get("full_attention", parameters)
+    return rope
 
 
 def _llama3_factors(config: Any) -> torch.Tensor | None:
@@ -284,10 +287,10 @@ def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
     if kind == "F16":
         largest = float(wide.abs().max())
         if largest > torch.finfo(torch.float16).max:
-            given = f"{name}: values up to {largest:.4g}"
+            overflow = f"{name}: values up to {largest:.4g}"
             raise PrecisionError(
                 "f16 cannot hold the merged weights",
-                [Problem(given, "at most 65504", "give --gguf bf16 or f32")],
+                [Problem(overflow, "at most 65504", "give --gguf bf16 or f32")],
             )
         return wide.half().numpy()
     if kind == "F32":

@@ -125,6 +125,6 @@ def _split_name(pre_tokenizer: Mapping[str, Any] | None) -> str:
     )
 
 
-def _unknown(given: str, expected: str) -> UsageError:
+def _unknown(what: str, expected: str) -> UsageError:
     fix = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
-    return UsageError("this tokenizer cannot be written to GGUF", [Problem(given, expected, fix)])
+    return UsageError("this tokenizer cannot be written to GGUF", [Problem(what, expected, fix)])

@@ -56,9 +56,9 @@ def quantize(dense: Path, output: Path, kind: str) -> list[str]:
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode or not output.is_file():
         lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
-        given = f"{shlex.join(command)}: exit status {result.returncode}; {' / '.join(lines[-3:])}"
+        failure = f"{shlex.join(command)}: exit status {result.returncode}; {' / '.join(lines[-3:])}"
         fix = "look at its message; --gguf f32 writes the file that it was given"
-        raise SaveError(f"{PROGRAM} has failed", [Problem(given, "exit status 0", fix)])
+        raise SaveError(f"{PROGRAM} has failed", [Problem(failure, "exit status 0", fix)])
     counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
     return [f"{kind} is a mixture of {PROGRAM}'s: {types}"]

@@ -53,9 +53,9 @@ def read_config(directory: Path) -> Any:
             fix = f"did you mean {' or '.join(near)}? Or update transformers"
         else:
             fix = "update transformers"
-        given = f"{path}: model_type {model_type!r}" if model_type else f"{path} has no model_type"
+        what = f"{path}: model_type {model_type!r}" if model_type else f"{path} has no model_type"
         expected = f"a model_type that transformers {version} knows"
-        raise CheckpointError("unknown model", [Problem(given, expected, fix)])
+        raise CheckpointError("unknown model", [Problem(what, expected, fix)])
     for key in ("dtype", "torch_dtype"):
         torch_dtype(content.get(key), f"{key} in {path}")
     try:
@@ -127,8 +127,8 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
                 return getattr(transformers, name)
     for mapping in mappings:
         if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (tuple, list)) else found
+            classes = mapping[type(config)]
+            return classes[0] if isinstance(classes, (tuple, list)) else classes
     return None
 
 
@@ -154,8 +154,8 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
     """
     if value is None or isinstance(value, torch.dtype):
         return value
-    found = getattr(torch, str(value).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
             "unknown dtype in the config",
             [
@@ -164,7 +164,7 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
                 )
             ],
         )
-    return found
+    return dtype
 
 
 def gguf_config(path: Path) -> Any:

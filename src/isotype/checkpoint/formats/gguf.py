@@ -46,8 +46,8 @@ def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
         try:
             return _parse(data, path)
         except (struct.error, OverflowError) as error:  # OverflowError: an offset that no file has
-            given = f"the header goes on after the last byte, {len(data)}"
-            raise damaged(path, [Problem(given, "a complete file", DAMAGED)]) from error
+            what = f"the header goes on after the last byte, {len(data)}"
+            raise damaged(path, [Problem(what, "a complete file", DAMAGED)]) from error
         except UnicodeDecodeError as error:
             raise damaged(path, [Problem(f"a name that is not UTF-8 ({error})", "UTF-8", DAMAGED)]) from error
 
@@ -70,8 +70,8 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
         name, at = _string(data, at)
         (dimensions,) = struct.unpack_from("<I", data, at)
         if dimensions > _MAX_DIMENSIONS:
-            given = f"tensor {name!r} of {dimensions} dimensions"
-            raise damaged(path, [Problem(given, f"at most {_MAX_DIMENSIONS}", DAMAGED)])
+            tensor = f"tensor {name!r} of {dimensions} dimensions"
+            raise damaged(path, [Problem(tensor, f"at most {_MAX_DIMENSIONS}", DAMAGED)])
         *sizes, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", data, at + 4)
         at += 4 + 8 * dimensions + 12
         # ggml lists the fastest dimension first, torch last.
@@ -194,21 +194,21 @@ def _tensors(
             continue
         type_name, block, block_bytes = types[kind]
         if shape and shape[-1] % block:
-            given = f"tensor {name!r}: rows of {shape[-1]} elements in {type_name}"
-            problems.append(Problem(given, f"a multiple of {block}", DAMAGED))
+            what = f"tensor {name!r}: rows of {shape[-1]} elements in {type_name}"
+            problems.append(Problem(what, f"a multiple of {block}", DAMAGED))
             continue
         nbytes = math.prod(shape) // block * block_bytes
         if start + offset + nbytes > end:
             cut.append(name)
         tensors.append(TensorHeader(name, type_name, shape, nbytes, path, start + offset))
     if cut:
-        given = f"{len(cut)} tensors end beyond the file, first {cut[0]!r}"
-        problems.append(Problem(given, "a complete file", DAMAGED))
+        what = f"{len(cut)} tensors end beyond the file, first {cut[0]!r}"
+        problems.append(Problem(what, "a complete file", DAMAGED))
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     for before, tensor in pairwise(tensors):
         if tensor.begin < before.begin + before.bytes:
-            given = f"tensor {tensor.name!r} at byte {tensor.begin} overlaps {before.name!r}"
-            problems.append(Problem(given, f"byte {before.begin + before.bytes} or later", DAMAGED))
+            what = f"tensor {tensor.name!r} at byte {tensor.begin} overlaps {before.name!r}"
+            problems.append(Problem(what, f"byte {before.begin + before.bytes} or later", DAMAGED))
     if problems:
         raise damaged(path, problems)
     return tensors

@@ -109,9 +109,9 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
         if path.name == "adapter_model.bin" and path.is_file():
             raise _refuse_pickle([path])
         return path, "adapter" if path.name == "adapter_model.safetensors" else "model"
-    found = find_weights(path)
-    if found is not None:
-        return found
+    weights = find_weights(path)
+    if weights is not None:
+        return weights
     raise CheckpointError(
         "not a checkpoint",
         [

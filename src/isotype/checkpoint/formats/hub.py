@@ -53,12 +53,12 @@ def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model_id, "config.json", revision=revision)
-    found = find_weights(Path(config).parent) if isinstance(config, str) else None
-    if found is None or found[1] != "model" or found[0].suffix == ".gguf":
+    weights = find_weights(Path(config).parent) if isinstance(config, str) else None
+    if weights is None or weights[1] != "model" or weights[0].suffix == ".gguf":
         return None
-    if found[0].suffix == ".json" and missing_shards(found[0]):
+    if weights[0].suffix == ".json" and missing_shards(weights[0]):
         return None
-    return found[0].parent
+    return weights[0].parent
 
 
 def commit_of(model_id: str, revision: str | None = None) -> str | None:
@@ -78,9 +78,9 @@ def downloaded(model_id: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError
 
-    found = local_snapshot(model_id, revision)
-    if found is not None:
-        return found
+    snapshot = local_snapshot(model_id, revision)
+    if snapshot is not None:
+        return snapshot
     why = ""
     try:
         with offline_if_unreachable() as why:

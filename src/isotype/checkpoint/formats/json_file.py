@@ -22,10 +22,10 @@ def read_json(path: Path) -> dict[str, Any]:
         problem = Problem(f"{path}: {error}", "JSON", "correct the file, or copy or download it again")
         raise CheckpointError(f"{path.name} is not JSON", [problem]) from error
     if not isinstance(content, dict):
-        given = f"{path}: a JSON {type(content).__name__}"
+        what = f"{path}: a JSON {type(content).__name__}"
         raise CheckpointError(
             f"{path.name} is not an object",
-            [Problem(given, "a JSON object", "copy or download the file again")],
+            [Problem(what, "a JSON object", "copy or download the file again")],
         )
     return content
 
@@ -39,9 +39,9 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
             twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        return found
+        return entries
 
     return json.loads(text, object_pairs_hook=unique), twice

@@ -48,11 +48,11 @@ def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
     start = path.stat().st_size - data_bytes
     tensors: list[TensorHeader] = []
     for name, entry in header.items():
-        found = _safetensors_entry(name, entry, path, start)
-        if isinstance(found, Problem):
-            problems.append(found)
+        parsed = _safetensors_entry(name, entry, path, start)
+        if isinstance(parsed, Problem):
+            problems.append(parsed)
         else:
-            tensors.append(found)
+            tensors.append(parsed)
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     problems = problems or _check_spans(tensors, start, data_bytes)
     if problems:
@@ -75,8 +75,8 @@ def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
             fix = kinds[0] if kinds else "it is not a safetensors file, or damaged: download or save it again"
             raise damaged(path, [Problem(f"a header of {length} bytes", f"2 to {_MAX_HEADER}", fix)])
         if 8 + length > size:
-            given = f"the header ends at byte {8 + length}, the file at byte {size}"
-            raise damaged(path, [Problem(given, "a complete file", DAMAGED)])
+            what = f"the header ends at byte {8 + length}, the file at byte {size}"
+            raise damaged(path, [Problem(what, "a complete file", DAMAGED)])
         file.seek(8)
         text = file.read(length)
     try:
@@ -110,8 +110,8 @@ def _safetensors_entry(name: str, entry: object, path: Path, start: int) -> Tens
     begin, end = offsets
     needed = math.prod(shape) * bits
     if needed != 8 * (end - begin):
-        given = f"tensor {name!r}: {end - begin} bytes for {dtype_name} {shape}"
-        return Problem(given, f"{needed // 8} bytes", DAMAGED)
+        tensor = f"tensor {name!r}: {end - begin} bytes for {dtype_name} {shape}"
+        return Problem(tensor, f"{needed // 8} bytes", DAMAGED)
     return TensorHeader(name, dtype_name, tuple(shape), end - begin, path, start + begin)
 
 
@@ -120,8 +120,8 @@ def _bits(dtype_name: str) -> int | None:
     """Bits of one element, which every safetensors dtype has in its name: F32, BF16, F8_E4M3, F4, C64."""
     if dtype_name == "BOOL":
         return 8
-    found = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)
-    return int(found[1]) if found else None
+    match = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)
+    return int(match[1]) if match else None
 
 
 def _sizes(value: object) -> TypeGuard[list[int]]:
@@ -134,15 +134,15 @@ def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -
     last = max((tensor.begin + tensor.bytes for tensor in tensors), default=start) - start
     if last > data_bytes:
         cut = [tensor.name for tensor in tensors if tensor.begin + tensor.bytes > start + data_bytes]
-        given = f"{data_bytes} bytes of data; {len(cut)} tensors end beyond them, first {cut[0]!r}"
-        return [Problem(given, f"{last} bytes", DAMAGED)]
+        place = f"{data_bytes} bytes of data; {len(cut)} tensors end beyond them, first {cut[0]!r}"
+        return [Problem(place, f"{last} bytes", DAMAGED)]
     problems = []
     previous, before = start, "the header"
     for tensor in tensors:
         if tensor.begin != previous:
             what = "overlaps" if tensor.begin < previous else "leaves a hole after"
-            given = f"tensor {tensor.name!r} at byte {tensor.begin - start} {what} {before}"
-            problems.append(Problem(given, f"byte {previous - start}", DAMAGED))
+            place = f"tensor {tensor.name!r} at byte {tensor.begin - start} {what} {before}"
+            problems.append(Problem(place, f"byte {previous - start}", DAMAGED))
         previous, before = max(previous, tensor.begin + tensor.bytes), repr(tensor.name)
     if last < data_bytes:
         problems.append(Problem(f"{data_bytes - last} bytes after the last tensor", "none", DAMAGED))

@@ -40,8 +40,8 @@ def read_sharded_headers(
     for shard, there in zip(shards, _fetched([index.parent / shard for shard in shards]), strict=True):
         names, file = expected[shard], index.parent / shard
         if not there:
-            given = f"{shard} is missing; {index.name} expects {_some(names)} in it"
-            problems.append(Problem(given, f"the file {file}", "download or copy it into the directory"))
+            missing = f"{shard} is missing; {index.name} expects {_some(names)} in it"
+            problems.append(Problem(missing, f"the file {file}", "download or copy it into the directory"))
             continue
         try:
             held = read(file)
@@ -78,11 +78,11 @@ def _some(names: set[str]) -> str:
     return f"{len(names)} tensors ({listed(sorted(names), 1)})" if len(names) > 1 else listed(names)
 
 
-def _disagreements(index: Path, shard: str, expected: set[str], found: set[str]) -> list[Problem]:
+def _disagreements(index: Path, shard: str, expected: set[str], present: set[str]) -> list[Problem]:
     fix = "take index and shards from the same save of the model"
     return [
         Problem(f"{shard} {what} {listed(sorted(some))}", f"what {index.name} says", fix)
-        for some, what in ((expected - found, "lacks"), (found - expected, "holds, against the index,"))
+        for some, what in ((expected - present, "lacks"), (present - expected, "holds, against the index,"))
         if some
     ]
 
@@ -114,8 +114,8 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
         if isinstance(shard, str) and shard in good and printable(name):
             continue
         if not _is_file_name(shard) or not printable(name):
-            given = f"shard {shard!r} of tensor {name!r}"
-            raise damaged(index, [Problem(given, "the name of a file in the same directory", DAMAGED)])
+            shard_of = f"shard {shard!r} of tensor {name!r}"
+            raise damaged(index, [Problem(shard_of, "the name of a file in the same directory", DAMAGED)])
         good.add(shard)
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):

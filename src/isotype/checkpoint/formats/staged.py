@@ -186,8 +186,8 @@ class _Files:
             part = into[done : done + _LARGEST_READ]
             count = _read_at(number, part, header.begin + done)
             if not count:
-                given = f"{header.name}: {done} of its {header.bytes} bytes"
-                raise damaged(header.file, [Problem(given, "the whole tensor", DAMAGED)])
+                what = f"{header.name}: {done} of its {header.bytes} bytes"
+                raise damaged(header.file, [Problem(what, "the whole tensor", DAMAGED)])
             done += count
 
 

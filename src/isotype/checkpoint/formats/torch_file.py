@@ -64,8 +64,8 @@ def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]
         raise damaged(path, [tensors])
     for name, value in tensors.items():
         if _end(value) > size:
-            given = f"tensor {name!r} ends at byte {_end(value)}, the file at byte {size}"
-            raise damaged(path, [Problem(given, "a complete file", f"the file is damaged: {_AGAIN}")])
+            what = f"tensor {name!r} ends at byte {_end(value)}, the file at byte {size}"
+            raise damaged(path, [Problem(what, "a complete file", f"the file is damaged: {_AGAIN}")])
     return tensors
 
 

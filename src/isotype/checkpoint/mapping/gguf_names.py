@@ -25,7 +25,7 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     if arch is None:
         return {}
     known = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
-    found: dict[str, tuple[int, str]] = {}
+    names: dict[str, tuple[int, str]] = {}
     for name in model.state_dict():
         parts = name.split(".")
         for skipped in range(len(parts)):
@@ -40,6 +40,6 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
             else:
                 processor.perform_fallback_tensor_mapping(into, suffix, outer, inner)
             for each, target in into.items():
-                if each not in found or skipped < found[each][0]:
-                    found[each] = (skipped, target)
-    return {each: target for each, (_, target) in found.items()}
+                if each not in names or skipped < names[each][0]:
+                    names[each] = (skipped, target)
+    return {each: target for each, (_, target) in names.items()}

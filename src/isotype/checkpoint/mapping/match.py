@@ -156,11 +156,11 @@ def _aliases(model: Any) -> dict[str, list[str]]:
     sources: dict[str, set[str]] = {}
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         sources.setdefault(source, {source}).add(target)
-    found: dict[str, set[str]] = {}
+    aliases: dict[str, set[str]] = {}
     for group in (*groups, *sources.values()):
         for name in group:
-            found.setdefault(name, set()).update(group - {name})
-    return {name: sorted(others) for name, others in found.items()}
+            aliases.setdefault(name, set()).update(group - {name})
+    return {name: sorted(others) for name, others in aliases.items()}
 
 
 def _may_be_initialised(model: Any, name: str) -> str:
@@ -188,16 +188,16 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
         if name not in state or is_lazy(state[name]):
             continue
         wanted = tuple(state[name].shape)
-        found = source.shapes.get(name, ())
+        shape = source.shapes.get(name, ())
         stored = tuple(tensor for tensor, _ in source.tensors)
         if source.failure:
             yield WrongShape(name, wanted, (), stored, source.failure)
-        elif found is None:
+        elif shape is None:
             values = sum(tensor.values for tensor in stored)
             if values != math.prod(wanted) and "packed" not in {tensor.form for tensor in stored}:
                 yield WrongShape(name, wanted, (values,), stored)
-        elif found != wanted and not (_turned(stored) and found == wanted[::-1]):
-            yield WrongShape(name, wanted, found, stored)
+        elif shape != wanted and not (_turned(stored) and shape == wanted[::-1]):
+            yield WrongShape(name, wanted, shape, stored)
 
 
 def _turned(stored: Sequence[StoredTensor]) -> bool:
@@ -233,21 +233,21 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
     for names in _by_pattern(by_name, lambda name: (by_name[name].wanted, by_name[name].found)):
         wrong = by_name[names[0]]
         files = listed(dict.fromkeys(tensor.weight.file.name for tensor in wrong.sources), 2)
-        made = listed([tensor.weight.name for tensor in wrong.sources], 2)
-        of = f"made of {made} in {files}" if made != wrong.name else f"in {files}"
+        sources = listed([tensor.weight.name for tensor in wrong.sources], 2)
+        of = f"made of {sources} in {files}" if sources != wrong.name else f"in {files}"
         if wrong.failure:
-            given = f"{_named(names)} {of}: {wrong.failure}"
+            what = f"{_named(names)} {of}: {wrong.failure}"
         elif match.weights.sources[wrong.name].shapes.get(wrong.name) is None:
-            given = f"{_named(names)} of {wrong.found[0]:,} values, {of}"
+            what = f"{_named(names)} of {wrong.found[0]:,} values, {of}"
         else:
-            given = f"{_named(names)} of shape {list(wrong.found)}, {of}"
+            what = f"{_named(names)} of shape {list(wrong.found)}, {of}"
         near = _near(wrong.sources[0].name, dense_shape(wrong.sources[0]), match.surplus)
         if len(wrong.sources) > 1 and near is not None:
             fix = f"{near.weight.file.name} has {near.weight.name}, which no tensor of the model is made of: rename it"
         else:
             fix = _SAME_PLACE
         yield Problem(
-            given,
+            what,
             f"shape {list(wrong.wanted)}, as {'its metadata say' if match.gguf else 'config.json says'}",
             fix,
         )
@@ -265,9 +265,9 @@ def _doubled_problems(match: Match) -> Iterator[Problem]:
 
 
 def _of_another_model(match: Match) -> Problem:
-    found = [tensor.weight.name for tensor in match.surplus] or ["nothing"]
+    names = [tensor.weight.name for tensor in match.surplus] or ["nothing"]
     return Problem(
-        f"{match.path} holds {listed(found, 2)}",
+        f"{match.path} holds {listed(names, 2)}",
         f"weights of {match.model}: {listed(match.missing, 2)}",
         _SAME_PLACE,
     )

@@ -114,9 +114,9 @@ def _weight_of(name: str, names: Mapping[str, TensorHeader]) -> tuple[str, str]:
     if not name.endswith(_ENDINGS):
         return "", ""
     for pattern, weight, form in _CONSTANTS:
-        found = pattern.fullmatch(name)
-        if found and weight.format(**found.groupdict()) in names:
-            return weight.format(**found.groupdict()), form.format(**found.groupdict())
+        match = pattern.fullmatch(name)
+        if match and weight.format(**match.groupdict()) in names:
+            return weight.format(**match.groupdict()), form.format(**match.groupdict())
     return "", ""
 
 

@@ -130,8 +130,8 @@ def _conversions(model: Any, headers: CheckpointHeaders) -> Sequence[Any]:
     if headers.format == "gguf":
         from transformers.integrations.gguf import get_gguf_conversion_mapping
 
-        found: Sequence[Any] = get_gguf_conversion_mapping(headers.architecture, model.config)
-        return found
+        mapping: Sequence[Any] = get_gguf_conversion_mapping(headers.architecture, model.config)
+        return mapping
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     conversions: Sequence[Any] = get_model_conversion_mapping(model)
@@ -158,10 +158,10 @@ def _shaped(model: nn.Module, source: Source) -> Source:
             for (tensor, _), shape in zip(source.tensors, shapes, strict=True)
             if shape is not None
         }
-        made = converted(model, source, blank)
+        tensors = converted(model, source, blank)
     except CONVERSION_ERRORS as error:
         return replace(source, failure=str(error).strip() or type(error).__name__)
-    return replace(source, shapes={name: tuple(value.shape) for name, value in made.items()})
+    return replace(source, shapes={name: tuple(value.shape) for name, value in tensors.items()})
 
 
 def _dense_dtype(tensor: StoredTensor) -> torch.dtype:
@@ -183,8 +183,8 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
     conversion = copy.deepcopy(source.conversion)  # it collects what it is given
     for tensor, pattern in source.tensors:
         conversion.add_tensor(source.target, tensor.name, pattern, lambda held=values[tensor.name]: held)
-    made = conversion.convert(source.target, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    tensors = conversion.convert(source.target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 def steps(source: Source) -> Sequence[str]:

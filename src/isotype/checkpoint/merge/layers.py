@@ -58,11 +58,11 @@ class Rounding:
         Raises:
             PrecisionError: float16 cannot hold some; each is named.
         """
-        made, outside = {}, []
+        result, outside = {}, []
         for name, value in tensors.items():
             wanted = self.wanted(name)
-            made[name] = value.to(wanted) if value.is_floating_point() else value
-            if wanted == torch.float16 != value.dtype and not torch.isfinite(made[name]).all():
+            result[name] = value.to(wanted) if value.is_floating_point() else value
+            if wanted == torch.float16 != value.dtype and not torch.isfinite(result[name]).all():
                 outside.append((name, float(value.float().abs().max())))
         if outside:
             raise PrecisionError(
@@ -76,7 +76,7 @@ class Rounding:
                     for name, largest in outside
                 ],
             )
-        return made
+        return result
 
 
 class Merging:
@@ -115,10 +115,10 @@ class Merging:
         self._tied = _embedding_names(self.model, self._names) if tied else None
         self._peft = inject(self.model, adapter, dense)
         if not hasattr(self._peft.base_model, "merge_and_unload"):
-            given = (
+            what = (
                 f"{adapter.directory}: a {type(self._peft.base_model).__name__}, which PEFT has no merge for"
             )
-            raise UsageError("this adapter cannot be merged", [Problem(given, _MERGEABLE, _BESIDE)])
+            raise UsageError("this adapter cannot be merged", [Problem(what, _MERGEABLE, _BESIDE)])
         own = _own_trained(self._peft)
         fill(self._peft, adapter)
         self._rounding = Rounding(
@@ -183,20 +183,20 @@ class Merging:
             self._untouched -= {f"{name}.{each}" for each, _ in layer.get_base_layer().named_parameters()}
             self.weights += tuple(_merge_layer(name, layer, self._rounding))
         wanted = {name for name in self._names if name.startswith(prefix) and not name.startswith(elsewhere)}
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for own, value in (*_all(root, "named_parameters"), *_all(root, "named_buffers")):
             name = base_name(f"{prefix}{own}")
             # Of a module that was trained whole, the trained copy.
-            if name in wanted and (name not in found or ".modules_to_save." in own):
-                found[name] = value.detach()
-        missing = wanted - set(found)
+            if name in wanted and (name not in tensors or ".modules_to_save." in own):
+                tensors[name] = value.detach()
+        missing = wanted - set(tensors)
         if missing:
             raise RuntimeError(f"tensors that were lost on the way: {sorted(missing)[:3]}")
         for name in self._untouched & wanted:
             stored = self._deferred.as_stored(name)
-            if stored.shape == found[name].shape:  # a vocabulary may have grown
-                found[name] = stored
-        return self._rounding.rounded({name: found[name] for name in self._names if name in found})
+            if stored.shape == tensors[name].shape:  # a vocabulary may have grown
+                tensors[name] = stored
+        return self._rounding.rounded({name: tensors[name] for name in self._names if name in tensors})
 
     def _tie_again(self, first: str, last: str) -> None:
         """Tie the embeddings where the merge left them equal; else say that they are two weights now."""
@@ -248,8 +248,8 @@ def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
 
 def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters or buffers by every name that they have."""
-    found: Iterator[tuple[str, torch.Tensor]] = getattr(module, which)(remove_duplicate=False)
-    return found
+    tensors: Iterator[tuple[str, torch.Tensor]] = getattr(module, which)(remove_duplicate=False)
+    return tensors
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:
@@ -271,8 +271,8 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
 def _tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    found = [(name, each) for name, each in module.named_modules() if isinstance(each, BaseTunerLayer)]
-    return iter(found)
+    layers = [(name, each) for name, each in module.named_modules() if isinstance(each, BaseTunerLayer)]
+    return iter(layers)
 
 
 def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
@@ -328,5 +328,5 @@ def _replaced(
 
 
 def _losses(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], rounding: Rounding) -> list[WeightLoss]:
-    found = [rounding.loss(name, before, after) for name, (before, after) in pairs.items()]
-    return [loss for loss in found if loss.entries]
+    losses = [rounding.loss(name, before, after) for name, (before, after) in pairs.items()]
+    return [loss for loss in losses if loss.entries]

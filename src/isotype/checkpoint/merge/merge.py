@@ -229,15 +229,15 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
     problem = None
     if is_file(output) and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
         name = dtype if isinstance(dtype, str) else dtype_name(dtype)
-        given = f"--dtype {name}" if stored is None else f"--quantization {stored}"
+        flags = f"--dtype {name}" if stored is None else f"--quantization {stored}"
         fix = "give --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
-        problem = Problem(f"--output {output} and {given}", "a type of GGUF for a GGUF file", fix)
+        problem = Problem(f"--output {output} and {flags}", "a type of GGUF for a GGUF file", fix)
     elif stored is not None and stored not in FORMATS:
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
     elif stored in GGUF_TYPES and dtype != "auto":
         name = dtype if isinstance(dtype, str) else dtype_name(dtype)
-        given = f"--dtype {name} and --gguf {stored}"
-        problem = Problem(given, "one of the two: a type of GGUF is a dtype", "leave --dtype out")
+        flags = f"--dtype {name} and --gguf {stored}"
+        problem = Problem(flags, "one of the two: a type of GGUF is a dtype", "leave --dtype out")
     if problem is not None:
         raise UsageError("no such way to store a merged model", [problem])
 
@@ -252,11 +252,11 @@ def _trained_logits(adapter: Adapter, own_base: bool) -> tuple[torch.Tensor | No
     except IsotypeError as error:
         if own_base:
             raise
-        given = error.problems[0].given if error.problems else ""
+        reason = error.problems[0].given if error.problems else ""
         return (
             None,
             tokenizer_of(adapter.directory),
-            [f"logits were not compared: {error.headline} ({given})"],
+            [f"logits were not compared: {error.headline} ({reason})"],
         )
     logits = None if tokenizer is None else _logits(model, tokenizer)
     del model
@@ -330,15 +330,15 @@ def check_same_base(adapter: Adapter, base: str, revision: str | None = None) ->
         CheckpointError: it is another model, though the adapter's weights may fit into it; every difference is named.
     """
     sources = ((base, revision), (adapter.base, adapter.revision))
-    given, trained = (model_config(source, revision=of).get_text_config() for source, of in sources)
+    own, trained = (model_config(source, revision=of).get_text_config() for source, of in sources)
     problems = [
         Problem(
-            f"--base {base}: {name} {_value(given, name)}",
+            f"--base {base}: {name} {_value(own, name)}",
             f"{_value(trained, name)}, as in {adapter.base}, which the adapter was trained on",
             "give the same model in another precision, or leave --base out",
         )
         for name in _SAME
-        if _value(given, name) != _value(trained, name)
+        if _value(own, name) != _value(trained, name)
     ]
     if problems:
         raise CheckpointError("the base is another model than the adapter was trained on", problems)

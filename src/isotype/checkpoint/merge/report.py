@@ -182,8 +182,8 @@ def compare_logits(trained: torch.Tensor, merged: torch.Tensor) -> LogitsDiffere
     """The difference of two sets of logits, both `[tokens, vocabulary]` in float64."""
     wide = min(trained.shape[-1], merged.shape[-1])  # a vocabulary may have been padded
     trained, merged = trained[..., :wide], merged[..., :wide]
-    expected, found = trained.log_softmax(-1), merged.log_softmax(-1)
-    divergence = (expected.exp() * (expected - found)).sum(-1)
+    expected, actual = trained.log_softmax(-1), merged.log_softmax(-1)
+    divergence = (expected.exp() * (expected - actual)).sum(-1)
     return LogitsDifference(
         trained.shape[0], float((trained - merged).abs().max()), float(divergence.mean().clamp(min=0))
     )

@@ -130,9 +130,9 @@ def write_merged(
     if stored in GGUF_TYPES:
         words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
         if words is None or not getattr(words, "is_fast", False):
-            given = "no tokenizer that can be read as tokenizer.json"
+            what = "no tokenizer that can be read as tokenizer.json"
             fix = "copy tokenizer.json beside the adapter"
-            raise UsageError("a GGUF file holds its tokenizer", [Problem(given, "a fast tokenizer", fix)])
+            raise UsageError("a GGUF file holds its tokenizer", [Problem(what, "a fast tokenizer", fix)])
         name = Path(str(name_of(config))).stem or "model"
         values = (each for part in merging.parts() for each in part.items())
         tensors = Tensors(config, shapes, values)
@@ -227,8 +227,8 @@ def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
     """Tensors of a model of transformers by the names, and in the parts, that its checkpoints have: loading reversed."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    made: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
-    return made
+    reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return reverted
 
 
 @contextmanager
@@ -247,10 +247,10 @@ def disk_errors(output: Path) -> Iterator[None]:
         raise _no_room(output, f"{full}{reason}", "a directory with room that can be written") from error
 
 
-def _no_room(place: Path, given: str, expected: str) -> SaveError:
+def _no_room(place: Path, what: str, expected: str) -> SaveError:
     fix = "free some space, or give --output on another disk"
     return SaveError(
         "the merged model cannot be written",
-        [Problem(f"{place}: {given}", expected, fix)],
+        [Problem(f"{place}: {what}", expected, fix)],
         hint="the adapter and its base are as they were, and nothing is left behind: the same command goes on",
     )

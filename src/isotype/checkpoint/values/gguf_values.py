@@ -62,16 +62,16 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
 
     def turn(source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # Experts are put together in the dict; everything else is returned.
-        made: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for tensor, _ in source.tensors:
             result = processor.process(
                 weights=values[tensor.name].float().numpy(),
                 name=tensor.weight.name,
                 tensor_key_mapping=names,
-                parsed_parameters={"tensors": made, "config": config},
+                parsed_parameters={"tensors": tensors, "config": config},
             )
             if result.name is not None:
-                made[source.target] = torch.from_numpy(np.ascontiguousarray(result.weights))
-        return made
+                tensors[source.target] = torch.from_numpy(np.ascontiguousarray(result.weights))
+        return tensors
 
     return turn

@@ -41,8 +41,8 @@ class Packing:
 
 def packing_of(config: Any) -> Packing:
     """The packing that a transformers config describes."""
-    found = getattr(config, "quantization_config", None) or {}
-    options: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
+    quantization = getattr(config, "quantization_config", None) or {}
+    options: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     block = options.get("weight_block_size")
     groups = list((options.get("config_groups") or {}).values())
     weights = (groups[0].get("weights") or {}) if groups else {}
@@ -110,7 +110,7 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     words = pairs.view(torch.int32 if work.itemsize == 2 else torch.int64).view(256)  # a pair in one
     values = torch.empty(*outer, columns, rows, dtype=dtype)
     step = max(1, _PIECE // columns)
-    for block, scale, made in zip(
+    for block, scale, target in zip(
         blocks.view(-1, rows, groups * width),
         scales.view(-1, rows, groups, 1),
         values.view(-1, columns, rows),
@@ -120,7 +120,7 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
             codes = block[first : first + step].reshape(-1).to(torch.int32)
             piece = words.index_select(0, codes).view(work).view(-1, groups, width * 2)
             piece *= _factors(scale[first : first + step]).to(work)
-            made[:, first : first + step] = piece.view(-1, columns).T
+            target[:, first : first + step] = piece.view(-1, columns).T
     return values
 
 
@@ -136,7 +136,7 @@ def _scaled(
     values = torch.empty(codes.shape, dtype=dtype)
     step = max(1, _PIECE // max(1, columns))
     line = torch.arange(rows) // height
-    for part, made, factor in zip(
+    for part, target, factor in zip(
         codes.view(-1, rows, columns),
         values.view(-1, rows, columns),
         grid.expand(max(1, math.prod(outer)), -1, -1),
@@ -145,7 +145,7 @@ def _scaled(
         wide = factor.repeat_interleave(width, dim=1)[:, :columns] if width < columns else factor
         for first in range(0, rows, step):
             piece = _float32(part[first : first + step])
-            made[first : first + step] = piece.mul_(wide.index_select(0, line[first : first + step]))
+            target[first : first + step] = piece.mul_(wide.index_select(0, line[first : first + step]))
     return values
 
 

@@ -65,9 +65,9 @@ class _Attention(torch.autograd.Function):
         plan = ctx.spec.plan
         needs = ctx.needs_input_grad[:3]
         with torch.autocast(q.device.type, enabled=False):
-            found = _backward((q, k, v), sums, _folded(d_out, ctx.key_heads), ctx.spec, needs)
+            gradients = _backward((q, k, v), sums, _folded(d_out, ctx.key_heads), ctx.spec, needs)
         lengths = plan.queries, plan.keys, plan.keys
-        grads = zip(found, lengths, strict=True)
+        grads = zip(gradients, lengths, strict=True)
         return *(
             None if grad is None else _unfolded(grad, plan.batch, length) for grad, length in grads
         ), None

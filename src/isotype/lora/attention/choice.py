@@ -164,10 +164,10 @@ def known_choice(shape: Shape) -> Choice | None:
     """What was measured for this class of shapes, by this process or by another one on this machine."""
     file = _file(torch.get_num_threads(), shape.dtype)
     if (str(file), shape) not in _known:
-        found = _read(file).get(_key(shape))
-        if found is None:
+        entry = _read(file).get(_key(shape))
+        if entry is None:
             return None
-        _known[str(file), shape] = found
+        _known[str(file), shape] = entry
     return _known[str(file), shape]
 
 
@@ -182,9 +182,9 @@ def choose(shape: Shape) -> tuple[Choice, str | None]:
         if known is not None:
             return known, None
         threads = torch.get_num_threads()
-        made, file = measure(shape, threads), _file(threads, shape.dtype)
-        _known[str(file), shape] = made
-        return made, measured.keep(file, _key(shape), asdict(made))
+        choice, file = measure(shape, threads), _file(threads, shape.dtype)
+        _known[str(file), shape] = choice
+        return choice, measured.keep(file, _key(shape), asdict(choice))
 
 
 def measure(shape: Shape, threads: int) -> Choice:
@@ -207,15 +207,15 @@ def _times(shape: Shape) -> dict[Name, list[float]]:
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 
-    def made(heads: int, size: int) -> torch.Tensor:
+    def random(heads: int, size: int) -> torch.Tensor:
         drawn = torch.randn(shape.batch, length, heads, size, generator=generator).to(shape.dtype)
         return drawn.transpose(1, 2).requires_grad_(shape.trained)
 
     heads = shape.key_heads * shape.group
     q, k, v = (
-        made(heads, shape.head),
-        made(shape.key_heads, shape.head),
-        made(shape.key_heads, shape.value_head),
+        random(heads, shape.head),
+        random(shape.key_heads, shape.head),
+        random(shape.key_heads, shape.value_head),
     )
     d_out = torch.ones(shape.batch, heads, length, shape.value_head, dtype=shape.dtype)
     times: dict[Name, list[float]] = {name: [] for name in offered(shape.dtype)}
@@ -241,6 +241,6 @@ def _file(threads: int, dtype: torch.dtype) -> Path:
 def _read(file: Path) -> dict[str, Choice]:
     """What a file holds; one of another layout holds nothing."""
     try:
-        return {key: Choice(**found) for key, found in measured.read(file).items()}
+        return {key: Choice(**entry) for key, entry in measured.read(file).items()}
     except TypeError:
         return {}

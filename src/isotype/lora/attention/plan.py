@@ -318,8 +318,8 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
             (begin, _), blocks = parts[-1].batch, parts[-1].blocks
             parts[-1] = Part((begin, row + 1), blocks)
             continue
-        found = _blocks_of(opened[row], None if bias is None else bias[row], rows)
-        parts.append(Part((row, row + 1), tuple(found)))
+        kept = _blocks_of(opened[row], None if bias is None else bias[row], rows)
+        parts.append(Part((row, row + 1), tuple(kept)))
     if len(mask) == 1:
         parts = [Part((0, batch), parts[0].blocks)]
     return Plan(batch, queries, keys, tuple(parts), finitely)

@@ -226,23 +226,23 @@ def _with_lengths(
     return report
 
 
-def without_padding(model: nn.Module, given: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
+def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
     """A batch without its padding, where the model's attention allows it and somebody gains by it; see `isotype.lora.unpadded`.
 
     Args:
         model: one that `use_fast_attention` has seen.
-        given: arguments of its forward.
+        inputs: arguments of its forward.
         read: at which places results are read, bool `[rows, length]`.
     """
     report = _reports.get(model)
     lengths = report is not None and report.by_lengths
-    return unpadded(given, sides_of(model), read, most=None if lengths else MOST_TOKENS)
+    return unpadded(inputs, sides_of(model), read, most=None if lengths else MOST_TOKENS)
 
 
-def packed_by_lengths(model: nn.Module, given: Mapping[str, Any]) -> Sequences | None:
+def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
     """The sequences of a packed batch, where the model's attention goes by lengths."""
     report = _reports.get(model)
-    return packed(given) if report is not None and report._undo and report.by_lengths else None
+    return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
@@ -457,9 +457,9 @@ def _why_not_call(
         return "it has dropout"
     if kwargs.get("position_bias") is not None:
         return "it has a position bias"
-    given = [name for name in _NOT_OURS if kwargs.get(name) is not None and kwargs[name] is not False]
-    if given:
-        return f"it has {', '.join(given)}"
+    extras = [name for name in _NOT_OURS if kwargs.get(name) is not None and kwargs[name] is not False]
+    if extras:
+        return f"it has {', '.join(extras)}"
     if len(k) != batch or heads % k.shape[1]:
         return "queries and keys have batches or heads that do not go together"
     if causal and queries != k.shape[2]:

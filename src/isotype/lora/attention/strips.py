@@ -101,8 +101,8 @@ class _Attention(torch.autograd.Function):
         out, sums = _forward(q_, k_, v_, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, sums)
-        made: torch.Tensor = out.to(q.dtype)
-        return made
+        result: torch.Tensor = out.to(q.dtype)
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -149,8 +149,8 @@ def _backward(
     wanted = {
         name: grad for name, grad, need in zip(("d_q", "d_k", "d_v"), grads, needed, strict=True) if need
     }
-    given = {"q": q, "k": k, "v": v, "d_out": d_out, **wanted}
-    _run("backward", given, sums, tiles, blocks, (scale, cap))
+    operands = {"q": q, "k": k, "v": v, "d_out": d_out, **wanted}
+    _run("backward", operands, sums, tiles, blocks, (scale, cap))
     return tuple(grads)
 
 

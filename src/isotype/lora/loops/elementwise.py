@@ -149,7 +149,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -
     batch, heads, tokens, dim = x.shape
     apart = 0 if len(cos) == 1 else tokens * dim
     places = [_Heads(each.data_ptr(), *each.stride()[:3]) for each in (x, out)]
-    given, made = map(ctypes.byref, places)
+    sources, results = map(ctypes.byref, places)
     sizes = batch, heads, tokens, dim, apart, int(back), torch.get_num_threads()
-    _loops().run("rotate", x.dtype, *sizes, given, cos, sin, made)
+    _loops().run("rotate", x.dtype, *sizes, sources, cos, sin, results)
     return out

@@ -34,12 +34,12 @@ class Loops:
         """Whether a loop was compiled for a dtype."""
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
-    def run(self, name: str, dtype: torch.dtype, *given: Any) -> None:
+    def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
         """Call a loop: tensors as their addresses, int as int64, float as float, anything else as a pointer."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
-            function.restype, function.argtypes = None, _types_of(given)
-        function(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given])
+            function.restype, function.argtypes = None, _types_of(arguments)
+        function(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments])
 
 
 @cache
@@ -55,6 +55,6 @@ def loops_of(source: Path, *headers: Path) -> Loops:
 # finite names them.
 
 
-def _types_of(given: Sequence[Any]) -> list[Any]:
+def _types_of(arguments: Sequence[Any]) -> list[Any]:
     types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
-    return [types.get(type(x), ctypes.c_void_p) for x in given]
+    return [types.get(type(x), ctypes.c_void_p) for x in arguments]

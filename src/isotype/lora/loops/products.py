@@ -102,10 +102,10 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
 _Terms = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _by_torch(asked: Sum, given: _Terms) -> None:
+def _by_torch(asked: Sum, terms_in: _Terms) -> None:
     bias = asked.bias
-    held = () if bias is None else tuple(given)
-    terms = iter(held or given)
+    held = () if bias is None else tuple(terms_in)
+    terms = iter(held or terms_in)
     left, right = next(terms)
     plain = asked.out.dtype == left.dtype
     kernel = None if plain else kernel_of("float32_product", left, right)
@@ -116,15 +116,15 @@ def _by_torch(asked: Sum, given: _Terms) -> None:
         if bias is not None:
             asked.out.add_(bias)
         return
-    made = asked.out if plain else torch.empty_like(asked.out, dtype=left.dtype)
+    product = asked.out if plain else torch.empty_like(asked.out, dtype=left.dtype)
     if alone := bias is not None and len(held) == 1:
-        torch.addmm(bias, left, right, alpha=asked.factor, out=made)
+        torch.addmm(bias, left, right, alpha=asked.factor, out=product)
     else:
-        torch.mm(left, right, out=made)
+        torch.mm(left, right, out=product)
     for left, right in terms:
-        made.addmm_(left, right)
+        product.addmm_(left, right)
     if not plain:
-        asked.out.copy_(made)
+        asked.out.copy_(product)
     if asked.factor != 1 and not alone:
         asked.out.mul_(asked.factor)
     if bias is not None and not alone:
@@ -219,9 +219,9 @@ def _kept(file: Path, dtype: torch.dtype) -> Timing | None:
 
 
 def _kept_now(file: Path, dtype: torch.dtype, threads: int) -> Timing:
-    made = measure(dtype, threads)
-    measured.keep(file, dtype_name(dtype), asdict(made))
-    return made
+    choice = measure(dtype, threads)
+    measured.keep(file, dtype_name(dtype), asdict(choice))
+    return choice
 
 
 def measure(dtype: torch.dtype, threads: int) -> Timing:
@@ -247,14 +247,19 @@ def _layer_of(dtype: torch.dtype) -> list[list[Sum]]:
     """What two layers with LoRA on the same input compute: X Aᵀ, the outputs, and in the backward the gradients."""
     generator = torch.Generator().manual_seed(0)
 
-    def made(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of)
 
-    x, down, hidden, d_hidden = made(_ROWS, _WIDTH), made(_RANK, _WIDTH), new(_ROWS, _RANK), new(_ROWS, _RANK)
-    layers = [(made(_WIDTH, _WIDTH), made(_WIDTH, _RANK), made(_ROWS, _WIDTH)) for _ in range(2)]
+    x, down, hidden, d_hidden = (
+        random(_ROWS, _WIDTH),
+        random(_RANK, _WIDTH),
+        new(_ROWS, _RANK),
+        new(_ROWS, _RANK),
+    )
+    layers = [(random(_WIDTH, _WIDTH), random(_WIDTH, _RANK), random(_ROWS, _WIDTH)) for _ in range(2)]
     d_input = tuple((grad, weight) for weight, _, grad in layers)
     return [
         [Sum(hidden, ((x, down.t()),))],

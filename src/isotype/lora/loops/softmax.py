@@ -44,7 +44,7 @@ def softmax(
     exact: torch.Tensor,
     targets: torch.Tensor,
     factors: tuple[float, float],
-    found: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
     """What `isotype.lora.softmax.softmax` does of logits `[n, V]` without a soft cap.
@@ -54,14 +54,14 @@ def softmax(
         exact: the targets' own logits, float32 `[n]`.
         targets: int64 `[n]`, each in `[0, V)`.
         factors: what logits are multiplied by, and what gradients are.
-        found: the results that are wanted, by name, contiguous `[n]`.
+        outputs: the results that are wanted, by name, contiguous `[n]`.
         ahead: whether the gradients are written over the logits.
 
     Returns:
         With `ahead`, what each row of gradients is to be multiplied by.
     """
     factor = torch.empty_like(exact) if ahead else None
-    written = {**found, **({} if factor is None else {"factor": factor})}
+    written = {**outputs, **({} if factor is None else {"factor": factor})}
     results = _Results(**{name: each.data_ptr() for name, each in written.items()})
     sizes = *logits.shape, torch.get_num_threads()
     _loops().run(

@@ -79,7 +79,7 @@ def request_of_script(
     autocast = autocast_of(model, here)
     return StepRequest(
         model,
-        LossOf(loss, _given(beginning)),
+        LossOf(loss, _inputs(beginning)),
         device=device or here,
         autocast=autocast or False,
         scaler=scaler,
@@ -134,7 +134,7 @@ def _trial_seconds(report: Report) -> float:
     return report.seconds * len(trials)
 
 
-def _given(beginning: Beginning) -> Mapping[str, Any]:
+def _inputs(beginning: Beginning) -> Mapping[str, Any]:
     if beginning.inputs is not None:
         return beginning.inputs
     return dict(enumerate_inputs(beginning.args, beginning.kwargs))

@@ -22,12 +22,12 @@ def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | N
         words: the program and its arguments.
         flags: of `isotype run`.
     """
-    found = shutil.which(words[0])
-    if found is None:
+    program = shutil.which(words[0])
+    if program is None:
         return None
-    if is_python_script(Path(found)):
-        return [sys.executable, *_RUN, *flags, "--", found, *words[1:]]
-    if not _is_this_python(Path(found)):
+    if is_python_script(Path(program)):
+        return [sys.executable, *_RUN, *flags, "--", program, *words[1:]]
+    if not _is_this_python(Path(program)):
         return None
     split = _split_python(words)
     if split is None:

@@ -136,13 +136,13 @@ class Diagnosis:
         title, failure = report.trace.setup.profile.title, report.trace.failure
         spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
         # What a part of a step costs says little about the whole; what it breaks is broken.
-        found = [
+        findings = [
             each for each in (*report.errors, *(() if spent else report.warnings)) if each.kind != "untraced"
         ]
-        if found:
+        if findings:
             untried = "" if tried(report) else "; fixes were not tried yet"
             self._say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
-            self._print_brief(found)
+            self._print_brief(findings)
         elif seconds > MENTIONED_FROM and failure is None:
             self._say(f"traced the first step ahead, on {title} ({seconds:.1f} s): no findings")
         if failure is not None:
@@ -203,10 +203,10 @@ class Diagnosis:
         if not watch.seen:
             return
         steps, last = len(watch.seen), watch.seen[-1]
-        found = [finding for finding in self._findings() if finding.severity != "note"]
+        findings = [finding for finding in self._findings() if finding.severity != "note"]
         if self.report is None or not self.report.complete:
-            self._print_brief(found)
-        words = plural(len(found), "finding") if found else "no findings"
+            self._print_brief(findings)
+        words = plural(len(findings), "finding") if findings else "no findings"
         step = "step 1" if steps == 1 else f"steps 1-{steps}"
         self._say(f"{step} watched: {plural(last.operators, 'operator')}, {words}; {_peak(last.memory)}")
 

@@ -97,9 +97,9 @@ class Numbers:
         setattr(holder, name, wraps(own)(around(own)))
         self._undo.append(lambda: setattr(holder, name, own))
 
-    def _guard(self, act: Callable[..., None], *given: Any) -> None:
+    def _guard(self, act: Callable[..., None], *args: Any) -> None:
         try:
-            act(*given)
+            act(*args)
         except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script is not
             self._say(f"values are no longer watched: {type(error).__name__}: {first_line(error)}")
             self.detach()
@@ -120,8 +120,8 @@ class Numbers:
         return noting
 
     def _backward(self, tensors: Any) -> None:
-        given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-        self._losses += [each.detach() for each in given if not each.dim()]
+        losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        self._losses += [each.detach() for each in losses if not each.dim()]
         self._backward_at = self._backward_at or shown(asking_line())
 
     def _around_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,10 +146,10 @@ class Numbers:
             self._judge(math.nan, None, scaler)
 
     def _read(self, values: list[torch.Tensor]) -> list[float]:
-        found: list[float] = (
-            torch.stack([each.float().to(self._device) for each in values]).tolist() if values else []
-        )
-        return found
+        if not values:
+            return []
+        numbers: list[float] = torch.stack([each.float().to(self._device) for each in values]).tolist()
+        return numbers
 
     def _updating(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._skipped = False
@@ -219,12 +219,12 @@ class Numbers:
         ]
         try:
             with no_modes():
-                found = first_nonfinite(inner, step, batches, scale)
+                first = first_nonfinite(inner, step, batches, scale)
         except Exception as error:  # noqa: BLE001 - that the script was stopped is said; this is one line under it
             self._say(f"the step could not be run again: {type(error).__name__}: {first_line(error)}")
             return
-        if found is not None:
-            self._say(f"the step, run again:\n  - {problem_of(found)}")
+        if first is not None:
+            self._say(f"the step, run again:\n  - {problem_of(first)}")
         elif outside:
             self._say(
                 f"the model's forward, run again, is finite; the loss that the script computes of it is not (its backward: {where})"

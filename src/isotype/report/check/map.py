@@ -93,8 +93,8 @@ Block = Stack | Cell
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
     """`model.layers.3.mlp.up_proj` -> `("model.layers", 3, "mlp.up_proj")`; None outside of a stack of layers."""
-    found = _LAYER.fullmatch(name)
-    return found and (found["stack"] or "", int(found["number"]), found["part"])
+    match = _LAYER.fullmatch(name)
+    return match and (match["stack"] or "", int(match["number"]), match["part"])
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
@@ -157,15 +157,15 @@ class _Hosts:
 
     def __init__(self, parts: dict[str, _Part]) -> None:
         self.parts = parts
-        self.found: dict[str, str | None] = {}
+        self.hosts: dict[str, str | None] = {}
 
     def __call__(self, module: str) -> str | None:
-        if module not in self.found:
+        if module not in self.hosts:
             name = plain_name(module)
             while name and name not in self.parts:
                 name = name.rpartition(".")[0]
-            self.found[module] = name if name in self.parts else None
-        return self.found[module]
+            self.hosts[module] = name if name in self.parts else None
+        return self.hosts[module]
 
 
 def _gather(trace: Trace) -> dict[str, _Part]:
@@ -192,7 +192,7 @@ def _gather(trace: Trace) -> dict[str, _Part]:
         if owner is None:
             owner = plain_name(weight.module)
             parts[owner] = _Part((first.get(owner, before), position), weight.module_class, weight.repeats)
-            host.found.clear()
+            host.hosts.clear()
         _add_weight(parts[owner], weight)
     return parts
 
@@ -233,9 +233,9 @@ def _marks(findings: Sequence[Finding], host: _Hosts) -> dict[str, list[int]]:
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):
-            found = host(place) or _layer_of(plain_name(place))
-            if found is not None and position not in marks.setdefault(found, []):
-                marks[found].append(position)
+            layer = host(place) or _layer_of(plain_name(place))
+            if layer is not None and position not in marks.setdefault(layer, []):
+                marks[layer].append(position)
     return marks
 
 
@@ -253,7 +253,7 @@ def _cell(
     first = parts[0]
     called = sum((part.products for part in parts), Counter[str]())
     returned = Counter(part.returns for part in parts if part.returns)
-    found = {position for other in (name, *names) for position in marks.get(other, ())}
+    positions = {position for other in (name, *names) for position in marks.get(other, ())}
     return Cell(
         name=name,
         module_class=first.module_class,
@@ -266,7 +266,7 @@ def _cell(
         trainable=any(part.trainable for part in parts),
         pinned=any(part.pinned for part in parts),
         bytes=sum(part.bytes for part in parts),
-        findings=tuple(sorted(found)),
+        findings=tuple(sorted(positions)),
     )
 
 

@@ -116,8 +116,10 @@ class Record:
     @property
     def assumed(self) -> tuple[str, ...]:
         """Operators whose contract was broken but was taken from their family's rule, not measured on the device."""
-        found = (call.op for call in self.trace.breaches() if call.breach is not None and call.breach.assumed)
-        return tuple(sorted(set(found)))
+        operators = (
+            call.op for call in self.trace.breaches() if call.breach is not None and call.breach.assumed
+        )
+        return tuple(sorted(set(operators)))
 
 
 Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
@@ -129,10 +131,10 @@ def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     `repair`: `isotype.repair` by a change of the model; `unsafe`: the same where it is asked for; `caller`: a setting,
     a line or advice; `untried`: fixes that no second trace has tried; `left`: no fix is known.
     """
-    found: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
+    outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):
-        found[_outlook(finding)].append(finding)
-    return {kind: tuple(some) for kind, some in found.items()}
+        outlooks[_outlook(finding)].append(finding)
+    return {kind: tuple(some) for kind, some in outlooks.items()}
 
 
 def _outlook(finding: Finding) -> Outlook:

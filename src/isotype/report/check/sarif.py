@@ -105,11 +105,11 @@ def _location(finding: Finding) -> dict[str, Any]:
     name = finding.module or "model"
     logical = {"fullyQualifiedName": name, "name": name.rpartition(".")[2], "kind": "module"}
     location: dict[str, Any] = {"logicalLocations": [logical]}
-    found = _SOURCE.fullmatch(finding.source)
-    if found:
+    match = _SOURCE.fullmatch(finding.source)
+    if match:
         location["physicalLocation"] = {
-            "artifactLocation": {"uri": _uri(found["path"])},
-            "region": {"startLine": int(found["line"])},
+            "artifactLocation": {"uri": _uri(match["path"])},
+            "region": {"startLine": int(match["line"])},
         }
     return location
 

@@ -51,18 +51,18 @@ _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
 def counts(report: Record) -> str:
     """`"1 error, 2 warnings"`; `""` without findings."""
-    found = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
-    return ", ".join(plural(len(some), noun) for some, noun in found if some)
+    numbers = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
+    return ", ".join(plural(len(some), noun) for some, noun in numbers if some)
 
 
 def verdict(report: Record) -> str:
     """The one line that matters: whether the step runs on the device, and what it says about how it runs."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
-    failure, found = report.trace.failure, counts(report)
+    failure, counted = report.trace.failure, counts(report)
     capacity = format_bytes(report.trace.setup.profile.memory_bytes or 0)
     lacking = f"needs {peak} of {capacity}{' each' if report.trace.setup.devices > 1 else ''}"
     unseen = "" if failure is None else f"traced only up to {_where(failure.phase, failure.module)}"
-    rest = [clause for clause in (found, unseen) if clause]
+    rest = [clause for clause in (counted, unseen) if clause]
     match report.status:
         case "fails":
             short = [f"also {lacking}"] if report.fits is False else []
@@ -70,10 +70,10 @@ def verdict(report: Record) -> str:
         case "does not fit":
             return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])
         case "unknown":
-            return f"Not known whether this step runs on {title}: {'; '.join([unseen, *([found] if found else [])])}"
+            return f"Not known whether this step runs on {title}: {'; '.join([unseen, *([counted] if counted else [])])}"
         case "costs":
             unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
-            return f"This step runs on {title}, with {'; '.join([found, *unmeasured])}"
+            return f"This step runs on {title}, with {'; '.join([counted, *unmeasured])}"
         case "unmeasured":
             return f"Every dtype of this step fits on {title}; {'; '.join([_UNMEASURED, *rest])}"
         case "clean":
@@ -217,16 +217,16 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
 
 def next_steps(report: Record) -> list[tuple[str, str]]:
     """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for."""
-    found = repair_outlook(report)
-    every = plural(sum(map(len, found.values())), "finding")
+    outlook = repair_outlook(report)
+    every = plural(sum(map(len, outlook.values())), "finding")
     done = "isotype.repair(model, isotype.check(model, …))"
     asked = "isotype.repair(model, report, unsafe=True)"
     rows = [
-        ("repair", f"{done} resolves {len(found['repair']):,} of {every}; isotype check --fix prints the plan", found["repair"]),
-        ("unsafe", f"{asked} resolves {len(found['unsafe']):,} of {every} by a change that is unsafe", found["unsafe"]),
-        ("untried", f"isotype.repair(model, report) tries the fixes of {len(found['untried']):,} of {every}", found["untried"]),
-        ("to do", f"by you, for {len(found['caller']):,} of {every}: {_orders(found['caller'])}", found["caller"]),
-        ("left", f"no fix is known for {len(found['left']):,} of {every}", found["left"]),
+        ("repair", f"{done} resolves {len(outlook['repair']):,} of {every}; isotype check --fix prints the plan", outlook["repair"]),
+        ("unsafe", f"{asked} resolves {len(outlook['unsafe']):,} of {every} by a change that is unsafe", outlook["unsafe"]),
+        ("untried", f"isotype.repair(model, report) tries the fixes of {len(outlook['untried']):,} of {every}", outlook["untried"]),
+        ("to do", f"by you, for {len(outlook['caller']):,} of {every}: {_orders(outlook['caller'])}", outlook["caller"]),
+        ("left", f"no fix is known for {len(outlook['left']):,} of {every}", outlook["left"]),
     ]  # fmt: skip
     steps = [(label, text) for label, text, some in rows if some]
     if report.ranges in ("known", "unknown"):
@@ -286,7 +286,7 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
         in_script: whether the step is one of a script that `isotype run` runs.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
-    found: list[Line] = [
+    text: list[Line] = [
         *_hang(
             (("isotype run" if in_script else "isotype check", "bold"), ("   ", "")),
             f"{report.trace.model or 'model'} on {device_words(setup)}",
@@ -296,7 +296,7 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
         (),
     ]
     for finding in report.findings:
-        found += [*_finding(finding, setup.profile.title, layers, width), ()]
+        text += [*_finding(finding, setup.profile.title, layers, width), ()]
     data = [("data", setup.data)] if setup.data else []
     measured = [("ranges", words)] if (words := ranges_words(report)) else []
     rows = [
@@ -309,11 +309,11 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
         ("contracts", judged_by(setup.profile)),
         *trust(report),
     ]
-    found += _rows(rows, width)
-    found.append(())
-    found += _hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status])
-    found += _rows(script_steps(report) if in_script else next_steps(report), width)
-    return found
+    text += _rows(rows, width)
+    text.append(())
+    text += _hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status])
+    text += _rows(script_steps(report) if in_script else next_steps(report), width)
+    return text
 
 
 def to_text(report: Record, width: int = WIDTH) -> str:
@@ -333,20 +333,20 @@ def render(report: Record, console: Console, *, width: int | None = None, in_scr
 def _finding(finding: Finding, title: str, layers: Mapping[tuple[str, int], int], width: int) -> list[Line]:
     style = _STYLES[finding.severity]
     head = f"{finding.severity}[{finding.code}]"
-    found = _hang(((head, style), (": ", "bold")), finding.message, width, "bold")
-    found += _place(finding, width)
-    found += _operands(finding.operands)
-    found += _field("cause", finding.cause, width)
+    text = _hang(((head, style), (": ", "bold")), finding.message, width, "bold")
+    text += _place(finding, width)
+    text += _operands(finding.operands)
+    text += _field("cause", finding.cause, width)
     for number, step in enumerate(finding.evidence):
-        found += _field("path" if number == 0 else "", step, width)
-    found += _field("where", _places(finding.places, layers), width)
+        text += _field("path" if number == 0 else "", step, width)
+    text += _field("where", _places(finding.places, layers), width)
     for note in finding.notes:
-        found += _field("note", note, width)
+        text += _field("note", note, width)
     if finding.cost is not None:
-        found += _field("cost", "; ".join(cost_clauses(finding.cost, title)), width)
+        text += _field("cost", "; ".join(cost_clauses(finding.cost, title)), width)
     for fix in finding.fixes:
-        found += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
-    return found
+        text += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
+    return text
 
 
 def _place(finding: Finding, width: int) -> list[Line]:

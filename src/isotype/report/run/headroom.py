@@ -68,7 +68,7 @@ class BlockHeadroom:
 
 def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
     """What the samples come down to, block by block."""
-    found = []
+    blocks = []
     for number, name in enumerate(headroom.blocks):
         values = [sample.largest[number] for sample in headroom.samples]
         high = sorted(values)[math.ceil(0.9 * len(values)) - 1]
@@ -76,8 +76,8 @@ def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
         first, last = (_median(part) for part in (values[:third], values[-third:])) if third else (0.0, 0.0)
         change = last / first if len(values) >= _LEAST and 0 < first < math.inf else None
         left = FLOAT16_LARGEST / high if high else math.inf
-        found.append(BlockHeadroom(name, _median(values), high, left, change))
-    return tuple(found)
+        blocks.append(BlockHeadroom(name, _median(values), high, left, change))
+    return tuple(blocks)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -84,8 +84,8 @@ def _call_fixes(group: Group, called: Sequence[str], expected: str) -> Iterator[
 def _written_into(group: Group) -> str | None:
     """The dtype that all calls of a group write into: no cast at the line changes that of the destination."""
     writes = any(name in group.calls[0].op for name in SCATTERS) or _in_place(group.calls[0].op)
-    found = {call.operands[0].dtype for call in group.calls if call.operands}
-    return dtype_name(found.pop()) if writes and len(found) == 1 else None
+    dtypes = {call.operands[0].dtype for call in group.calls if call.operands}
+    return dtype_name(dtypes.pop()) if writes and len(dtypes) == 1 else None
 
 
 def _in_place(op: str) -> bool:
@@ -226,10 +226,10 @@ def _weights(trace: Trace) -> Mapping[str, list[Weight]]:
 
 @per_trace
 def _modules(trace: Trace) -> Mapping[tuple[str, str], set[str]]:
-    found: dict[tuple[str, str], set[str]] = {}
+    modules: dict[tuple[str, str], set[str]] = {}
     for name, kind in trace.modules.items():
-        found.setdefault((starred(name), kind), set()).add(name)
-    return found
+        modules.setdefault((starred(name), kind), set()).add(name)
+    return modules
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
@@ -255,11 +255,11 @@ def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
 
     Of a step that ended early nobody knows which of them come later, of a folded model which stand for others.
     """
-    given = tuple(dict.fromkeys(modules))
+    names = tuple(dict.fromkeys(modules))
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)
 
     def each(name: str) -> str:
         siblings = _modules(trace).get((starred(name), trace.modules.get(name, "")), set())
-        return starred(name) if unknown or siblings <= set(given) else name
+        return starred(name) if unknown or siblings <= set(names) else name
 
-    return tuple(dict.fromkeys(map(each, given)))
+    return tuple(dict.fromkeys(map(each, names)))

@@ -34,8 +34,8 @@ def contract_rule(
         """The broken contracts that are this rule's, by cause."""
         for group in groups(trace):
             if group.code == code:
-                found = _finding(trace, group, headline, trace.owners)
-                yield replace(found, fixes=(*found.fixes, advise(found))) if advise else found
+                finding = _finding(trace, group, headline, trace.owners)
+                yield replace(finding, fixes=(*finding.fixes, advise(finding))) if advise else finding
 
     return find
 

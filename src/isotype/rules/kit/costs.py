@@ -130,19 +130,21 @@ def is_view(op: str) -> bool:
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
-    found: Any = getattr(packet, overload or "default", None)
-    if found is None or operator_schema(found) is None:
+    operator: Any = getattr(packet, overload or "default", None)
+    if operator is None or operator_schema(operator) is None:
         return False
-    return any(value.alias_info and not value.alias_info.is_write for value in operator_schema(found).returns)
+    return any(
+        value.alias_info and not value.alias_info.is_write for value in operator_schema(operator).returns
+    )
 
 
 def bytes_moved(call: Call) -> int:
     """Bytes that the calls it stands for read and write; 0 for views."""
     if is_view(call.op):
         return 0
-    given = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)
-    made = sum(elements(shape) * dtype.itemsize for dtype, shape in call.results)
-    return (given + made) * call.repeats
+    read = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)
+    written = sum(elements(shape) * dtype.itemsize for dtype, shape in call.results)
+    return (read + written) * call.repeats
 
 
 def run_dtype(call: Call) -> torch.dtype | None:

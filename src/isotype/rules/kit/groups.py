@@ -53,7 +53,7 @@ class Group:
 def groups(trace: Trace) -> tuple[Group, ...]:
     """The broken contracts of a trace by cause, in the order in which they surface."""
     owners, sides = trace.owners, sides_in(trace)
-    found: dict[tuple[str, ...], list[tuple[str, Refused, Call, Operand]]] = {}
+    by_cause: dict[tuple[str, ...], list[tuple[str, Refused, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
     for call in trace.breaches():
         if call.breach is None or call.breach.consequence:
@@ -66,10 +66,10 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         mismatched = mismatched_operand(call, side_at(call, sides), owners)
         code, claim = claimed(Broken(call, mismatched, trace))
         if claim.grouped:
-            found.setdefault(_key(mismatched.origin.cause, owners), []).append(
+            by_cause.setdefault(_key(mismatched.origin.cause, owners), []).append(
                 (code, claim.refused, call, mismatched)
             )
-    return tuple(_group(broken, trace, sides) for broken in found.values())
+    return tuple(_group(broken, trace, sides) for broken in by_cause.values())
 
 
 def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, sides: Sides) -> Group:
@@ -88,7 +88,7 @@ def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, s
 @per_trace
 def sides_in(trace: Trace) -> Sides:
     """Who tells, in this trace, which of two dtypes that meet is out of place."""
-    return sides_of(trace.setup, trace.weights, trace.given)
+    return sides_of(trace.setup, trace.weights, trace.input_dtypes)
 
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:

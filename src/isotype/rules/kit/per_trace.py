@@ -20,7 +20,7 @@ def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
     def once(trace: Trace) -> T:
         if trace not in known:
             known[trace] = function(trace)
-        found: T = known[trace]
-        return found
+        result: T = known[trace]
+        return result
 
     return once

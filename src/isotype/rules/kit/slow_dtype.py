@@ -126,8 +126,8 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         Action("setting", "scaler", str(target == torch.float16)),
         Action("setting", "compute", name),
     )
-    given = (Action("input", "", name),) if _is_given(trace, dtype) else ()
-    actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name), *given)
+    casts = (Action("input", "", name),) if _is_input(trace, dtype) else ()
+    actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name), *casts)
     lossless = target == torch.float32 or not any(not weight.trainable for weight in plain)
     scaler = " with a GradScaler" if target == torch.float16 else ""
     weights = " and cast the weights" if plain else ""
@@ -138,7 +138,7 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     )
 
 
-def _is_given(trace: Trace, dtype: torch.dtype) -> bool:
+def _is_input(trace: Trace, dtype: torch.dtype) -> bool:
     """Whether an input of the model is in `dtype`: the casts of the weights leave it as it is."""
     return any(
         operand.dtype == dtype and operand.origin.kind == "input"

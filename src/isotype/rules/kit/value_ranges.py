@@ -78,7 +78,7 @@ def held(trace: Trace) -> tuple[Held, ...]:
     ranges = trace.setup.ranges
     if ranges is None:
         return ()
-    found = []
+    values = []
     measured = _measured(ranges)
     away = _folded_away(trace, measured)
     exceptions = _exceptions(trace)
@@ -92,10 +92,10 @@ def held(trace: Trace) -> tuple[Held, ...]:
             for call, (at, operator) in _matched(calls, operators):
                 value = _value(call, operator, trace.by_ranges.get(module, 0), weights.get(layer, 0.0))
                 if value is not None:
-                    found.append(Held(call, operator, at, *value))
+                    values.append(Held(call, operator, at, *value))
                 elif id(call) in casts and not is_fill(operator.output):
-                    found.append(Held(casts[id(call)], operator, at + 0.5, operator.output, False))
-    return tuple(sorted(found, key=lambda each: each.at))
+                    values.append(Held(casts[id(call)], operator, at + 0.5, operator.output, False))
+    return tuple(sorted(values, key=lambda each: each.at))
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,18 @@ def _operation(op: str) -> str:
 
 def _calls(trace: Trace) -> dict[_Key, list[Call]]:
     """The calls of forward and backward by module, operation and phase, as the measurement counts them."""
-    found: dict[_Key, list[Call]] = defaultdict(list)
+    calls: dict[_Key, list[Call]] = defaultdict(list)
     for call in trace.calls:
         if call.phase not in ("forward", "backward") or call.recomputed:
             continue
         if any(dtype in FLOATS for dtype, _ in call.results):
-            found[base_name(call.module), _operation(call.op), call.phase].append(call)
-    return found
+            calls[base_name(call.module), _operation(call.op), call.phase].append(call)
+    return calls
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
     """Casts of float32 results to float16 in the module that has just made them, by the id of the call that did."""
-    found: dict[int, Call] = {}
+    casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
         if call.phase != "forward" or not call.results:
@@ -166,17 +166,17 @@ def _casts(trace: Trace) -> dict[int, Call]:
         if call.op != _CAST:
             last[call.module] = call
         elif call.results[0][0] == torch.float16 and call.module in last:
-            made, operand = last[call.module], call.operands[0]
-            if made.results[0] == (operand.dtype, operand.shape):
-                found[id(made)] = call
-    return found
+            cast, operand = last[call.module], call.operands[0]
+            if cast.results[0] == (operand.dtype, operand.shape):
+                casts[id(cast)] = call
+    return casts
 
 
 def _measured(ranges: Ranges) -> dict[_Key, list[tuple[int, OperatorRange]]]:
-    found: dict[_Key, list[tuple[int, OperatorRange]]] = defaultdict(list)
+    operators: dict[_Key, list[tuple[int, OperatorRange]]] = defaultdict(list)
     for at, operator in enumerate(ranges.operators):
-        found[operator.module, _operation(operator.op), operator.phase].append((at, operator))
-    return found
+        operators[operator.module, _operation(operator.op), operator.phase].append((at, operator))
+    return operators
 
 
 def _exceptions(trace: Trace) -> Mapping[str, tuple[str, int]]:
@@ -188,11 +188,11 @@ def _exceptions(trace: Trace) -> Mapping[str, tuple[str, int]]:
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
     """The measured modules that a folded trace has not, by the name that they share with those that stand for them."""
     seen = {base_name(call.module) for call in trace.calls}
-    found: dict[str, list[str]] = defaultdict(list)
+    names: dict[str, list[str]] = defaultdict(list)
     for name in dict.fromkeys(module for module, _, _ in measured):
         if name not in seen and starred(name) != name:
-            found[starred(name)].append(name)
-    return found
+            names[starred(name)].append(name)
+    return names
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
@@ -230,14 +230,14 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
-    found = [
+    values = [
         (value * (1.0 if value == weight or _is_weight(operand, call) else factor), True)
         for operand, value in zip(floats, operator.inputs, strict=False)
         if operand.dtype == torch.float16 and not is_fill(value)
     ]
     if call.results[0][0] == torch.float16 and not is_fill(operator.output):
-        found.append((operator.output * factor, False))
-    return max(found, key=lambda pair: pair[0], default=None)
+        values.append((operator.output * factor, False))
+    return max(values, key=lambda pair: pair[0], default=None)
 
 
 def _is_weight(operand: Operand, call: Call) -> bool:

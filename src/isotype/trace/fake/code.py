@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from isotype.model.loss import loss_of
-from isotype.records.request import LossOf, given_inputs
+from isotype.records.request import LossOf, named_inputs
 from isotype.records.trace import Weight
 from isotype.trace.fake.untouched import Untouched, beside_twin
 
@@ -36,9 +36,9 @@ class StepCode:
     weights: Sequence[Weight] | None = None
 
     @property
-    def given(self) -> Mapping[str, Any]:
+    def named_inputs(self) -> Mapping[str, Any]:
         """The inputs that are faked with the model, by name; none where a callable brings its own."""
-        return given_inputs(self.inputs)
+        return named_inputs(self.inputs)
 
     @property
     def loss(self) -> Any:
@@ -52,7 +52,7 @@ class StepCode:
             return self.inputs.function
         if callable(self.inputs):
             return lambda model, _: self.inputs(model)
-        return lambda model, given: loss_of(model(**given))
+        return lambda model, inputs: loss_of(model(**inputs))
 
     def reached(self) -> Untouched:
         """What this code reaches beside the twin, saved."""

@@ -35,14 +35,14 @@ def made_in(dtype: torch.dtype, result: Any) -> Any:
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
     """An operator's results in the dtypes that were measured on the device, where their number is the same."""
-    made = list(leaves(result))
-    if len(made) != len(dtypes) or all(
+    outputs = list(leaves(result))
+    if len(outputs) != len(dtypes) or all(
         not isinstance(leaf, torch.Tensor) or leaf.dtype == dtype
-        for leaf, dtype in zip(made, dtypes, strict=True)
+        for leaf, dtype in zip(outputs, dtypes, strict=True)
     ):
         return result
     cast = [
         aten._to_copy.default(leaf, dtype=dtype) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf, dtype in zip(made, dtypes, strict=True)
+        for leaf, dtype in zip(outputs, dtypes, strict=True)
     ]
     return tuple(cast) if isinstance(result, (list, tuple)) else cast[0]

@@ -93,7 +93,7 @@ class Functions(TorchFunctionMode):
         name, recorder = name_of(func), self._recorder
         before = recorder.function, recorder.autocast, recorder.like
         cast = torch.is_autocast_enabled("cpu")
-        recorder.like = recorder.told(name, args, kwargs)
+        recorder.like = recorder.cast_origin(name, args, kwargs)
         recorder.function, recorder.autocast = name, torch.get_autocast_dtype("cpu") if cast else None
         try:
             if self._foreign and cast:

@@ -146,13 +146,13 @@ class Kernels:
             return None, None  # a structure of its own
         storages = {storage_of(tensor): at for at, tensor in enumerate(tensors)}
         seen: set[int] = set()
-        made = []
+        pieces = []
         for part in parts:
-            found = self._part(part, tensors, storages, seen)
-            if found is None:
+            piece = self._part(part, tensors, storages, seen)
+            if piece is None:
                 return None, None
-            made.append(found)
-        return (type(result), tuple(made)) if parts is result else (_One, made[0])
+            pieces.append(piece)
+        return (type(result), tuple(pieces)) if parts is result else (_One, pieces[0])
 
     def _part(self, part: Any, tensors: list[FakeTensor], storages: dict[int, int], seen: set[int]) -> Any:
         if part is None:
@@ -190,9 +190,9 @@ class Kernels:
             memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if shared is not None:
                 memory.set_(tensors[shared].untyped_storage(), offset, shape, stride)
-        made = fake_of(memory, _CPU)
-        made.__dict__.update(self._state)
-        return made
+        fake = fake_of(memory, _CPU)
+        fake.__dict__.update(self._state)
+        return fake
 
 
 class _One:
@@ -219,8 +219,8 @@ def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
     The call is made for real, on memory that nothing was written to: a kernel refuses before it reads. None too where
     an operand has more than `_LARGEST` elements.
     """
-    given, spec = tree_flatten((args, kwargs))
-    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    operands, spec = tree_flatten((args, kwargs))
+    tensors = [each for each in operands if isinstance(each, torch.Tensor)]
     if operator_schema(func).name not in _REFUSES_BY_SHAPE or any(
         each.numel() > _LARGEST for each in tensors
     ):
@@ -230,7 +230,7 @@ def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
             torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
             if isinstance(each, torch.Tensor)
             else each
-            for each in given
+            for each in operands
         ]
         args, kwargs = tree_unflatten(real, spec)
         try:

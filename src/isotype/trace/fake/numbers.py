@@ -43,12 +43,12 @@ def numbers_of(name: str, kind: str) -> Sequence[str]:
 
 def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
     """The breach of writing a number into a tensor whose dtype cannot hold it."""
-    given = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
-    target = given.get("self")
-    dtype = given.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
+    arguments = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
+    target = arguments.get("self")
+    dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
     if dtype not in FLOATS:
         return None
-    values = [float(given[name]) for name in numbers if isinstance(given.get(name), (int, float))]
+    values = [float(arguments[name]) for name in numbers if isinstance(arguments.get(name), (int, float))]
     if all(not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max for value in values):
         return None
     spelled = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}

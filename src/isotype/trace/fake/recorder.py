@@ -109,7 +109,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """
         handles = super().watch(model)
         if not isinstance(model, torch.jit.ScriptModule):
-            handles.append(model.register_forward_pre_hook(self._given, with_kwargs=True, prepend=True))
+            handles.append(model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True))
         self._own_plain_tensors(model)
         return handles
 
@@ -127,7 +127,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             if name in fakes and _is_real(tensor):
                 self._outside[id(tensor)] = (tensor, fakes[name])
 
-    def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Real tensors that the model is called with (by a loss of the caller's own) are its inputs."""
         # Asking a tensor for its dtype is a function call too, at which it would be swapped before it has its name.
         with without_functions():
@@ -152,11 +152,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         known = self._outside.get(id(tensor))
         if known is None:
             with without_modes():
-                made = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
+                fake = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
                 if tensor.numel() <= LIMIT and not tensor.is_meta:
-                    self.values.give(made, tensor.detach().cpu().clone())
-            self._outside[id(tensor)] = known = (tensor, made)
-            self.mark(made, origin or self._brought(tensor))
+                    self.values.give(fake, tensor.detach().cpu().clone())
+            self._outside[id(tensor)] = known = (tensor, fake)
+            self.mark(fake, origin or self._brought(tensor))
         return known[1]
 
     def _brought(self, tensor: torch.Tensor) -> Origin:
@@ -247,15 +247,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Run a fake kernel that knows only bfloat16 of an operator that takes more, and return what was given."""
-        given = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
-        return aten._to_copy.default(self._run_converted(func, args, kwargs, torch.bfloat16), dtype=given)
+        dtype = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
+        return aten._to_copy.default(self._run_converted(func, args, kwargs, torch.bfloat16), dtype=dtype)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
         """Values of the results where they are known; what something unknown was written into is forgotten."""
         if value is not None:
-            for made, real in zip(leaves(result), leaves(value), strict=True):
-                if isinstance(made, torch.Tensor):
-                    self.values.give(made, real)
+            for fake, real in zip(leaves(result), leaves(value), strict=True):
+                if isinstance(fake, torch.Tensor):
+                    self.values.give(fake, real)
         else:
             self.values.succeed(func, result)
             written = schema_of(func).written
@@ -404,10 +404,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         variables: dict[str, Any] = {}
         innermost = step.tb_frame if step is not None else None
         for frame in (innermost, raised):
-            given = frame.f_locals if frame is not None else {}
-            variables |= {name: value for name, value in given.items() if name not in variables}
-            if isinstance(given.get("self"), nn.Module) and frame is innermost:
-                variables |= dict(given["self"].named_parameters(recurse=False))
+            local = frame.f_locals if frame is not None else {}
+            variables |= {name: value for name, value in local.items() if name not in variables}
+            if isinstance(local.get("self"), nn.Module) and frame is innermost:
+                variables |= dict(local["self"].named_parameters(recurse=False))
         seen: set[int] = set()
         for name, value in variables.items():
             if isinstance(value, torch.Tensor) and value.dtype in FLOATS and id(value) not in seen:

@@ -108,7 +108,7 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
         memory=memory,
         notes=(*step.notes, *step.attention_notes(memory.peak)),
         model=type(model).__name__,
-        given=frozenset(step.recorder.inputs),
+        input_dtypes=frozenset(step.recorder.inputs),
         by_ranges={
             base_name(name): exponent
             for name, module in step.twin.named_modules()
@@ -132,7 +132,7 @@ def _with_history(
     """
     known = {weight.name: weight for weight in real}
 
-    def told(weight: Weight) -> Weight:
+    def seen(weight: Weight) -> Weight:
         was = before.get(weight.name, weight.dtype)
         weight = weight if was == weight.dtype else replace(weight, was=was)
         values = known.get(weight.name)
@@ -142,7 +142,7 @@ def _with_history(
             weight, largest=values.largest, median_magnitude=values.median_magnitude, exact_in=values.exact_in
         )
 
-    return tuple(map(told, faked))
+    return tuple(map(seen, faked))
 
 
 class _Step:
@@ -150,9 +150,9 @@ class _Step:
         self.code, self.twin, self.setup, self.recorder = code, twin, setup, recorder
         self.mode, self.loss_of = recorder.fake, code.loss_function
         self.states = kept_states(code.optimizer, code.model, self.mode)
-        self.inputs = fake_inputs(code.given, self.mode)
+        self.inputs = fake_inputs(code.named_inputs, self.mode)
         # Copied while no mode is on: inside one the copy would be a fake too.
-        self.known = _values(code.given)
+        self.known = _values(code.named_inputs)
         self.notes: list[str] = []
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
@@ -313,25 +313,29 @@ class _Step:
                 Call("GradScaler.unscale_", "unscale", "", "", tuple(refused), (), breach=breach)
             )
         for gradients in groups.values():
-            found, inverse = torch.zeros(1), torch.ones(1)
-            unscale_(gradients, found, inverse)
+            overflow, inverse = torch.zeros(1), torch.ones(1)
+            unscale_(gradients, overflow, inverse)
 
     def _optimize(self) -> None:
         named = self._trained()
         trained = [parameter for _, parameter in named]
         if not trained:
             return
-        made = make_optimizer(self.code.optimizer or self.setup.optimizer, trained, self.setup.learning_rate)
-        if isinstance(made, str):
-            self.notes.append(made)
+        optimizer = make_optimizer(
+            self.code.optimizer or self.setup.optimizer, trained, self.setup.learning_rate
+        )
+        if isinstance(optimizer, str):
+            self.notes.append(optimizer)
             return
-        made.state.update({parameter: self.states[name] for name, parameter in named if name in self.states})
+        optimizer.state.update(
+            {parameter: self.states[name] for name, parameter in named if name in self.states}
+        )
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share
-        made.step()
+        optimizer.step()
         for parameter in trained:
             surplus = self.repeats[id(parameter)] - 1
-            for value in made.state.get(parameter, {}).values():
+            for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor) and surplus:
                     ledger.add("optimizer", int(surplus * ledger.share * value.untyped_storage().nbytes()))
         ledger.kind, ledger.share = "activations", 1.0
@@ -367,7 +371,7 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
         parameters: the twin's trainable parameters.
         learning_rate: None for the optimizer's own default.
     """
-    given = {} if learning_rate is None else {"lr": learning_rate}
+    rate = {} if learning_rate is None else {"lr": learning_rate}
     if isinstance(asked, torch.optim.Optimizer):
         closure = inspect.signature(type(asked).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -381,7 +385,7 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
     make = OPTIMIZERS.get(asked)
     if make is None:
         return f"the step of optimizer {asked} is not traced: it runs in kernels of its own"
-    return make(parameters, **given)
+    return make(parameters, **rate)
 
 
 def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:

@@ -71,8 +71,8 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        made = fake_like(leaf, mode)
-        return made.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else made
+        leaf_fake = fake_like(leaf, mode)
+        return leaf_fake.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else leaf_fake
 
     return tree_map(fake, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
@@ -140,37 +140,37 @@ class _Fakes:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor of the model."""
-        made = fake_like(tensor, self._mode)
-        if made is tensor or tensor.layout != torch.strided:
-            return made
+        fake = fake_like(tensor, self._mode)
+        if fake is tensor or tensor.layout != torch.strided:
+            return fake
         with without_dispatch():
             start = int(tensor.storage_offset()) * tensor.itemsize
             where = (storage_of(tensor), start, tensor.numel() * tensor.itemsize)
-            _, first = self._memory.setdefault(where, (tensor, made))
-            same_size = made.untyped_storage().nbytes() == first.untyped_storage().nbytes()
-            if first is made or not tensor.numel() or not same_size:
-                return made
+            _, first = self._memory.setdefault(where, (tensor, fake))
+            same_size = fake.untyped_storage().nbytes() == first.untyped_storage().nbytes()
+            if first is fake or not tensor.numel() or not same_size:
+                return fake
             memory = torch.empty(0, dtype=tensor.dtype, device="meta")
             memory.set_(first.untyped_storage(), 0, tensor.shape, tensor.stride())
         return FakeTensor(self._mode, memory, _CPU)
 
 
 def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
-    made: torch.Tensor = fakes.of(tensor)
+    parameter: torch.Tensor = fakes.of(tensor)
     if not isinstance(tensor, nn.Parameter):
-        return made
+        return parameter
     # What `nn.Parameter` makes of it; its `detach` would be one more dispatch.
-    made = made.requires_grad_(tensor.requires_grad)
-    mark_as_parameter(made)
+    parameter = parameter.requires_grad_(tensor.requires_grad)
+    mark_as_parameter(parameter)
     if getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
-        made.grad_dtype = tensor.grad_dtype
+        parameter.grad_dtype = tensor.grad_dtype
     if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
         # PEFT and bitsandbytes look at the class of a quantized parameter, and at its name.
         with contextlib.suppress(TypeError):  # of another layout (DTensor): a dense parameter stands for it
-            made.__class__ = _fake_class(type(tensor))
+            parameter.__class__ = _fake_class(type(tensor))
     elif isinstance(tensor, FakeTensor):
-        made.__class__ = type(tensor)
-    return made
+        parameter.__class__ = type(tensor)
+    return parameter
 
 
 @cache
@@ -184,11 +184,11 @@ def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
-def _fill(made: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
+def _fill(copy: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
     """Give a fake what the tensor holds as attributes, apart from what a fake needs for itself."""
     for name, value in tensor.__dict__.items():
-        if name not in made.__dict__:
-            made.__dict__[name] = copied(value, memo)
+        if name not in copy.__dict__:
+            copy.__dict__[name] = copied(value, memo)
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -202,11 +202,11 @@ class _FakeCopies(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                made = _empty_parameter(tensor, self._fakes)
-                memo[id(tensor)] = made
+                parameter = _empty_parameter(tensor, self._fakes)
+                memo[id(tensor)] = parameter
                 # Kept alive with the memo, or another tensor could be given the same id.
                 memo.setdefault(id(memo), []).append(tensor)
-                _fill(made, tensor, memo)
+                _fill(parameter, tensor, memo)
             return memo[id(tensor)]
         if func == _DATA and not isinstance(args[0], FakeTensor):
             return self._fakes.of(args[0])  # a parameter's own `__deepcopy__` takes no detour: it copies this

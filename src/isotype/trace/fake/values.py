@@ -179,15 +179,15 @@ class Values:
             off = float((exact - value.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
         return off, source
 
-    def emptied(self, given: torch.Tensor, made: torch.Tensor) -> int:
-        """How many rows of the known tensor `given`, all finite, are minus infinity from end to end in its cast `made`."""
-        value = self.of(given)
-        if value is None or made.dtype != torch.float16 or value.dtype in (made.dtype, torch.bool):
+    def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
+        """How many rows of the known tensor `source`, all finite, are minus infinity from end to end in its cast `result`."""
+        value = self.of(source)
+        if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
-        if not value.is_floating_point() or not made.dim() or not made.numel():
+        if not value.is_floating_point() or not result.dim() or not result.numel():
             return 0
         with without_modes():
-            rows = torch.isneginf(made).all(-1) & torch.isfinite(value).all(-1)
+            rows = torch.isneginf(result).all(-1) & torch.isfinite(value).all(-1)
             return int(rows.sum())
 
     # ------------------------------------------------------------------------------------------------ stand-ins
@@ -238,8 +238,8 @@ class Values:
         numbers: list[Any] = []
         for index in indices:
             numbers += list(self._nonzero(index).unbind(1)) if _is_mask(index) else [index]
-        found: torch.Tensor = aten.index.Tensor(tensor, numbers)
-        return found
+        entries: torch.Tensor = aten.index.Tensor(tensor, numbers)
+        return entries
 
 
 def _is_mask(index: Any) -> bool:
@@ -257,9 +257,9 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        made = fake_like(leaf, mode)
-        values.give(made, leaf)
-        return made
+        fake_leaf = fake_like(leaf, mode)
+        values.give(fake_leaf, leaf)
+        return fake_leaf
 
     return map_leaves(fake, result)
 

@@ -81,10 +81,10 @@ class LiveRecorder(Recorder):
         self._book(self._done, func, args, kwargs, result)
         return result
 
-    def _book(self, note: Callable[..., None], *given: Any) -> None:
+    def _book(self, note: Callable[..., None], *args: Any) -> None:
         started = time.perf_counter()
         try:
-            note(*given)
+            note(*args)
         except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script's step is not
             self.fault = f"{type(error).__name__}: {first_line(error)}"
         self._spent += time.perf_counter() - started
@@ -125,13 +125,13 @@ class LiveRecorder(Recorder):
         if not self.fault:
             self._book(lambda: self.reads.note(self.origin(tensor)))
 
-    def told(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+    def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
         """As any recorder; where the bookkeeping fails it stops."""
         if self.fault:
             return None
-        found: list[Origin | None] = []
-        self._book(lambda: found.append(super(LiveRecorder, self).told(name, args, kwargs)))
-        return found[0] if found else None
+        origins: list[Origin | None] = []
+        self._book(lambda: origins.append(super(LiveRecorder, self).cast_origin(name, args, kwargs)))
+        return origins[0] if origins else None
 
     # -------------------------------------------------------------------------------------------------- phases
 
@@ -204,7 +204,7 @@ class LiveRecorder(Recorder):
         self._own_plain_tensors(model, prefix)
         return handles
 
-    def given(self, inputs: Mapping[str, Any]) -> None:
+    def mark_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Enter the tensors that a model is called with, by name; what made them in the step, if it did, stays."""
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and not hasattr(value, ORIGIN):
@@ -244,7 +244,7 @@ class LiveFunctions(TorchFunctionMode):
         before = recorder.function, recorder.autocast, recorder.like
         device = recorder.autocast_device
         cast = autocast_dtype(device)
-        recorder.like = recorder.told(name, args, kwargs)
+        recorder.like = recorder.cast_origin(name, args, kwargs)
         recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, cast
         try:
             return func(*args, **kwargs)

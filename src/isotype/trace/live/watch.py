@@ -210,9 +210,9 @@ class Watch:
         take_out(*self._modes)
         self._modes = ()
 
-    def _guard(self, act: Callable[..., None], *given: Any) -> None:
+    def _guard(self, act: Callable[..., None], *args: Any) -> None:
         try:
-            act(*given)
+            act(*args)
         except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script is not
             self._note(f"watching stopped early: {type(error).__name__}: {error}")
             self.detach()
@@ -325,7 +325,7 @@ class Watch:
             self._without_modes(lambda: self._weights_handles.extend(self._weighed(inner, prefix)))
         self._names.setdefault(module, "")
         inputs = named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs))
-        self.recorder.given(inputs)
+        self.recorder.mark_inputs(inputs)
 
     def _weighed(self, module: nn.Module, prefix: str) -> list[Any]:
         assert self.recorder is not None
@@ -423,7 +423,7 @@ class Watch:
             failure=failure,
             notes=tuple(self.notes),
             model=type(self._roots[0]).__name__ if self._roots else "",
-            given=frozenset(recorder.inputs),
+            input_dtypes=frozenset(recorder.inputs),
         )
 
     def autocast(self) -> torch.dtype | None:

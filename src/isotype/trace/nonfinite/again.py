@@ -45,10 +45,10 @@ def first_nonfinite(
         try:
             with recorder:
                 remaining = iter(batches)
-                recorder.given(next(remaining, {}))
+                recorder.begin_batch(next(remaining, {}))
                 for loss in step():
                     losses.append(loss.detach())
-                    recorder.given(next(remaining, {}))
+                    recorder.begin_batch(next(remaining, {}))
                 if scale is None:
                     recorder.phase = "unscale"
                     _norm(model)
@@ -58,9 +58,9 @@ def first_nonfinite(
             for handle in handles:
                 handle.remove()
         broken = [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
-        if recorder.found is None and not all(map(is_finite, broken)):
+        if recorder.finding is None and not all(map(is_finite, broken)):
             return recorder.suspect
-    return recorder.found
+    return recorder.finding
 
 
 def _norm(model: nn.Module) -> None:

@@ -49,18 +49,18 @@ def fresh_elements(
     if values is None:
         return None
     aligned = _aligned(func, operands, values)
-    given = aligned or [each for operand in operands if (each := _as_tensor(operand, values)) is not None]
+    tensors = aligned or [each for operand in operands if (each := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
         """Where one of the operands meets its condition; where they do not lie element by element, at all or nowhere."""
-        found = torch.zeros((), dtype=torch.bool, device=values.device)
+        hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
-            found = found | (condition if aligned else condition.any())
-        return found
+            hit = hit | (condition if aligned else condition.any())
+        return hit
 
     nan, infinite = values.isnan(), values.isinf()
-    had_nan = anywhere(each.isnan() for each in given)
-    fresh = (nan & ~had_nan) | (infinite & ~had_nan & ~anywhere(each.isinf() for each in given))
+    had_nan = anywhere(each.isnan() for each in tensors)
+    fresh = (nan & ~had_nan) | (infinite & ~had_nan & ~anywhere(each.isinf() for each in tensors))
     if all(by_code):
         fresh = fresh & nan
     elif aligned:
@@ -81,8 +81,8 @@ def _aligned(func: Any, operands: Sequence[Operand], values: torch.Tensor) -> li
     if torch.Tag.pointwise not in func.tags and not operator_name(func).startswith(_BY_ELEMENT):
         return []
     tensors = [_as_tensor(operand, values) for operand in operands]
-    given = [each for each in tensors if each is not None and _broadcasts(each.shape, values.shape)]
-    return [each.expand(values.shape) for each in given] if len(given) == len(operands) else []
+    present = [each for each in tensors if each is not None and _broadcasts(each.shape, values.shape)]
+    return [each.expand(values.shape) for each in present] if len(present) == len(operands) else []
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -92,9 +92,9 @@ def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 
 def entries_at(func: Any, operands: Sequence[Operand], fresh: torch.Tensor) -> tuple[float, ...]:
     """The operands' values at the first of the elements `fresh`; () where the operator does not work by elements."""
-    given = _aligned(func, operands, fresh)
+    expanded = _aligned(func, operands, fresh)
     place = tuple(fresh.nonzero()[0].tolist())
-    return tuple(float(each[place]) for each in given)
+    return tuple(float(each[place]) for each in expanded)
 
 
 def exact_result(

@@ -27,13 +27,13 @@ class Operand:
     Attributes:
         role: the operator's name of it.
         tensor: its values before the operator ran; None for a number.
-        given: the tensor that was given: `tensor` itself, unless the operator writes into it.
+        original: the tensor that the code passed: `tensor` itself, unless the operator writes into it.
         number: the number that the code gave; None for a tensor.
     """
 
     role: str
     tensor: torch.Tensor | None
-    given: torch.Tensor | None
+    original: torch.Tensor | None
     number: float | None = None
 
 
@@ -43,22 +43,22 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
     overwrites = name.startswith(_OVERWRITE)
     like = name.endswith(_LIKE[0]) or name.startswith(_LIKE[1:])
     positional = set(schema.roles[: len(args)])
-    found = []
+    seen = []
     for role, tensor in () if like else tensors_in(func, args, kwargs):
         argument = role.partition("[")[0]
         written = argument in schema.written
         if _is_count(tensor) and argument in _NUMBERS and not written:
-            found.append(Operand(role, None, None, float(tensor)))
+            seen.append(Operand(role, None, None, float(tensor)))
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
         if not written and _is_number(tensor):
-            found.append(Operand(role, None, None, float(tensor)))
+            seen.append(Operand(role, None, None, float(tensor)))
         else:
-            found.append(Operand(role, tensor.clone() if written else tensor, tensor))
+            seen.append(Operand(role, tensor.clone() if written else tensor, tensor))
     for role, value in [*zip(schema.roles, args, strict=False), *kwargs.items()]:
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append(Operand(role, None, None, float(value)))
-    return found
+            seen.append(Operand(role, None, None, float(value)))
+    return seen
 
 
 def _is_count(tensor: torch.Tensor) -> bool:
@@ -94,5 +94,5 @@ def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:
         return wide if value.is_floating_point else value
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    kept = next((each.tensor for each in operands if each.given is value), None)
+    kept = next((each.tensor for each in operands if each.original is value), None)
     return (value if kept is None else kept).to(wide)

@@ -72,11 +72,11 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         stop: bool = True,
     ) -> None:
         super().__init__()
-        self.found: NonFinite | None = None
+        self.finding: NonFinite | None = None
         self.suspect: NonFinite | None = None
         self._shape, self._scale, self._stop = (0, 0), scale, stop
         self._weights: dict[int, str] = {}
-        self._given: dict[int, str] = {}
+        self._inputs: dict[int, str] = {}
         # Storages by their address, each held weakly: an address is not used again while a weak reference lives.
         self._constant: dict[int, StorageWeakRef] = {}
         self._unset: dict[int, StorageWeakRef] = {}
@@ -88,26 +88,26 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         for buffer in model.buffers():
             _add(self._constant, buffer)  # a mask that the model keeps
 
-    def given(self, batch: Mapping[str, Any]) -> None:
+    def begin_batch(self, batch: Mapping[str, Any]) -> None:
         """The next micro-batch: its tensors by name."""
         self._shape = _rows_and_length(batch)
         for name, value in batch.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self._given[_address(value)] = name
+                self._inputs[_address(value)] = name
                 if "mask" in name or "bias" in name:
                     _add(self._constant, value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.found is not None or not isinstance(func, OpOverload):
+        if self.finding is not None or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         self._turn()
         operands = operands_of(func, args, kwargs)
         result = func(*args, **kwargs)
         place = self._place()
         if not is_view(func):
-            self.found = self._look(_Call(func, args, kwargs, operands, place), result)
-            if self.found is not None and self._stop:
+            self.finding = self._look(_Call(func, args, kwargs, operands, place), result)
+            if self.finding is not None and self._stop:
                 raise FoundError
         return result
 
@@ -124,28 +124,28 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         """What is wrong with the results; None where all may be as they are."""
         name = operator_name(call.func)
         written = written_in(call.func, call.args, call.kwargs)
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-        made += [tensor for tensor in written if all(tensor is not each for each in made)]
-        made = [tensor for tensor in made if tensor.is_floating_point()]
+        outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs += [tensor for tensor in written if all(tensor is not each for each in outputs)]
+        outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
         if name.startswith(_UNSET):
-            for tensor in made:
+            for tensor in outputs:
                 _add(self._unset, tensor)
             return None
         # Gradients start from a constant, too, and are no masks; what a backward computes again may be one.
         gradient = self.phase == "backward" and not torch.is_grad_enabled()
         by_code = [not gradient and self._is_constant(operand) for operand in call.operands]
         constant = all(by_code) and not gradient
-        statistics = made[1:] if is_attention(name) and "backward" not in name else []
+        statistics = outputs[1:] if is_attention(name) and "backward" not in name else []
         for tensor in statistics:
             _add(self._passed, tensor)
-        for tensor in made:
+        for tensor in outputs:
             if any(tensor is each for each in statistics) or is_finite(tensor):
                 continue
-            found = self._judge(call, tensor, by_code)
-            if found is not None:
-                return found
+            finding = self._judge(call, tensor, by_code)
+            if finding is not None:
+                return finding
             _add(self._passed, tensor)
-        for tensor in made:
+        for tensor in outputs:
             if constant:
                 _add(self._constant, tensor)
             else:
@@ -158,23 +158,23 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         if fresh is not None:
             return self._fresh(call, result, fresh)
         for operand in call.operands:
-            if operand.given is None or operand.tensor is None:
+            if operand.original is None or operand.tensor is None:
                 if not math.isfinite(operand.number or 0.0):
                     self._suspect(self._met(call, result, "constant", operand))
             elif not is_finite(operand.tensor):
-                found = self._meets(call, result, operand)
-                if found is not None:
-                    return found
+                finding = self._meets(call, result, operand)
+                if finding is not None:
+                    return finding
         return None
 
     def _meets(self, call: _Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
         """What is wrong with an operand that is not finite; None where it may be so."""
         assert operand.tensor is not None
-        address, nan = _address(operand.given), bool(operand.tensor.isnan().any())
+        address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:
             sound = address in self._constant and not nan  # a mask that the model keeps as a buffer
             return None if sound else self._met(call, result, "weight", operand)
-        if address in self._given:
+        if address in self._inputs:
             return self._met(call, result, "input", operand) if nan else None
         if _alive(self._passed, address) or not nan:
             return None
@@ -198,9 +198,11 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     def _met(self, call: _Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
         finding = self._finding(call, result, cause, None)
-        culprit = None if operand.given is None else self._value(operand)
-        given = operand.given if cause == "input" else None
-        return replace(finding, culprit=culprit, rows=() if given is None else self._rows(~given.isfinite()))
+        culprit = None if operand.original is None else self._value(operand)
+        tensor = operand.original if cause == "input" else None
+        return replace(
+            finding, culprit=culprit, rows=() if tensor is None else self._rows(~tensor.isfinite())
+        )
 
     def _finding(
         self, call: _Call, result: torch.Tensor, cause: Cause, fresh: torch.Tensor | None
@@ -220,8 +222,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     def _value(self, operand: Operand) -> Value:
         assert operand.tensor is not None
-        address = _address(operand.given)
-        name = self._weights.get(address) or self._given.get(address, "")
+        address = _address(operand.original)
+        name = self._weights.get(address) or self._inputs.get(address, "")
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
@@ -234,7 +236,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     # ----------------------------------------------------------------------------------------------- provenance
 
     def _is_constant(self, operand: Operand) -> bool:
-        return operand.given is None or _alive(self._constant, _address(operand.given))
+        return operand.original is None or _alive(self._constant, _address(operand.original))
 
 
 def _add(into: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
