@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.measured_step import measure_step
 from torch.profiler import ProfilerActivity, profile
 
 import isotype
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.weightless import weightless_model
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.measured_step import measure_step
 
 TOLERANCE = 0.05
 ROWS, LENGTH = 2, 128
