@@ -164,6 +164,7 @@ def table(only: list[str], kept: Path | None) -> None:
     low, high = damages.bytes("nf4"), damages.bytes("int8")
     tenth, half = low + low // 10, (low + high) // 2
     row("nf4", four)
+    row("nf4, constants fitted to inputs", fitted(damages, four))
     row("nf4 + 10 %, by damage (--quantization mixed)", mixture(damages, nested, None))
     row("nf4 + 10 %, by damage, nf4 and int8 alone", within(damages.layers, tenth, LayerDamage.damage_in))
     row("nf4 + 10 %, by weight error", within(damages.layers, tenth, lambda layer, form: layer.error[form]))
@@ -184,6 +185,12 @@ def resolved(quantization: str, **options: Any) -> PrecisionPolicy:
 def policy_of(storage: Storage) -> PrecisionPolicy:
     layers = tuple(LayerStorage(name, form) for name, form in storage.items() if form != "nf4")
     return replace(resolved("nf4"), layers=layers)
+
+
+def fitted(damages: Damages, four: PrecisionPolicy) -> PrecisionPolicy:
+    """nf4 everywhere in the bytes of nf4, with constants of least error for the layers' inputs."""
+    layers = (LayerStorage(layer.module, "nf4-fitted", layer.moments) for layer in damages.layers)
+    return replace(four, layers=tuple(layers))
 
 
 def mixture(damages: Damages, nested: PrecisionPolicy, room: int | None) -> PrecisionPolicy:

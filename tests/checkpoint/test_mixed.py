@@ -22,11 +22,13 @@ from isotype.core.errors import PrecisionError
 from isotype.model.adapters import add_lora
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
+from isotype.precision.moments import written
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 from tests.adapters import save_trained
+from tests.checkpoint.test_damage import linear, matrix
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
-from tests.models import tiny_batch
+from tests.models import tiny_batch, tiny_model
 
 FORMATS = {
     "llama": {
@@ -34,11 +36,13 @@ FORMATS = {
         "model.layers.1.mlp.gate_proj": "int8",
         "model.layers.0.mlp.down_proj": "nf4-32",
         "model.layers.1.self_attn.q_proj": "float32",
+        "model.layers.1.mlp.down_proj": "nf4-fitted",
     },
     "gpt2": {
         "transformer.h.0.mlp.c_fc": "int8",
         "transformer.h.1.mlp.c_proj": "float32",
         "transformer.h.1.attn.c_attn": "nf4-32",
+        "transformer.h.0.attn.c_attn": "nf4-32-fitted",
     },
 }
 
@@ -50,7 +54,23 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mixed(path: Path, name: str = "llama", quantization: str = "nf4") -> PrecisionPolicy:
     policy = isotype.resolve_precision(path, "float32", quantization, "cpu")
-    return replace(policy, layers=tuple(LayerStorage(*each) for each in FORMATS[name].items()))
+    columns = {
+        module_name: matrix(module).shape[1] for module_name, module in linear(tiny_model(name)).items()
+    }
+    return replace(
+        policy,
+        layers=tuple(
+            LayerStorage(module, form, moments(columns[module]) if "fitted" in form else "")
+            for module, form in FORMATS[name].items()
+        ),
+    )
+
+
+def moments(columns: int) -> str:
+    """Of input channels, a few of them large."""
+    squares = torch.rand(columns, generator=torch.Generator().manual_seed(0))
+    squares[::9] *= 1000
+    return written(squares, 64)
 
 
 def plain(path: Path) -> PrecisionPolicy:
@@ -88,7 +108,7 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
     for module_name, module in model.named_modules():
         if module_name in FORMATS[name] or type(module).__name__.startswith("Linear4bit"):
             wanted = policy.storage_of(module_name)
-            assert form(module) == wanted
+            assert form(module) == wanted.removesuffix("-fitted")
             assert type(blank[module_name]) is type(module)
             assert blank[module_name].weight.shape == module.weight.shape
             seen.append(wanted)
@@ -97,8 +117,14 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
             else:
                 dense = others["float32"][module_name].weight
                 dense = dense.T if name == "gpt2" else dense
-                error = (weight(module) - dense).norm()
-                assert error < (weight(others["nf4"][module_name]) - dense).norm()
+                known = policy.moments_of(module_name)
+                importance = torch.ones(dense.shape[1]) if known is None else known
+                plain_nf4 = weight(others["nf4"][module_name])
+                before, error = (
+                    float(((each - dense).square() * importance).sum())
+                    for each in (plain_nf4, weight(module))
+                )
+                assert error < before
     assert set(seen) == {"nf4", *FORMATS[name].values()}
     assert isotype.enforce(model, policy) in (None, ())
 

@@ -26,6 +26,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 _BF16 = {"dtype": "bfloat16"}
 _LORA = {"r": 4}
+_MOMENTS = "".join("A9-_xyzk"[channel % 7] for channel in range(64))
 EVERY_LOAD: dict[str, dict[str, Any]] = {
     "plain": {"precision": _BF16, "changes": {}, "lora": _LORA},
     "pinned": {"precision": _BF16, "changes": {"pinned": ["norm"]}, "lora": _LORA},
@@ -39,9 +40,10 @@ EVERY_LOAD: dict[str, dict[str, Any]] = {
         "precision": {**_BF16, "quantization": "nf4", "double_quant": True},
         "changes": {
             "layers": {
-                "model.layers.0.self_attn.v_proj": "int8",
-                "model.layers.0.mlp.down_proj": "nf4-32",
-                "model.layers.1.self_attn.q_proj": "bfloat16",
+                "model.layers.0.self_attn.v_proj": ["int8"],
+                "model.layers.0.mlp.down_proj": ["nf4-32"],
+                "model.layers.1.self_attn.q_proj": ["bfloat16"],
+                "model.layers.1.mlp.gate_proj": ["nf4-32-fitted", _MOMENTS],
             }
         },
         "lora": _LORA,

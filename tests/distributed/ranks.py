@@ -75,7 +75,7 @@ def _dtypes(changes: dict[str, Any]) -> dict[str, Any]:
 
 _MADE: dict[str, Callable[[Any], Any]] = {
     "pinned": tuple,
-    "layers": lambda layers: tuple(LayerStorage(*each) for each in layers.items()),
+    "layers": lambda layers: tuple(LayerStorage(name, *each) for name, each in layers.items()),
 }
 
 

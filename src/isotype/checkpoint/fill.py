@@ -20,7 +20,8 @@ from isotype.checkpoint.values.unpack import Packing, dense
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
 from isotype.model.finite import not_finite
-from isotype.model.quantize import quantize_4bit, quantize_int8
+from isotype.model.fitted import quantize_by
+from isotype.model.quantize import quantize_int8
 from isotype.model.quantized import holds_turned
 
 _BNB = ("nf4", "fp4", "int8")
@@ -38,6 +39,7 @@ class Placement:
         packing: what the checkpoint's config says of its own quantization.
         turn: how tensors of a GGUF file are converted.
         modules: by their names, where the model's own are others by now (wrapped by adapters).
+        moments: of the input channels of layers whose constants are fitted to them, by the names of their weights.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -47,6 +49,7 @@ class Placement:
     packing: Packing = field(default_factory=Packing)
     turn: Turn | None = None
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def owner(self, model: nn.Module, name: str) -> nn.Module:
         """The module of `model` that holds the tensor `name`."""
@@ -210,14 +213,15 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
     """A dense tensor as the model stores it."""
     device = placement.device(name)
     if name in placement.quantized:
-        return _quantized(placement.owner(model, name), value.to(device, placement.plain))
+        dense = value.to(device, placement.plain)
+        return _quantized(placement.owner(model, name), dense, placement.moments.get(name))
     dtype = placement.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
     value = value.to(device, dtype)
     # A part of a tensor that was split: on its own, so that it can be saved, and the rest freed.
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
-def _quantized(layer: Any, value: torch.Tensor) -> torch.Tensor:
+def _quantized(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
     """The quantized weight of a bitsandbytes layer, as its own parameter class makes it when it is moved to a device."""
     if holds_turned(layer):
         value = value.T
@@ -227,7 +231,8 @@ def _quantized(layer: Any, value: torch.Tensor) -> torch.Tensor:
         codes, scales = quantize_int8(value)
         settings |= {"CB": codes, "SCB": scales}
     else:
-        codes, state = quantize_4bit(
+        codes, state = quantize_by(
+            moments,
             value.contiguous(),
             old.quant_type,
             blocksize=old.blocksize,

@@ -24,7 +24,7 @@ from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
 from isotype.model.enforce import dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
-from isotype.model.mixed import store_layers
+from isotype.model.mixed import moments_by_weight, store_layers
 from isotype.model.quantize import wanted_quantization
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
@@ -80,7 +80,10 @@ def load_module(
         )
     if policy.quantized:
         _quantize(model, policy)
-    placement = Placement(*_dtypes(model, policy), policy.plain, lambda name: device, packing)
+    moments = moments_by_weight(policy)
+    placement = Placement(
+        *_dtypes(model, policy), policy.plain, lambda name: device, packing, moments=moments
+    )
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)
     else:

@@ -27,7 +27,8 @@ from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import base_name
 from isotype.model.finite import require_finite
-from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
+from isotype.model.fitted import quantize_by
+from isotype.model.quantize import quantize_int8, state_4bit
 from isotype.model.quantized import holds_turned, quantization_state
 from isotype.model.shard import device_of, mesh_over_all, shard_model
 from isotype.model.walk import Place, places
@@ -178,7 +179,10 @@ class _Rows:
             top, bottom = first // width, math.ceil(last / width)
             dense = self._read(name, top, bottom, self.policy.plain, holds_turned(layer)).flatten()
             block = dense[first - top * width : last - top * width]
-            codes, quantized = quantize_4bit(block, state.quant_type, blocksize=size)
+            moments = self.policy.moments_of(name.removesuffix(".weight"))
+            codes, quantized = quantize_by(
+                moments, block, state.quant_type, first=first - top * width, blocksize=size
+            )
             codes = codes[(start - first) // 2 : (stop - first + 1) // 2]
             # A block that two processes share is the one's in which it begins.
             skipped = math.ceil(start / size) - first // size

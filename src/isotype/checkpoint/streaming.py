@@ -22,7 +22,7 @@ from isotype.checkpoint.values.unpack import Packing
 from isotype.compat.transformers import mark_as_loaded
 from isotype.core.dtypes import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
-from isotype.model.mixed import store_layers
+from isotype.model.mixed import moments_by_weight, store_layers
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_pinned, places
 from isotype.precision.policy import PrecisionPolicy
@@ -119,6 +119,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
         frozenset(quantized),
         policy.plain,
         lambda name: get_device(device_map, name, valid_torch_device=True),
+        moments=moments_by_weight(policy),
     )
 
 

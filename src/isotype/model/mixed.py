@@ -15,12 +15,12 @@ from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import listed
 from isotype.model.walk import kind_of
+from isotype.precision.damages import FITTED, block_of
 from isotype.precision.policy import PrecisionPolicy
 
 _OUTLIERS = 6.0
 """Inputs above it are multiplied in 16 bits: transformers' `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
-_BLOCKS = {"nf4-32": 32}
-_KINDS = {"linear4bit": ("nf4", "nf4-32", "fp4"), "linear8bit": ("int8",)}
+_KINDS = {"linear4bit": ("nf4", "nf4-32", *FITTED, "fp4"), "linear8bit": ("int8",)}
 
 
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
@@ -50,12 +50,18 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
         layer: Any = modules[each.module]
         if each.storage in _KINDS[kind_of(layer)]:
             layer.weight.quant_type = each.storage.partition("-")[0]
-            layer.weight.blocksize = _BLOCKS.get(each.storage, layer.weight.blocksize)
+            layer.weight.blocksize = block_of(each.storage)
         elif each.storage in QUANTIZATIONS:
             model.set_submodule(each.module, _int8(layer))
         else:
             model.set_submodule(each.module, _plain(layer, policy.plain))
     return frozenset(f"{each.module}.weight" for each in policy.layers if each.storage == "int8")
+
+
+def moments_by_weight(policy: PrecisionPolicy) -> dict[str, torch.Tensor]:
+    """Name of a weight -> `[in]`, for layers whose constants are fitted to the moments of their input channels."""
+    found = {f"{each.module}.weight": policy.moments_of(each.module) for each in policy.layers}
+    return {name: moments for name, moments in found.items() if moments is not None}
 
 
 def _int8(layer: Any) -> nn.Module:

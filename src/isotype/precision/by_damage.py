@@ -10,7 +10,7 @@ from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
-from isotype.precision.damages import Damages
+from isotype.precision.damages import FITTED, Damages
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.mixed import Option, choose
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
@@ -18,7 +18,6 @@ from isotype.precision.policy import LayerStorage, PrecisionPolicy
 MIXED = "mixed"
 """The quantization that is decided here."""
 
-_FOUR_BITS = ("nf4", "nf4-32")
 _TENTH = 10
 """Part of nf4's bytes that come on top where nobody says how many there are."""
 
@@ -49,7 +48,7 @@ class Mixture:
             request,
             quantization=self.storage if self.storage in QUANTIZATIONS else None,
             double_quant=self.double_quant or None,
-            quant_storage=request.quant_storage if self.storage in _FOUR_BITS else None,
+            quant_storage=request.quant_storage if self.storage == "nf4" else None,
             layers=self.layers,
             base_memory=None,
         )
@@ -74,7 +73,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:
-    """The format of each layer of least damage: nf4 in blocks of 64 or 32, int8, or unquantized.
+    """The format of each layer of least damage: nf4 in blocks of 64 or 32 with fitted constants, int8, or unquantized.
 
     Args:
         damages: measured of the model.
@@ -90,7 +89,7 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
     others = (parameters - weights) * policy.plain.itemsize
     tenth = damages.bytes("nf4") + damages.bytes("nf4") // _TENTH
     room = tenth if memory is None else memory - others
-    forms = (*_FOUR_BITS, "int8", plain)
+    forms = (*FITTED, "int8", plain)
     options = [
         [Option(layer.bytes(form, double_quant=policy.double_quant), layer.damage_in(form)) for form in forms]
         for layer in damages.layers
@@ -120,8 +119,14 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
     )
     return Mixture(
         storage,
-        tuple(LayerStorage(name, form) for name, form in chosen.items() if form != storage),
-        policy.double_quant and storage in _FOUR_BITS,
+        tuple(
+            LayerStorage(
+                layer.module, chosen[layer.module], layer.moments if chosen[layer.module] in FITTED else ""
+            )
+            for layer in damages.layers
+            if chosen[layer.module] != storage
+        ),
+        policy.double_quant and storage == "nf4",
         choice.bytes,
         damage,
         reason,
@@ -131,4 +136,4 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
 def _most(chosen: Mapping[str, str], plain: str) -> str:
     """The format that the model is said to be stored in: nf4 where any layer has 4 bits, for libraries ask how many bits a model has."""
     forms = set(chosen.values())
-    return "nf4" if forms & set(_FOUR_BITS) else "int8" if "int8" in forms else plain
+    return "nf4" if forms & set(FITTED) else "int8" if "int8" in forms else plain

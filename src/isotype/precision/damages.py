@@ -15,10 +15,13 @@ from isotype.core.files import write_whole
 from isotype.core.names import plural, starred
 from isotype.core.units import format_bytes
 
-FORMATS = ("nf4", "nf4-32", "fp4", "int8", "bfloat16", "float16")
-"""What a linear layer is measured in: `nf4` and `fp4` in blocks of 64 weights, `nf4-32` of 32; float32 changes nothing."""
+FITTED = ("nf4-fitted", "nf4-32-fitted")
+"""nf4 in blocks of 64 or 32 weights, with constants fitted to the layer's inputs (`isotype.model.fitted`)."""
 
-LAYOUT = 1
+FORMATS = ("nf4", "fp4", *FITTED, "int8", "bfloat16", "float16")
+"""What a linear layer is measured in: `nf4` and `fp4` in blocks of 64 weights; float32 changes nothing."""
+
+LAYOUT = 2
 """Number of the layout of a saved measurement: one of another layout is measured again."""
 
 _NESTED = 256
@@ -28,7 +31,7 @@ _SHOWN = 12
 
 def block_of(form: str) -> int:
     """Weights that share a constant in a 4-bit format."""
-    return 32 if form.endswith("-32") else 64
+    return 32 if "-32" in form else 64
 
 
 def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
@@ -57,6 +60,7 @@ class LayerDamage:
         damage: format -> nats a token, to first order in the loss: Kullback-Leibler divergence of the distribution of the next token
             from that of the float32 model, where only this layer is stored so.
         error: format -> squared norm of the error of its weight.
+        moments: of its input channels, as `isotype.precision.moments.written` writes them.
     """
 
     module: str
@@ -64,6 +68,7 @@ class LayerDamage:
     columns: int
     damage: Mapping[str, float]
     error: Mapping[str, float] = field(default_factory=dict)
+    moments: str = ""
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
         """Bytes of its weight in a format."""

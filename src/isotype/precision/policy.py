@@ -16,6 +16,7 @@ from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import write_whole
 from isotype.core.names import plural, starred
+from isotype.precision.moments import read
 
 POLICY_FILE = "precision_policy.json"
 """Name of the file in a saved adapter's folder that holds the policy it was trained under."""
@@ -64,12 +65,15 @@ class LayerStorage:
 
     Attributes:
         module: fully qualified name in the base model.
-        storage: `"nf4"`, `"nf4-32"` (nf4 in blocks of 32 weights instead of 64), `"fp4"`, `"int8"`, or the name of the float dtype that
-            weights which are not quantized have.
+        storage: `"nf4"`, `"nf4-32"` (nf4 in blocks of 32 weights instead of 64), `"nf4-fitted"` and `"nf4-32-fitted"` (with constants
+            that are fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the float dtype that weights which are not quantized
+            have.
+        moments: of its input channels, as `isotype.precision.moments.written` writes them; for fitted constants.
     """
 
     module: str
     storage: str
+    moments: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,18 @@ class PrecisionPolicy:
         return self.storage in QUANTIZATIONS
 
     @cached_property
-    def _layers_by_name(self) -> Mapping[str, str]:
-        return {layer.module: layer.storage for layer in self.layers}
+    def _layers_by_name(self) -> Mapping[str, LayerStorage]:
+        return {layer.module: layer for layer in self.layers}
 
     def storage_of(self, module: str) -> str:
         """How the weight of a linear layer that is quantized under this policy is stored, by its name in the base model."""
-        return self._layers_by_name.get(module, self.storage)
+        layer = self._layers_by_name.get(module)
+        return self.storage if layer is None else layer.storage
+
+    def moments_of(self, module: str) -> torch.Tensor | None:
+        """`[in]`, of the input channels of a linear layer whose constants are fitted to them; None of another."""
+        layer = self._layers_by_name.get(module)
+        return read(layer.moments) if layer is not None and layer.moments else None
 
     @property
     def plain(self) -> torch.dtype:
@@ -210,6 +220,7 @@ class PrecisionPolicy:
             **plain,
             "reasons": dict(self.reasons),
             "layers": {layer.module: layer.storage for layer in self.layers},
+            "moments": {layer.module: layer.moments for layer in self.layers if layer.moments},
             "exceptions": [asdict(exception) for exception in self.exceptions],
         }
 
@@ -217,12 +228,14 @@ class PrecisionPolicy:
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
         """The policy that `to_dict` described."""
         dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}
+        moments = values.get("moments", {})
+        layers = values.get("layers", {}).items()
         rest = {
-            **values,
+            **{name: value for name, value in values.items() if name != "moments"},
             **dtypes,
             "pinned": tuple(values["pinned"]),
             "warnings": tuple(values["warnings"]),
-            "layers": tuple(LayerStorage(*each) for each in values.get("layers", {}).items()),
+            "layers": tuple(LayerStorage(name, form, moments.get(name, "")) for name, form in layers),
             "exceptions": tuple(ModuleException(**each) for each in values.get("exceptions", ())),
         }
         return cls(**rest)

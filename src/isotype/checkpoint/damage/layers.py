@@ -14,7 +14,8 @@ from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.compat.torch import UncompiledMode
 from isotype.core.operators import operator_name
 from isotype.model.walk import kind_of
-from isotype.precision.damages import FORMATS
+from isotype.precision.damages import FITTED, FORMATS
+from isotype.precision.moments import read, written
 from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
 
 
@@ -46,12 +47,23 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """What is summed up of one layer: nats of all tokens and squared error of the weight, by format."""
+    """What is summed up of one layer.
+
+    Nats of all tokens and squared error of the weight, by format; squares of its inputs,
+    each of the `tokens` times the squared norm of its gradient: the columns' sums of the Fisher information.
+    """
 
     rows: int = 0
     columns: int = 0
     damage: dict[str, float] = field(default_factory=dict)
     error: dict[str, float] = field(default_factory=dict)
+    squares: torch.Tensor | None = None
+    tokens: int = 0
+
+    @property
+    def moments(self) -> str:
+        """Of the input channels, as policies have them."""
+        return "" if self.squares is None else written(self.squares, self.tokens)
 
 
 @dataclass
@@ -93,8 +105,9 @@ class Layers:
             form = self.form_of.get(name)
             if form is not None:
                 stored = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                moments = read(self.sums[name].moments) if form in FITTED else None
                 for rows in pieces(*weight.shape):
-                    stored[rows] = rounded(weight[rows], form)
+                    stored[rows] = rounded(weight[rows], form, moments)
                 weight = stored
             output: torch.Tensor = _Product.apply(x, weight, self, name)  # type: ignore[no-untyped-call]
             bias = module.bias
@@ -114,13 +127,17 @@ class Layers:
         sums = self.sums.setdefault(name, Sums(*weight.shape))
         squares = x.reshape(-1, x.shape[-1]).square()
         above = gradient.reshape(-1, gradient.shape[-1]).square()
+        gradients = above.sum(1)
+        sums.squares = gradients @ squares + (0 if sums.squares is None else sums.squares)
+        sums.tokens += int((gradients > 0).sum())  # a padded token has none
+        moments = read(sums.moments)
         damage = dict.fromkeys(FORMATS, 0.0)
         error = dict.fromkeys(FORMATS, 0.0)
         for rows in pieces(*weight.shape):
             part = weight[rows]
             fisher = above[:, rows].T @ squares
             for form in FORMATS:
-                off = rounded(part, form).sub_(part).square_()
+                off = rounded(part, form, moments).sub_(part).square_()
                 error[form] += float(off.sum())
                 damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
         for form in FORMATS:

@@ -88,6 +88,7 @@ def measure_quality(
                 sums[name].columns,
                 {form: nats / count for form, nats in sums[name].damage.items()},
                 sums[name].error,
+                sums[name].moments,
             )
             for name in session.layers.wanted
             if name in sums

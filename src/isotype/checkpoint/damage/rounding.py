@@ -8,26 +8,33 @@ import torch
 
 from isotype.core.dtypes import parse_dtype
 from isotype.model.bnb_blocks import dequantize_4bit
+from isotype.model.fitted import quantize_fitted
 from isotype.model.quantize import quantize_4bit, quantize_int8
-from isotype.precision.damages import block_of
+from isotype.precision.damages import FITTED, block_of
 
 _PIECE = 1 << 20
 _BLOCKS = 64  # rows in whole blocks of 4 bits, however wide a row is
 
 
-def rounded(weight: torch.Tensor, form: str) -> torch.Tensor:
+def rounded(weight: torch.Tensor, form: str, moments: torch.Tensor | None = None) -> torch.Tensor:
     """The values `[rows, columns]` in float32 that a float32 weight, or whole blocks of its rows, has in a format.
 
     Args:
         weight: `[rows, columns]`.
         form: one of `isotype.precision.damages.FORMATS`.
+        moments: `[columns]`, of the layer's input channels; what constants are fitted to in a format that says so.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
         return codes.float() * (scales.float() / 127).to(weight.device).unsqueeze(1)
     if form in ("bfloat16", "float16"):
         return weight.to(parse_dtype(form)).float()
-    codes, state = quantize_4bit(weight.contiguous(), form.removesuffix("-32"), blocksize=block_of(form))
+    name, size = form.partition("-")[0], block_of(form)
+    if form in FITTED:
+        assert moments is not None
+        codes, state = quantize_fitted(weight, name, moments, blocksize=size)
+    else:
+        codes, state = quantize_4bit(weight.contiguous(), name, blocksize=size)
     return dequantize_4bit(codes, state).float()
 
 
