@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from rich.console import Console
 from isotype.data.methods import METHODS
 from isotype.train import recipes
 from isotype.train.settings import parse_settings
+from tests import processes
+from tests.distributed import ranks
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 ROOT = Path(__file__).parents[2]
@@ -118,9 +119,8 @@ def in_processes(count: int, jobs: Sequence[dict[str, Any]], directory: Path) ->
     """
     described, results = directory / "jobs.json", directory / "results.json"
     described.write_text(json.dumps(jobs))
-    command = [*TORCHRUN, str(count), "-m", "tests.distributed.ranks", str(described), str(results)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400, check=False
+    done = processes.run(
+        processes.launched, count, ranks.main, described, results, environment=environment(), timeout=400
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return json.loads(results.read_text()), done.stdout

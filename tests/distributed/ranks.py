@@ -1,12 +1,8 @@
-"""What one of several processes does: jobs from a JSON file, one after another in one process group.
-
-usage: torchrun --standalone --nproc_per_node N -m tests.distributed.ranks JOBS RESULTS
-"""
+"""What one of several processes does: jobs from a JSON file, one after another in one process group."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import isotype
 from isotype.checkpoint.shard import load_sharded
-from isotype.cli.main import main
+from isotype.cli.main import main as command
 from isotype.lora.modules import FusedLora
 from isotype.model.shard import free_gathered, shard_model
 from isotype.precision.policy import LayerStorage
@@ -28,7 +24,7 @@ from isotype.precision.policy import LayerStorage
 
 def train(argv: list[str]) -> int:
     """Run a training command as the command line does; returns its exit status."""
-    return main(argv)
+    return command(argv)
 
 
 def load(
@@ -214,13 +210,15 @@ def hold(path: str, case: str) -> dict[str, int]:
 
 JOBS: dict[str, Callable[..., Any]] = {"train": train, "load": load, "fuse": fuse, "hold": hold}
 
-if __name__ == "__main__":
-    jobs = json.loads(Path(sys.argv[1]).read_text())
+
+def main(described: Path, answers: Path) -> None:
+    """Do the jobs that one file describes; another gets what each process gave for each job."""
+    jobs = json.loads(described.read_text())
     if not distributed.is_initialized():
         distributed.init_process_group("gloo")
     results = [JOBS[job.pop("job")](**job) for job in jobs]
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, results)
     if distributed.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(every))
+        answers.write_text(json.dumps(every))
     distributed.destroy_process_group()
