@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_IMPORTED = ("pytest", "tests.train.forked", "tests.distributed.ranks", "tests.distributed.one_rank", "torch.distributed.launcher.api")
+_IMPORTED = (
+    "tests.imported",
+    "pytest",
+    "tests.train.forked",
+    "tests.distributed.ranks",
+    "tests.distributed.one_rank",
+    "torch.distributed.launcher.api",
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,10 @@ def start(
 ) -> BaseProcess:
     """As `run`, without waiting; what it writes goes to these files."""
     surroundings = dict(os.environ if environment is None else environment)
-    process = _server().Process(target=_forked, args=(surroundings, stdout, stderr, function, arguments))
+    method = multiprocessing.get_start_method()
+    process = _server().Process(
+        target=_forked, args=(surroundings, method, stdout, stderr, function, arguments)
+    )
     process.start()
     return process
 
@@ -90,6 +100,7 @@ def _server() -> ForkServerContext:
 
 def _forked(
     environment: dict[str, str],
+    method: str,
     stdout: Path,
     stderr: Path,
     function: Callable[..., object],
@@ -98,6 +109,9 @@ def _forked(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
+    multiprocessing.set_start_method(
+        method, force=True
+    )  # processes that it starts come as those of any other
     for number, path in ((1, stdout), (2, stderr)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)

@@ -61,7 +61,9 @@ def test_killing_one_process_ends_the_other_with_one_message_and_the_run_goes_on
         os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
         assert ended(), log.read_text()
     finally:
-        for process in psutil.Process(launcher).children(recursive=True) if psutil.pid_exists(launcher) else []:
+        for process in (
+            psutil.Process(launcher).children(recursive=True) if psutil.pid_exists(launcher) else []
+        ):
             process.kill()
     text = log.read_text()
     assert text.count("error: another process of the run has ended") == 1, text

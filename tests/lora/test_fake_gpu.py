@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fake_gpu import CASES, OFTEN
 from tests.pairwise import few
-
-_ROOT = Path(__file__).parents[2]
+from tests.processes import run_module
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +17,7 @@ def launches(request: pytest.FixtureRequest) -> dict[str, Any]:
     """All cases that are asked for, in one process of their own: the fake device replaces this machine's."""
     items = [item for item in request.session.items if item.path == request.path]
     whole = ["--whole"] * any(item.get_closest_marker("exhaustive") is not None for item in items)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu", *whole]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=os.environ, check=False)
+    ended = run_module("tests.fake_gpu", *whole)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from isotype.lora.loops import elementwise
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.weightless import weightless_model
+from tests import processes
 from tests.cpus import pretend
 from tests.lora.watched import copies_of
 from tests.models import tiny_batch, tiny_model
@@ -447,11 +446,9 @@ def test_copies_and_pickles_are_fused_models_of_their_own() -> None:
         torch.testing.assert_close(other(**batch).logits, wanted)
 
 
-_UNPICKLED = """
-import sys, torch
-model, batch = torch.load(sys.argv[1], weights_only=False)
-torch.save(model(**batch).logits, sys.argv[2])
-"""
+def _unpickled(before: Path, after: Path) -> None:
+    model, batch = torch.load(before, weights_only=False)
+    torch.save(model(**batch).logits, after)
 
 
 def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
@@ -459,7 +456,8 @@ def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
     fuse(model)
     before, after = tmp_path / "model.pt", tmp_path / "logits.pt"
     torch.save((model, batch), before)
-    subprocess.run([sys.executable, "-c", _UNPICKLED, before, after], check=True)
+    done = processes.run(_unpickled, before, after)
+    assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.load(after), model(**batch).logits)
 
 

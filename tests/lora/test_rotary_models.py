@@ -213,10 +213,10 @@ def test_compiled_it_runs_as_transformers_has_it(rotations: list[bool]) -> None:
     fuse(model)
     wanted = model(**batch).logits
     rotations.clear()
-    for attention in attention_of(model):
-        attention.compile(backend="eager")
+    first, *others = attention_of(model)
+    first.compile(backend="eager")
     torch.testing.assert_close(model(**batch).logits, wanted)
-    assert not rotations
+    assert len(rotations) == 2 * len(others)  # queries and keys of what is not compiled
 
 
 def test_a_boundary_below_is_left_and_one_on_top_is_kept(rotations: list[bool]) -> None:

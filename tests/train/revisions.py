@@ -1,6 +1,6 @@
 """Trains on a revision of a model in a hub cache, and uses what came out; prints what it saw as JSON.
 
-usage: HF_HOME=DIRECTORY/hub HF_HUB_OFFLINE=1 python -m tests.train.revisions DIRECTORY [few]
+usage: HF_HUB_OFFLINE=1 python -m tests.train.revisions DIRECTORY [few]
 few: training and merging only.
 """
 
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import isotype.train.callback
@@ -106,6 +107,7 @@ def run(root: Path, few: bool) -> dict[str, Any]:
 
 def start() -> None:
     root = Path(sys.argv[1])
+    constants.HF_HUB_CACHE = str(root / "hub" / "hub")  # as HF_HOME sets it before the libraries are imported
     isotype.train.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
     put_into_cache(root)
     save_rows(root / "train.jsonl", rows("sft"))

@@ -21,6 +21,8 @@ from isotype.data.methods import METHODS
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.settings import Settings
 from isotype.train.stop import graceful_stop, resume_command
+from tests.pairwise import few
+from tests.processes import run_module
 from tests.train.tiny import arguments, rows, save_chat_model, save_rows
 
 ROOT = Path(__file__).parents[2]
@@ -28,17 +30,18 @@ STOPPING = "\nstopping after this step and saving a checkpoint; once more to sto
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("interrupts")
     save_chat_model(root / "model")
-    command = [sys.executable, "-m", "tests.train.interrupts", str(root)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    items = [item for item in request.session.items if item.path == request.path]
+    short = not any(item.get_closest_marker("exhaustive") for item in items)
+    done = run_module("tests.train.interrupts", root, *["few"] * short)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"root": str(root)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["once", "terminated"])
+@few("name", ["once", "terminated"], "once")
 def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
     run = found[name]
     assert run["status"] == (143 if name == "terminated" else 130)
@@ -82,7 +85,7 @@ def test_two_signals_stop_at_once_and_the_last_checkpoint_is_whole(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["loading-int", "loading-term"])
+@few("name", ["loading-int", "loading-term"], "loading-term")
 def test_a_signal_before_the_training_says_so_and_nothing_else(found: dict[str, Any], name: str):
     run = found[name]
     assert run["status"] == (143 if name == "loading-term" else 130)

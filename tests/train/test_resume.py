@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_module
 from tests.train.tiny import save_chat_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -33,8 +30,7 @@ def test_killed_in_saves_and_resumed_equals_uninterrupted(
     kills: int, in_the_middle: int, flags: list[str], tmp_path: Path
 ):
     save_chat_model(tmp_path / "model")
-    command = [sys.executable, "-m", "tests.train.kill_chain", str(tmp_path), str(kills), "0", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run_module("tests.train.kill_chain", tmp_path, kills, 0, *flags, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
 

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import run_module
 from tests.train.revisions import NAME, NEW
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
 def ran(root: Path, *more: str) -> dict[str, Any]:
-    surroundings = os.environ | {"HF_HOME": str(root / "hub"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tests.train.revisions", str(root), *more]
-    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=300)
+    done = run_module("tests.train.revisions", root, *more)
     assert done.returncode == 0, done.stderr
     content: dict[str, Any] = json.loads((root / "found.json").read_text())
     return content
