@@ -315,6 +315,41 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_update(
     assert (report["status"], len(report["steps"])) == ("failed", 2)
 
 
+@pytest.mark.parametrize(("ends", "status"), [(RuntimeError, "failed"), (KeyboardInterrupt, "interrupted")])
+def test_the_last_step_before_an_exception_is_in_the_report(
+    model, data, tmp_path, monkeypatch, ends: type[BaseException], status: str
+):
+    """Of a device that leaves updates out by itself, where a step is read while the next one runs."""
+    from isotype.train import step_values
+    from isotype.train.record import RunRecorder
+
+    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+
+    begin = RunRecorder.on_step_begin
+
+    def fail(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        begin(self, args, state, control, **kwargs)
+        if state.global_step == 2:
+            raise ends("lost")
+
+    monkeypatch.setattr(RunRecorder, "on_step_begin", fail)
+    out = tmp_path / "out"
+    argv = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--output_dir", out]
+    argv += [
+        "--max_steps",
+        3,
+        "--save_strategy",
+        "no",
+        "--logging_steps",
+        50,
+        "--per_device_train_batch_size",
+        2,
+    ]
+    assert main([str(a) for a in argv]) != 0
+    report = json.loads((out / "run_report.json").read_text())
+    assert (report["status"], [step["step"] for step in report["steps"]]) == (status, [1, 2])
+
+
 def test_trained_weights_that_are_not_finite_are_not_saved(model, data, tmp_path, capsys, monkeypatch):
     from isotype.train.record import RunRecorder
 

@@ -372,3 +372,39 @@ def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
     trainer._step_loss = torch.tensor(1.0)
     trainer.step_values()
     assert reduced[-1] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_step_that_waits_to_be_read_when_a_run_fails_is_in_the_report_or_said_to_be_missing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+    trainer = build(path, tmp_path, max_steps=3, save_strategy="no", logging_steps=50)
+    recorder = RunRecorder(trainer)
+
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                raise RuntimeError("CUDA error: unspecified launch failure\nCompile with …")
+
+    trainer.add_callback(recorder)
+    trainer.add_callback(Fails())
+    with pytest.raises(RuntimeError, match="launch failure") as caught:
+        trainer.train()
+    assert [step.step for step in recorder.steps] == [1]
+    if not readable:
+
+        def lost(_: Any) -> StepValues:
+            raise caught.value
+
+        monkeypatch.setattr(step_values.LaunchedValues, "read", lost)
+    missing = recorder.record_unread()
+    assert recorder.record_unread() == ""
+    if readable:
+        assert (missing, [step.step for step in recorder.steps]) == ("", [1, 2])
+        assert 0 < recorder.steps[1].loss < 100
+    else:
+        assert [step.step for step in recorder.steps] == [1]
+        assert missing == (
+            "step 2 is not in the report: its loss cannot be read from the device (CUDA error: unspecified launch failure)"
+        )

@@ -108,9 +108,8 @@ def is_traced() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
-def is_profiled() -> bool:
-    """Whether torch's profiler records what runs."""
-    return bool(torch._C._autograd._profiler_enabled())
+is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether torch's profiler records what runs."""
 
 
 # ----------------------------------------------------------------------------------------------------- operators
@@ -173,13 +172,12 @@ def forget_gradient_hooks(leaf: torch.Tensor) -> None:
         leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func` (`grad`, `vmap`, `jvp` …) runs the code that calls.
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` (`grad`, `vmap`, `jvp` …) runs the code that calls.
 
-    Its tensors have no memory of their own, and it refuses functions of autograd's that have no `setup_context`: what has neither
-    loops nor functions of that kind has to compute. https://docs.pytorch.org/docs/stable/notes/extending.func.html
-    """
-    return bool(torch._C._are_functorch_transforms_active())
+Its tensors have no memory of their own, and it refuses functions of autograd's that have no `setup_context`: what has neither
+loops nor functions of that kind has to compute. https://docs.pytorch.org/docs/stable/notes/extending.func.html
+"""
 
 
 def is_transformed_tensor(value: Any) -> bool:

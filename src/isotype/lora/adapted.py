@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -141,10 +141,11 @@ class Reading:
     def holds(self, layer: Any) -> bool:
         """Whether everything that was read of the layer is as it was."""
         parts = self._parts
-        children = parts.children()
+        children, parameters = parts.children(), parts.parameters()
         return (
             children == self._children
-            and _same(parts.parameters(), self._parameters)
+            and len(parameters) == len(self._parameters)
+            and all(map(is_, parameters, self._parameters))
             and self._settings == _settings(layer, self.layer.base, parts, children, self.tensors)
             and not parts.hooked()
         )
@@ -170,7 +171,7 @@ def read(layer: Any, former: Reading | None) -> Reading | None:
 
 
 _CHILDREN, _PARAMETERS, _TRAINING = map(itemgetter, (CHILDREN, PARAMETERS, "training"))
-_HOOKS = tuple(map(itemgetter, HOOKS))
+_HOOKS = itemgetter(*HOOKS)
 _SHAPE, _P = attrgetter("shape"), attrgetter("p")
 
 
@@ -195,12 +196,14 @@ class _Parts(NamedTuple):
 
     def offloaded(self) -> bool:
         """Whether hooks of accelerate's fetch weights for each call."""
-        return any(HOOK in part and not _only_places(part[HOOK]) for part in self.called)
+        # Asked for every product, and most have none.
+        placed = any(map(contains, self.called, repeat(HOOK)))
+        return placed and any(HOOK in part and not _only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
         """Whether a part has hooks, but for those of a recorder; those of the layer itself are called whatever its path."""
-        found = chain.from_iterable(filter(None, map(hooks, self.called)) for hooks in _HOOKS)
-        return any(map(must_be_called, found)) or self.offloaded()
+        hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
+        return any(map(must_be_called, hooks)) or self.offloaded()
 
 
 def _only_places(hook: Any) -> bool:
@@ -221,10 +224,6 @@ def _parts_of(layer: Any) -> _Parts:
     )
 
 
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
 def _settings(
     layer: Any,
     base: Any,
@@ -233,7 +232,7 @@ def _settings(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, ...]:
     """What may change though the modules and parameters of a layer stay: boundaries change their classes, for one."""
-    active = layer.active_adapters
+    active = layer.active_adapter
     return (
         layer.merged,
         layer.disable_adapters,

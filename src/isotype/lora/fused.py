@@ -120,7 +120,7 @@ class Siblings:
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
         """Outputs for X of the first layer and of those of the others that compute in the same dtypes."""
-        first, *others = (self._read(layer, x) for layer in layers)
+        first, *others = [self._read(layer, x) for layer in layers]
         if first is None:
             return None
         dtypes = _dtypes(first.layer.base, x)
@@ -167,7 +167,7 @@ def _run(
     dtypes: tuple[torch.dtype, torch.dtype],
     gate: Gate | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    layers = tuple(reading.layer for reading in readings)
+    layers = tuple([reading.layer for reading in readings])
     compute, result = dtypes
     working, tensors = working_dtype(compute, inputs[0]), [each for own in readings for each in own.tensors]
     compiled = _by_loops(working, inputs[0])

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from isotype.compat.torch import UNNAMED_VIEW
 from isotype.core.dtypes import NoAutocast
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.rounded import Pairs, rounded
@@ -79,36 +81,36 @@ class _LoraLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with NoAutocast(first.device.type):
             x = _product(spec, _factors(spec, first, second))
-            masks = tuple(
-                _mask_of(adapter.dropout, first) for layer in spec.layers for adapter in layer.adapters
-            )
-            each, down = _rounded(spec, tensors, stacked=all(mask is None for mask in masks))
+            masks = [_mask_of(adapter.dropout, first) for layer in spec.layers for adapter in layer.adapters]
+            each, down = _rounded(spec, tensors, stacked=not _drops(masks))
             hidden = _hidden(spec, x, each, masks, down)
             done = [_output(spec, own, x, hidden, products) for own in each]
         outputs, totals, norms = zip(*done, strict=True)
-        ctx.spec = spec
-        ctx.shape, ctx.dtypes = first.shape, tuple(None if t is None else t.dtype for t in (first, second))
+        ctx.spec, ctx.shape = spec, first.shape
+        ctx.dtypes = first.dtype, None if second is None else second.dtype
         factors = (x, None) if spec.gate is None else (first, second)
-        scaled = (own.scaled_up for own in each)
-        ctx.save_for_backward(*factors, hidden, down, *scaled, *masks, *totals, *norms, *tensors)
-        return tuple(_shaped(output, first) for output in outputs)
+        scaled = [own.scaled_up for own in each]
+        ctx.save_for_backward(*factors, hidden, down, *scaled, *totals, *norms, *tensors, *masks)
+        leading = first.shape[:-1]
+        # No views in autograd's eyes, which forbids writing into views that a function returns.
+        return tuple([UNNAMED_VIEW(rows, (*leading, rows.shape[-1])) for rows in outputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: Spec = ctx.spec
         spec.weights.workspace.release_after_backward()
-        saved = iter(ctx.saved_tensors)
-        first, second, hidden, down = islice(saved, 4)
-        scaled, masks, totals, norms = (
-            tuple(islice(saved, count)) for count in (len(grads), spec.adapters, len(grads), len(grads))
-        )
-        tensors = tuple(saved)
+        first, second, hidden, down, *saved = ctx.saved_tensors
+        layers, adapters = len(grads), spec.adapters
+        scaled, totals, norms = saved[:layers], saved[layers : 2 * layers], saved[2 * layers : 3 * layers]
+        tensors, masks = saved[3 * layers : len(saved) - adapters], saved[len(saved) - adapters :]
         found: list[torch.Tensor | None] = [None] * len(tensors)
         arrived: list[tuple[_Own, torch.Tensor]] = []
         with NoAutocast(first.device.type):
             factors = _factors(spec, first, second)
-            each = _owned(spec, tensors, scaled)
+            each = _owned(spec, tensors)
+            for own, up in zip(each, scaled, strict=True):
+                own.scaled_up = up
             for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
                 if grad is not None:
                     rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
@@ -128,32 +130,35 @@ class _LoraLinear(torch.autograd.Function):
         return None, None, *d_inputs, *found
 
 
-class _Own(NamedTuple):
+@dataclass(slots=True)
+class _Own:
     """The tensors of one layer, where they are among all, and its adapters' columns in X Aᵀ.
 
-    `scaled_up`: s B of all its adapters side by side in the working dtype, `[out, rank]`; None without adapters.
+    `first_pair`: the place of its first A among all tensors; B is behind it. `scaled_up`: s B of all its adapters side by side in
+    the working dtype, `[out, rank]`; None without adapters.
     """
 
     layer: Layer
     start: int
+    first_pair: int
     first_column: int
-    biases: tuple[torch.Tensor, ...]
-    down: tuple[torch.Tensor, ...]
-    up: tuple[torch.Tensor, ...]
+    biases: Sequence[torch.Tensor]
+    down: Sequence[torch.Tensor]
+    up: Sequence[torch.Tensor]
     magnitude: torch.Tensor | None
-    scaled_up: torch.Tensor | None
+    scaled_up: torch.Tensor | None = None
 
 
-def _owned(spec: Spec, tensors: Sequence[torch.Tensor], scaled: Sequence[torch.Tensor | None]) -> list[_Own]:
-    """Slice the flat tensor list per layer; `scaled` holds s·B from the forward."""
+def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_Own]:
+    """Slice the flat tensor list per layer; `scaled_up` comes later."""
     made, start, column = [], 0, 0
-    for layer, ready in zip(spec.layers, scaled, strict=True):
-        biases, adapters = len(layer.biases), len(layer.adapters)
-        own = tuple(tensors[start : start + layer.tensors])
-        pairs = own[biases : biases + 2 * adapters]
-        magnitude = own[-1] if len(own) > biases + 2 * adapters else None
-        made.append(_Own(layer, start, column, own[:biases], pairs[::2], pairs[1::2], magnitude, ready))
-        start += layer.tensors
+    for layer in spec.layers:
+        pair, end = start + len(layer.biases), start + layer.tensors
+        last = pair + 2 * len(layer.adapters)
+        down, up = tensors[pair:last:2], tensors[pair + 1 : last : 2]
+        magnitude = tensors[last] if last < end else None
+        made.append(_Own(layer, start, pair, column, tensors[start:pair], down, up, magnitude))
+        start = end
         column += layer.rank
     return made
 
@@ -162,10 +167,12 @@ def _rounded(
     spec: Spec, tensors: Sequence[torch.Tensor], *, stacked: bool
 ) -> tuple[list[_Own], torch.Tensor | None]:
     """(each layer's own tensors, all A above one another in the working dtype, if wanted and there are any)"""
-    each = _owned(spec, tensors, [None] * len(spec.layers))
-    pairs = [Pairs(own.down, own.up, [adapter.scale for adapter in own.layer.adapters]) for own in each]
+    each = _owned(spec, tensors)
+    pairs = [Pairs(own.down, own.up, own.layer.scales) for own in each]
     down, scaled = rounded(pairs, spec.working, stacked=stacked)
-    return [own._replace(scaled_up=up) for own, up in zip(each, scaled, strict=True)], down
+    for own, up in zip(each, scaled, strict=True):
+        own.scaled_up = up
+    return each, down
 
 
 def _columns(hidden: torch.Tensor, own: _Own) -> torch.Tensor:
@@ -182,12 +189,6 @@ def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
 def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
     """X as a matrix in the working dtype."""
     return factors[0] if spec.gate is None else spec.gate.product(*factors)
-
-
-def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    # No view in autograd's eyes, which forbids writing into views that a function returns.
-    made: torch.Tensor = torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[-1]])
-    return made
 
 
 def _adapters(each: Sequence[_Own]) -> list[tuple[Adapter, torch.Tensor]]:
@@ -218,8 +219,10 @@ def _output(
     spec: Spec, own: _Own, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(Y, and of DoRA: the sum before the magnitude, the norms of the rows of W + s B A). All but DoRA's Y is written later."""
-    biases = [bias * scale for bias, scale in zip(own.biases, own.layer.biases, strict=True)]
-    bias = sum(biases[1:], biases[0]).to(x.dtype) if biases else None
+    bias = None
+    if own.biases:
+        biases = [bias * scale for bias, scale in zip(own.biases, own.layer.biases, strict=True)]
+        bias = sum(biases[1:], biases[0]).to(x.dtype)
     columns = shape_of(own.layer.base)[0]
     if own.magnitude is None:
         out = x.new_empty(x.shape[0], columns, dtype=spec.result)
@@ -311,34 +314,29 @@ def _through_up(
     found: list[torch.Tensor | None],
 ) -> None:
     """From the gradients of the products with each weight to those of all B and of X Aᵀ, which are written into `d_hidden`."""
-    sums, places = [], []
+    sums, places, summed = [], [], _summed(hidden)
     for own, rows in arrived:
         if own.scaled_up is None:
             continue
         sums.append(Sum(_columns(d_hidden, own), ((rows, own.scaled_up),)))
         through, mine = rows.t(), _columns(hidden, own)
-        parts = _split(mine, [adapter.rank for adapter in own.layer.adapters], 1)
-        for index, (part, up, adapter) in enumerate(zip(parts, own.up, own.layer.adapters, strict=True)):
-            d_up = rows.new_empty(up.shape, dtype=_summed(rows))
-            sums.append(Sum(d_up, ((through, part),), None, adapter.scale))
-            places.append((_place(own, index) + 1, d_up, up.dtype))
+        parts = _split(mine, own.layer.ranks, 1)
+        for index, (part, up, scale) in enumerate(zip(parts, own.up, own.layer.scales, strict=True)):
+            d_up = rows.new_empty(up.shape, dtype=summed)
+            sums.append(Sum(d_up, ((through, part),), None, scale))
+            places.append((own.first_pair + 2 * index + 1, d_up, up.dtype))
     write_sums(sums, compiled=spec.compiled)
     for place, d_up, dtype in places:
         found[place] = d_up.to(dtype)
 
 
-def _split(x: torch.Tensor, sizes: list[int], dim: int) -> Sequence[torch.Tensor]:
+def _split(x: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
     return (x,) if len(sizes) == 1 else x.split_with_sizes(sizes, dim)
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:
     """The dtype in which products of such matrices are summed."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _place(own: _Own, adapter: int) -> int:
-    """Where A of a layer's adapter is among all tensors."""
-    return own.start + len(own.biases) + 2 * adapter
 
 
 def _through_products(
@@ -376,7 +374,7 @@ def _add_dropped(
     each: Sequence[_Own], masks: Sequence[torch.Tensor | None], d_hidden: torch.Tensor, d_x: torch.Tensor
 ) -> None:
     """Add each adapter's input gradient when dropout gave every adapter its own mask."""
-    if all(mask is None for mask in masks):
+    if not _drops(masks):
         return
     adapters = _adapters(each)
     parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters], 1)
@@ -394,15 +392,16 @@ def _through_down(
     found: list[torch.Tensor | None],
 ) -> None:
     """The gradient of each A: its rows of `d_down`, or where dropout left each its own X, from that of X Aᵀ."""
-    adapters = _adapters(each)
-    if not adapters:
+    places = [own.first_pair + 2 * index for own in each for index in range(len(own.down))]
+    if not places:
         return
-    places = [_place(own, index) for own in each for index in range(len(own.down))]
-    ranks = [adapter.rank for adapter, _ in adapters]
+    ranks = [rank for own in each for rank in own.layer.ranks]
     if d_down is not None:
-        for place, part, (_, down) in zip(places, _split(d_down, ranks, 0), adapters, strict=True):
+        downs = [down for own in each for down in own.down]
+        for place, part, down in zip(places, _split(d_down, ranks, 0), downs, strict=True):
             found[place] = part.to(down.dtype)
         return
+    adapters = _adapters(each)
     for place, part, (adapter, down), mask in zip(
         places, _split(d_hidden, ranks, 1), adapters, masks, strict=True
     ):
@@ -423,6 +422,10 @@ def _through_input(
         return x, (d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other))
     assert x is not None, "only a gated product whose gradient is wanted is formed later"
     return x, (None if d_x is None else d_x.view(ctx.shape).to(dtype), None)
+
+
+def _drops(masks: Sequence[torch.Tensor | None]) -> bool:
+    return bool([mask for mask in masks if mask is not None])
 
 
 def _mask_of(probability: float, x: torch.Tensor) -> torch.Tensor | None:

@@ -119,8 +119,8 @@ def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
             functions = _functions(*args)
             if functions is not None:
                 q, k, cos, sin = args
-                pair = (_Rotate.apply(x, cos, sin, functions) for x in (q, k))  # type: ignore[no-untyped-call]
-                return tuple(pair)
+                apply = _Rotate.apply
+                return apply(q, cos, sin, functions), apply(k, cos, sin, functions)  # type: ignore[no-untyped-call]
         return rotate(*args, **kwargs)
 
     return rotated
@@ -128,7 +128,8 @@ def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
     """The module that rotates such operands in one pass; None where they are others or there is none."""
-    if not all(isinstance(x, torch.Tensor) for x in (q, k, cos, sin)):
+    operands = (q, k, cos, sin)
+    if not all(isinstance(x, torch.Tensor) for x in operands):
         return None
     if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype == sin.dtype):
         return None
@@ -136,11 +137,12 @@ def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
         return None
     if cos.shape != sin.shape:
         return None
-    if not all(x.shape[2:] == cos.shape[1:] and len(cos) in (1, len(x)) for x in (q, k)):
+    rows = cos.shape[0]
+    if not all(x.shape[2:] == cos.shape[1:] and rows in (1, x.shape[0]) for x in (q, k)):
         return None
     if q.device.type == "cpu":
-        return elementwise if all(elementwise.known(x) for x in (q, k, cos, sin)) else None
-    return kernel_of("rotary", q, k, cos, sin)
+        return elementwise if all(map(elementwise.known, operands)) else None
+    return kernel_of("rotary", *operands)
 
 
 class _Rotate(torch.autograd.Function):

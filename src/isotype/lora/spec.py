@@ -44,9 +44,19 @@ class Layer:
     adapters: tuple[Adapter, ...] = ()
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each adapter."""
+        return tuple(adapter.rank for adapter in self.adapters)
+
+    @cached_property
+    def scales(self) -> tuple[float, ...]:
+        """What each adapter's product is multiplied by."""
+        return tuple(adapter.scale for adapter in self.adapters)
+
+    @cached_property
     def rank(self) -> int:
         """Rank of all adapters together."""
-        return sum(adapter.rank for adapter in self.adapters)
+        return sum(self.ranks)
 
     @cached_property
     def tensors(self) -> int:
@@ -79,4 +89,4 @@ class Spec:
     @property
     def adapters(self) -> int:
         """How many adapters the layers have together."""
-        return sum(len(layer.adapters) for layer in self.layers)
+        return sum([len(layer.adapters) for layer in self.layers])

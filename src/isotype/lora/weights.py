@@ -36,17 +36,13 @@ def shape_of(layer: Any) -> tuple[int, int]:
         return int(rows), int(columns)
     weight = layer.weight if layer.weight is not None else layer.state.CB
     rows, columns = weight.shape
-    return (int(columns), int(rows)) if _transposed(layer) else (int(rows), int(columns))
-
-
-def _transposed(layer: nn.Module) -> bool:
-    """Whether the weight lies as `[in_features, out_features]`: transformers' Conv1D."""
     cls: Any = type(layer)
-    return _is_conv1d(cls)
+    return (int(columns), int(rows)) if _transposed(cls) else (int(rows), int(columns))
 
 
 @cache
-def _is_conv1d(cls: Any) -> bool:
+def _transposed(cls: Any) -> bool:
+    """Whether the weight of a class lies as `[in_features, out_features]`: transformers' Conv1D."""
     return any(each.__name__ == "Conv1D" for each in cls.__mro__)
 
 
@@ -219,7 +215,8 @@ def _memory_of(weight: torch.Tensor, dtype: torch.dtype) -> _Identity | None:
 
 def _oriented(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer.weight.detach()
-    return weight.t() if _transposed(layer) else weight
+    cls: Any = type(layer)
+    return weight.t() if _transposed(cls) else weight
 
 
 def _write(layer: Any, out: torch.Tensor, state: Any = None) -> None:

@@ -429,11 +429,14 @@ def _train(
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
             )
-            failed = record_of(sample, "failed", error)
+            unread = recorder.record_unread()
+            failed = record_of(sample, "failed", f"{error}; {unread}" if unread else error)
             report_failure(failed, write, console, made_steps=recorder.made_steps)
             raise
     if stopped_by is not None:
+        unread = recorder.record_unread()
         record = record_of(sample, "interrupted")
+        record = replace(record, notes=(*record.notes, unread)) if unread else record
         report = write(record, made_steps=recorder.made_steps)
         return Outcome(record, None, report, trainer.last_checkpoint(), stopped_by)
     try:

@@ -53,6 +53,13 @@ class _Deferred:
     values: LaunchedValues
     batches: MicroBatches
 
+    def read(self) -> tuple[StepValues, StepRecord]:
+        """The values, and the record with them; waits until they have arrived."""
+        values = self.values.read()
+        return values, replace(
+            self.record, loss=values.loss, grad_norm=values.grad_norm, tokens=values.tokens
+        )
+
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Makes a `StepRecord` of every optimizer step of a governed trainer.
@@ -170,13 +177,29 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             return
-        values = deferred.values.read()
-        record = replace(deferred.record, loss=values.loss, grad_norm=values.grad_norm, tokens=values.tokens)
+        values, record = deferred.read()
         what = self._watch.verdict.of(values.loss, values.grad_norm, None)
         if what is not None:
             self._end(what, record, values, deferred.batches)
         self.steps.append(record)
         self._show(self.trainer.state, record)
+
+    def record_unread(self) -> str:
+        """When an exception has ended the run: record the step that the host has not looked at yet, without judging it.
+
+        Returns:
+            why it is not in the report, as a sentence; empty where it is, or where there was none.
+        """
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
+            return ""
+        try:
+            _, record = deferred.read()
+        except RuntimeError as error:  # what has failed may be the device
+            reason = str(error).partition("\n")[0]
+            return f"step {deferred.record.step} is not in the report: its loss cannot be read from the device ({reason})"
+        self.steps.append(record)
+        return ""
 
     def _end(self, what: str, record: StepRecord, values: StepValues, batches: MicroBatches) -> NoReturn:
         self.steps.append(record)

@@ -10,6 +10,7 @@ import struct
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _CALL = struct.Struct(f"=9q2fq{4 * len(_MATRICES)}q3q")
 """The struct `Call` of the loops: sizes, floats, the address of the blocks, the matrices, three addresses."""
 
 
+@cache
 def compiled_strips() -> Loops:
     """The compiled loops; compiling takes some seconds, once on a machine."""
     return loops_of(SOURCE, *HEADERS)

@@ -6,6 +6,8 @@ torch has an operator for each factor, and each of them reads and writes all val
 from __future__ import annotations
 
 import ctypes
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("vectors.h"),)
 
 
+_PLAIN = frozenset(PLAIN)
+_likeness = attrgetter("device", "dtype", "shape")
+
+
+@cache
 def _loops() -> Loops:
     return loops_of(SOURCE, *HEADERS)
 
@@ -36,16 +43,16 @@ def compiled() -> bool:
 
 def known(*tensors: Any) -> bool:
     """Whether these are plain tensors on a CPU, of one shape and a dtype that the compiled loops know, and there are such."""
-    if not all(type(x) in PLAIN for x in tensors):
+    if not _PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
     return (
-        first.device.type == "cpu"
+        first.is_cpu
         and first.dtype in NAMES
-        and all((x.device, x.dtype, x.shape) == (first.device, first.dtype, first.shape) for x in tensors)
+        and len({*map(_likeness, tensors)}) == 1
         and not torch.compiler.is_compiling()
         and not is_transformed()
-        and compiled()
+        and _loops().reason is None
     )
 
 

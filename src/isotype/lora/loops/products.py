@@ -13,8 +13,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
 from dataclasses import asdict, dataclass, fields
+from functools import cache
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +60,7 @@ class Sum(NamedTuple):
     factor: float = 1.0
 
 
+@cache
 def compiled_products() -> Loops:
     """The compiled loops; compiling takes some seconds, once on a machine."""
     return loops_of(SOURCE, *HEADERS)
@@ -138,29 +142,24 @@ def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tenso
     dtype = sums[0][1][0][0].dtype
     if not compiled_products().has("sums_of_products", dtype):
         return False
+    operands = [x for each, terms in sums for x in chain(*terms, () if each.bias is None else (each.bias,))]
+    results = [each.out for each, _ in sums]
+    if not (_readable(operands, _kinds(dtype)) and _readable(results, _kinds(dtype, torch.float32))):
+        return False
     numbers, factors, biases = array("q"), array("f"), []
     for each, terms in sums:
         out, bias = each.out, each.bias
-        size, floats = out.shape, out.dtype is torch.float32
-        if not _readable(out, out.dtype if floats else dtype):
-            return False
-        at = 0
+        size, at = out.shape, 0
         if bias is not None:
-            if not _readable(bias, dtype) or bias.shape != size[1:]:
+            if bias.shape != size[1:]:
                 return False
             biases.append(bias := bias.contiguous())
             at = bias.data_ptr()
-        numbers.extend((out.data_ptr(), *out.stride(), *size, floats, at, len(terms)))
+        numbers.extend((out.data_ptr(), *out.stride(), *size, out.dtype is torch.float32, at, len(terms)))
         factors.append(each.factor)
         for left, right in terms:
             above, below = left.shape, right.shape
-            if not (
-                len(above) == len(below) == 2
-                and above[1] == below[0]
-                and (above[0], below[1]) == size
-                and _readable(left, dtype)
-                and _readable(right, dtype)
-            ):
+            if not (len(above) == len(below) == 2 and above[1] == below[0] and (above[0], below[1]) == size):
                 return False
             numbers.extend((left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride(), below[0]))
     addresses = numbers.buffer_info()[0], factors.buffer_info()[0]
@@ -170,8 +169,18 @@ def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tenso
     return True
 
 
-def _readable(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    return x.dtype is dtype and type(x) in PLAIN and x.is_cpu and x.layout is torch.strided
+_memory_of = attrgetter("is_cpu", "layout", "dtype")
+_PLAIN = frozenset(PLAIN)
+
+
+@cache
+def _kinds(*dtypes: torch.dtype) -> frozenset[tuple[bool, torch.layout, torch.dtype]]:
+    """`_memory_of` tensors that the loops can read: of one of these dtypes, in plain memory of the CPU."""
+    return frozenset((True, torch.strided, dtype) for dtype in dtypes)
+
+
+def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
+    return kinds.issuperset(map(_memory_of, tensors)) and _PLAIN.issuperset(map(type, tensors))
 
 
 @dataclass(frozen=True)

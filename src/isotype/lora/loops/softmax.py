@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ class _Results(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in (*_FLOATS, "is_top1")]
 
 
+@cache
 def _loops() -> Loops:
     return loops_of(SOURCE, *HEADERS)
 
