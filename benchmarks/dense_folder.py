@@ -16,6 +16,7 @@ def dense_folder(model: str, dtype: torch.dtype = torch.bfloat16) -> Path:
 
     import isotype
     from isotype.checkpoint.load import tokenizer_source
+    from isotype.checkpoint.opened import open_checkpoint
 
     target = (
         default_cache_dir() / "benchmarks" / f"{model.replace(':', '-')}-{str(dtype).removeprefix('torch.')}"
@@ -26,6 +27,6 @@ def dense_folder(model: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         isotype.load(model, isotype.resolve_precision(model, dtype, device="cpu")).save_pretrained(made)
-        AutoTokenizer.from_pretrained(tokenizer_source(model)).save_pretrained(made)
+        AutoTokenizer.from_pretrained(tokenizer_source(open_checkpoint(model))).save_pretrained(made)
         made.rename(target)
     return target

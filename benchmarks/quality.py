@@ -28,6 +28,7 @@ import torch
 import isotype
 from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.load import tokenizer_source
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.values.dequantize import dense_weight
 from isotype.core.units import format_bytes
 from isotype.precision.by_damage import mix
@@ -58,7 +59,7 @@ def texts() -> dict[str, str]:
 
 
 def held_out() -> dict[str, torch.Tensor]:
-    tokenizer: Any = tokenizer_of(tokenizer_source(MODEL))
+    tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint(MODEL)))
     return {
         name: torch.tensor(tokenizer(text)["input_ids"][: ROWS * LENGTH]).view(ROWS, LENGTH)
         for name, text in texts().items()

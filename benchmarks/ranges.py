@@ -172,9 +172,10 @@ def batches_of(tokens: int, count: int) -> list[dict[str, Any]]:
     """Rows of the embedded text through SmolLM2's own tokenizer."""
     from isotype.checkpoint.adapter import tokenizer_of
     from isotype.checkpoint.load import tokenizer_source
+    from isotype.checkpoint.opened import open_checkpoint
     from isotype.ranges.batches import passages
 
-    tokenizer: Any = tokenizer_of(tokenizer_source("embedded:smollm2"))
+    tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint("embedded:smollm2")))
     ids = tokenizer("\n".join(passages()), return_tensors="pt")["input_ids"][0]
     rows = ids[: ids.numel() // tokens * tokens].view(-1, tokens)
     return [

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from isotype.model.walk import is_pinned, places
-from isotype.precision.policy import PrecisionPolicy
+from isotype.model.walk import places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
 def assert_policy_holds(model: torch.nn.Module, policy: PrecisionPolicy) -> dict[str, int]:

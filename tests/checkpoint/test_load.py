@@ -19,11 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.facts import facts_of
+from isotype.checkpoint.opened import facts_of
 from isotype.checkpoint.weightless import model_config, skeleton, store
 from isotype.model.boundary import original_class
 from isotype.model.quantize import quantize_4bit
-from isotype.model.walk import is_pinned
+from isotype.precision.policy import is_pinned
 from tests.checkpoint.test_gguf import write_gguf
 from tests.models import quiet, tiny_batch, tiny_model
 from tests.pairwise import pairwise

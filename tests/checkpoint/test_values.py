@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.checkpoint.load import wanted_quantization
 from isotype.model.boundary import original_class
-from isotype.model.quantize import wanted_quantization
-from isotype.model.walk import is_pinned
-from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 from tests.models import quiet
 from tests.zoo import ARCHITECTURES
 

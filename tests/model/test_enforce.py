@@ -15,8 +15,8 @@ from torch import nn
 
 import isotype
 from isotype.model.enforce import Change, enforce_model, policy_of, summarize
-from isotype.model.walk import is_pinned, kind_of, places
-from isotype.precision.policy import PrecisionPolicy
+from isotype.model.walk import kind_of, places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 from tests.models import CONFIGS, tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train

@@ -6,7 +6,7 @@ import pytest
 
 from isotype.model.recompute import checkpointing
 from isotype.train.recompute_choice import Choice
-from isotype.train.settings import Settings
+from isotype.train.run import Run
 
 
 @pytest.fixture
@@ -21,5 +21,5 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isotype.train.recipes.take_choice", _as_asked)
 
 
-def _as_asked(settings: Settings, *_: object) -> Choice:
-    return Choice(checkpointing(settings.training), "as asked")
+def _as_asked(run: Run, *_: object) -> Choice:
+    return Choice(checkpointing(run.settings.training), "as asked")

@@ -17,6 +17,7 @@ from isotype.train.ranges import policy_by_ranges, policy_of_run
 from tests.train.test_recompute import Processes
 
 REQUEST = PrecisionRequest("float16", None)
+MODEL: Any = SimpleNamespace(name="model", facts=None)  # what is measured is stood in for
 
 
 @pytest.fixture
@@ -24,15 +25,15 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The devices that are measured on; the policy is what `measure` returns, None where there is nothing to ask."""
     devices: list[Any] = []
 
-    def measure(source: str, *, revision: str | None, device: torch.device | None = None) -> SimpleNamespace:
+    def measure(checkpoint: Any, *, device: torch.device | None = None) -> SimpleNamespace:
         devices.append(device)
-        return SimpleNamespace(source=source, number=len(devices), notes=())
+        return SimpleNamespace(source=checkpoint.name, number=len(devices), notes=())
 
     def resolve(*_: Any, measure: Callable[[], Any] | None, **__: Any) -> tuple[Any, Any]:
         found = measure() if measure is not None else None
         return found, found
 
-    monkeypatch.setattr(ranges, "measure_ranges", measure)
+    monkeypatch.setattr(ranges, "measure_checkpoint", measure)
     monkeypatch.setattr(ranges, "resolve_request", resolve)
     return devices
 
@@ -63,7 +64,7 @@ def test_it_is_measured_where_it_is_trained(
         monkeypatch,
         replace(profile, present=present, name="cuda:0") if present and name != "cpu" else profile,
     )
-    policy_by_ranges("model", REQUEST, name)
+    policy_by_ranges(MODEL, REQUEST, name)
     assert measurements == [device]
 
 
@@ -71,17 +72,17 @@ def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
     measurements: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, replace(device_profile("t4"), present=True, name="cuda:0"))
-    measure = ranges.measure_ranges
+    measure = ranges.measure_checkpoint
 
-    def full(source: str, *, revision: str | None, device: torch.device | None = None) -> Any:
+    def full(checkpoint: Any, *, device: torch.device | None = None) -> Any:
         if device is not None:
             measurements.append(device)
             raise torch.OutOfMemoryError("none left")
-        return measure(source, revision=revision)
+        return measure(checkpoint)
 
-    monkeypatch.setattr(ranges, "measure_ranges", full)
+    monkeypatch.setattr(ranges, "measure_checkpoint", full)
     monkeypatch.setattr(ranges, "replace", lambda found, notes: SimpleNamespace(notes=notes))
-    _, found = policy_by_ranges("model", REQUEST, "t4")
+    _, found = policy_by_ranges(MODEL, REQUEST, "t4")
     assert measurements == [torch.device("cuda", 0), None]
     assert found is not None
     assert found.notes == ("measured on the CPU: there was no room on NVIDIA T4",)
@@ -93,12 +94,12 @@ def test_one_process_of_a_run_measures_and_all_decide_by_it(
     two = Processes()
     monkeypatch.setattr(launched, "distributed", two)
     monkeypatch.setattr(ranges, "processes", lambda: 2)
-    results = two.both(lambda _: policy_of_run("model", REQUEST, "cpu"))
+    results = two.both(lambda _: policy_of_run(MODEL, REQUEST, "cpu"))
     assert measurements == [None]
     assert [found.number for _, found in results] == [1, 1]
 
 
 def test_a_run_of_one_process_asks_nobody(measurements: list[Any]) -> None:
-    policy, found = policy_of_run("model", REQUEST, "cpu", when="known")
+    policy, found = policy_of_run(MODEL, REQUEST, "cpu", when="known")
     assert policy is found is None
     assert measurements == []

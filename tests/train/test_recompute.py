@@ -271,8 +271,8 @@ def test_a_run_says_what_it_chose_and_goes_on_with_it(
     on: list[bool] = []
     began = recipes._train
 
-    def train(settings: Settings, policy: Any, profile: Any, built: Any, *rest: Any) -> recipes.Outcome:
-        outcome = began(settings, policy, profile, built, *rest)
+    def train(run: Any, built: Any, console: Console) -> recipes.Outcome:
+        outcome = began(run, built, console)
         on.append(
             any(getattr(each, "gradient_checkpointing", False) for each in built.trainer.model.modules())
         )
@@ -385,8 +385,9 @@ def test_processes_take_one_choice(
     choices = [Choice(None, "there is room here"), Choice(CHECKPOINTING, "there is none here")]
     monkeypatch.setattr(step, "training_plan", lambda *_: None)
     monkeypatch.setattr(step, "choice_of", lambda *_: choices[processes.get_rank()])
-    taken = processes.both(
-        lambda _: step.take_choice(settings, None, None, None, None, None, None)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(
+        settings=settings, resume=None, start=None, data=None, checkpoint=None, policy=None
     )
+    taken = processes.both(lambda _: step.take_choice(run, None, None))
     assert taken == [choices[0], choices[0]]
     assert settings.training.gradient_checkpointing is False

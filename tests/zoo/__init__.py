@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
 
-from isotype.model.walk import is_pinned
+from isotype.precision.policy import is_pinned
 from tests.zoo import causal, classification, encoder_decoder, vision
 from tests.zoo.shrink import tiny_config
 

@@ -18,11 +18,13 @@ from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load import load, tokenizer_source
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
+from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
 from isotype.precision.by_damage import MIXED
 from isotype.precision.by_ranges import with_ranges_of
@@ -253,16 +255,18 @@ def load_for_inference(
             inference_policy(path, saved, dtype, quantization, profile.name, revision), master=torch.float32
         )
         model = load(path, policy, device_map=device_map, **at_revision(revision)).eval()
-        return model, tokenizer_of(tokenizer_source(path), revision), policy
+        return model, tokenizer_of(tokenizer_source(open_checkpoint(path, revision)), revision), policy
     adapter = read_adapter(path)
     revision = revision or adapter.revision
     policy = base_policy(adapter, dtype, quantization, profile.name, revision)
     base = str(adapter.base)
     deferred = waiting(adapter) if block_by_block and profile.kind == "cpu" else None
-    model = attach(load_base(adapter, base, policy, device_map, revision, deferred), adapter, policy)
+    model = attach(load_base(adapter, base, policy, device_map, revision, deferred), adapter)
     if deferred is not None:
         deferred.on_forward()
-    tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(tokenizer_source(base), revision)
+    tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(
+        tokenizer_source(open_checkpoint(base, revision)), revision
+    )
     return model.eval(), tokenizer, policy
 
 
@@ -325,12 +329,14 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
     return max([*rows, *(int(index) + 1 for index in trained)], default=0)
 
 
-def attach(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """The PEFT model of `model` and a saved adapter, whose weights keep every digit of their file.
+def attach(model: Any, adapter: Adapter) -> Any:
+    """The PEFT model of `model`, which is under its policy, and a saved adapter, whose weights keep every digit of their file.
 
     Raises:
         CheckpointError: the adapter does not fit the model; every tensor that does not is named.
     """
+    policy = policy_of(model)
+    assert policy is not None, "load() leaves its policy on the model"
     peft_model = inject(model, adapter, policy)
     fill(peft_model, adapter)
     return peft_model

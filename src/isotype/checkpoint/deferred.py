@@ -93,7 +93,7 @@ class DeferredBlocks:
             module = self._placement.modules[name.rpartition(".")[0]]
             owner.sources[name], owner.owners[name] = origin, module
             if name in placement.quantized:
-                quantize_blank(module, placement.plain)
+                quantize_blank(module, placement.dtypes[name])
         self.blocks = tuple(blocks.values())
         if placement.turn is None:  # a GGUF file has dtypes of its own
             plain = (

@@ -6,27 +6,21 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.checkpoint.formats.config import build_on_meta, config_dtype, read_config, torch_dtype
-from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
-from isotype.checkpoint.formats.hub import cached_headers, hub_config, remote_headers
-from isotype.checkpoint.formats.json_file import read_json
+from isotype.checkpoint.formats.config import build_on_meta, config_dtype, torch_dtype
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.match import match, unknown_quantization
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
-from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.model.quantized import constant_bytes, is_int8
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
 # Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
 _PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4, "int8": 8}
-_OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
 # Where llama.cpp's name of an architecture is not transformers' model_type, apart from dashes.
 _GGUF_MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
@@ -43,51 +37,20 @@ _CONSTANTS = re.compile(
 )
 
 
-def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
-    """The facts about a model, without reading or allocating a weight.
-
-    Args:
-        model: an `nn.Module`, a transformers config, or what `resolve_source` takes: a checkpoint directory, a
-            GGUF file, `embedded:NAME` or a hub id.
-        revision: branch, tag or commit of a hub id; of no meaning for anything else.
-
-    Raises:
-        CheckpointError: there is no model there, or it is damaged or incomplete.
-        PrecisionError: `model` is none of the above.
-    """
-    if isinstance(model, nn.Module):
-        return _of_module(model)
-    if isinstance(model, (str, Path)):
-        source = resolve_source(model)
-        if isinstance(source, str):
-            return _of_hub(source, revision)
-        return _of_directory(source) if source.is_dir() else _of_file(source)
-    if _is_config(model):
-        return _of_config(type(model).__name__, model, None)
-    raise PrecisionError(
-        "no facts about this object",
-        [
-            Problem(
-                f"a {type(model).__name__}",
-                "an nn.Module, a transformers config, a path, embedded:NAME or a hub id",
-                "give one of these",
-            )
-        ],
-    )
-
-
-def _is_config(value: object) -> bool:
+def is_config(value: object) -> bool:
+    """Whether it is a config of transformers."""
     return hasattr(value, "model_type") and hasattr(value, "to_dict")
 
 
 # Modules
 
 
-def _of_module(model: Any) -> ModelFacts:
+def facts_of_module(model: Any) -> ModelFacts:
+    """From the layers and parameters of a model in memory."""
     wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     base = model.get_base_model() if wrapped else model
     config = getattr(base, "config", None)
-    if not _is_config(config):  # another library's idea of a config
+    if not is_config(config):  # another library's idea of a config
         config = None
     quantization = _layers_quantization(base, config) or quantization_of(config)
     if quantization is not None:
@@ -174,10 +137,14 @@ def _stored_parameters(model: nn.Module, adapters: Sequence[str]) -> Iterator[_S
 # Configs
 
 
-def _of_config(
-    source: str, config: Any, headers: CheckpointHeaders | None, notes: tuple[str, ...] = ()
+def facts_of_config(
+    source: str, config: Any, headers: CheckpointHeaders | None = None, notes: tuple[str, ...] = ()
 ) -> ModelFacts:
-    """From a config and, if there are weights, their headers."""
+    """From a config and, if there are weights, their headers.
+
+    Raises:
+        CheckpointError: transformers has no class for it, or the weights are not those of that class.
+    """
     model = build_on_meta(config, source)
     pinned, strict = _pins(model)
     quantization = quantization_of(config)
@@ -285,28 +252,8 @@ def _weigh(
     return dict(counts), trained
 
 
-def _instead_of(path: Path) -> str:
-    if path.suffix == ".py":
-        name = f"{path.stem}:FUNCTION"
-        return f"isotype check {name} checks a function of it that returns (model, inputs); isotype run {path} runs it"
-    return (
-        f"give the directory {path.parent}" if path.name.startswith(_OF_A_CHECKPOINT) else "give a checkpoint"
-    )
-
-
-def _of_file(path: Path) -> ModelFacts:
-    if path.suffix != ".gguf":
-        raise CheckpointError(
-            "not a model",
-            [
-                Problem(
-                    f"the file {path}",
-                    "a checkpoint directory or a .gguf file",
-                    _instead_of(path),
-                )
-            ],
-        )
-    headers = read_headers(path)
+def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
+    """From the metadata of a GGUF file."""
     counts, trained = _weigh(_stored(headers.tensors), None, None)
     architecture = headers.architecture
     notes = []
@@ -323,7 +270,7 @@ def _of_file(path: Path) -> ModelFacts:
             f"transformers has no model named {architecture!r}: parameters kept in float32 are not known"
         )
     return ModelFacts(
-        source=str(path),
+        source=str(headers.path),
         model_type=model_type,
         architecture=getattr(cls, "__name__", None),
         weight_dtypes=counts,
@@ -344,49 +291,3 @@ def _gguf_class(architecture: str) -> tuple[Any, str]:
     if name in CONFIG_MAPPING and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], name
     return None, architecture
-
-
-# Directories and the hub
-
-
-def _of_directory(directory: Path) -> ModelFacts:
-    adapter = directory / "adapter_config.json"
-    weights = find_weights(directory)
-    if weights is not None and weights[0].suffix == ".gguf":
-        return _of_file(weights[0])
-    if adapter.is_file() and (weights is None or weights[1] == "adapter"):
-        base = read_json(adapter).get("base_model_name_or_path")
-        raise CheckpointError(
-            "an adapter, not a model",
-            [
-                Problem(
-                    f"the directory {directory} holds {contents(directory)}",
-                    "the model that the adapter was trained on",
-                    f"give {base}" if base else f"give the base model; {adapter.name} does not name it",
-                )
-            ],
-        )
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            "not a checkpoint",
-            [
-                Problem(
-                    f"the directory {directory} holds {contents(directory)}",
-                    "config.json and model.safetensors, or a .gguf file",
-                    "give the directory that save_pretrained() wrote",
-                )
-            ],
-        )
-    config = read_config(directory)
-    if weights is None:
-        note = f"{directory} holds no weights: the dtypes are those of config.json"
-        return _of_config(str(directory), config, None, (note,))
-    return _of_config(str(directory), config, read_headers(directory))
-
-
-def _of_hub(model_id: str, revision: str | None) -> ModelFacts:
-    config = hub_config(model_id, revision)
-    headers = cached_headers(model_id, revision)
-    if headers is not None:
-        return _of_config(model_id, config, headers)
-    return _of_config(model_id, config, *remote_headers(model_id, revision))

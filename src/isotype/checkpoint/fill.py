@@ -32,9 +32,8 @@ class Placement:
     """Where each tensor of a model goes, and as what.
 
     Attributes:
-        dtypes: the dtype of every float tensor that is not quantized, by name.
+        dtypes: the dtype of every float tensor, by name; of a weight that is stored quantized, the one that it takes before.
         quantized: the weights that are stored quantized.
-        plain: the dtype that a weight takes before it is quantized.
         device: of a tensor, by name.
         packing: what the checkpoint's config says of its own quantization.
         turn: how tensors of a GGUF file are converted.
@@ -44,7 +43,6 @@ class Placement:
 
     dtypes: Mapping[str, torch.dtype]
     quantized: frozenset[str]
-    plain: torch.dtype
     device: Callable[[str], Any] = lambda name: "cpu"
     packing: Packing = field(default_factory=Packing)
     turn: Turn | None = None
@@ -159,9 +157,7 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
     first, _ = source.tensors[0]
     if _is_saved(source, placement):
         return {target: _put(model, target, _saved(model, target, first, files, placement), placement)}
-    dtype = (
-        placement.plain if target in placement.quantized else placement.dtypes.get(target, placement.plain)
-    )
+    dtype = placement.dtypes.get(target, torch.float32)
     tensors = read_source(model, source, files, dtype, placement.packing, placement.turn)
     return {name: place(model, name, value, placement) for name, value in tensors.items()}
 
@@ -213,7 +209,7 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
     """A dense tensor as the model stores it."""
     device = placement.device(name)
     if name in placement.quantized:
-        dense = value.to(device, placement.plain)
+        dense = value.to(device, placement.dtypes[name])
         return _quantized(placement.owner(model, name), dense, placement.moments.get(name))
     dtype = placement.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
     value = value.to(device, dtype)

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.inspect import folded_name, hub_headers
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint
 from isotype.checkpoint.plan import LoadPlan, PlannedTensor, load_plan
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.weightless import model_config, skeleton, store
+from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.grouping import grouped
 from isotype.precision.policy import PrecisionPolicy
 
@@ -91,12 +89,12 @@ def inspect_plan(
         CheckpointError: there is no checkpoint, it is damaged, or it is not complete; names every problem.
         PrecisionError: a policy that cannot be.
     """
+    checkpoint = open_checkpoint(path, revision)
     policy = resolve_precision(
         path, dtype, quantization, device, trainable, revision=revision, base_memory=base_memory
     )
-    source = resolve_source(path)
-    headers = hub_headers(source, revision) if isinstance(source, str) else read_headers(source)
-    model = skeleton(model_config(path, revision=revision), policy)
+    headers = checkpoint.headers or hub_headers(str(checkpoint.source), revision)
+    model = skeleton(config_of(checkpoint), policy)
     plan = load_plan(model, headers, policy)
     plan.require_complete()
     loaded = facts_of(store(model, policy)).parameter_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,11 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.formats.config import gguf_config
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
-from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.hub import commit_of
-from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.mapping.match import require_complete_gguf
+from isotype.checkpoint.opened import Checkpoint, config_of, open_checkpoint, require_complete_gguf
 from isotype.checkpoint.streaming import can_stream, headers_of, stream
 from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.compat.hub import asking
@@ -27,7 +25,6 @@ from isotype.compat.transformers import subclass as loading_class
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.finite import not_finite, refuse
-from isotype.model.quantize import wanted_quantization
 from isotype.model.range_boundaries import float32_by_ranges
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
@@ -61,11 +58,26 @@ def load(
             shapes than its config says, or values that are not finite.
         PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
     """
-    source = resolve_source(path)
-    facts = facts_of(source, revision=kwargs.get("revision"))
+    checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
+    return load_checkpoint(
+        checkpoint, policy, model_class=model_class, device_map=device_map, deferred=deferred, **kwargs
+    )
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    policy: PrecisionPolicy,
+    *,
+    model_class: type | None = None,
+    device_map: Any = None,
+    deferred: DeferredBlocks | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`load` of a checkpoint that is open."""
+    source, facts = checkpoint.source, checkpoint.facts
     _check_saved_format(facts, policy)
-    headers = read_headers(source) if isinstance(source, Path) and source.suffix == ".gguf" else None
-    config = _config(source, kwargs)
+    headers = checkpoint.headers if checkpoint.gguf else None
+    config = copy.deepcopy(config_of(checkpoint))
     packing = packing_of(config)
     name: Path | str | None = source
     keywords = dict(kwargs)
@@ -75,26 +87,30 @@ def load(
         keywords["config"] = config
     if headers is not None:
         name, keywords["state_dict"] = None, {}  # weights "in memory": transformers looks for no file
+    if isinstance(source, str) and checkpoint.revision is not None:
+        keywords["revision"] = checkpoint.revision
     keywords.setdefault("quantization_config", wanted_quantization(policy, saved_format(facts)))
     if keywords["quantization_config"] is None:
         del keywords["quantization_config"]
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
-    streaming = _streaming(cls, policy, path, broken, headers=headers, packing=packing, deferred=deferred)
+    streaming = _streaming(
+        cls, policy, checkpoint.name, broken, headers=headers, packing=packing, deferred=deferred
+    )
     with without_bars(), asking(source):
         model = streaming.from_pretrained(
             name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **keywords
         )
     model.__class__ = cls
-    refuse(path, broken)
+    refuse(checkpoint.name, broken)
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
     if headers is not None:
-        model.name_or_path = str(path)  # an adapter names its base by this
-        rename(model.config, str(path))
+        model.name_or_path = checkpoint.name  # an adapter names its base by this
+        rename(model.config, checkpoint.name)
     if isinstance(source, str):
-        model.loaded_commit = commit_of(source, kwargs.get("revision"))  # an adapter remembers it
+        model.loaded_commit = commit_of(source, checkpoint.revision)  # an adapter remembers it
     enforce_model(model, policy)
     return model
 
@@ -111,17 +127,6 @@ def saved_format(facts: ModelFacts) -> str | None:
     return None if quantization is None or quantization.dequantized else quantization.format
 
 
-def _config(source: Path | str, arguments: Mapping[str, Any]) -> Any:
-    """The config of a checkpoint; `arguments` of `from_pretrained` say which revision of it."""
-    if isinstance(source, Path) and source.suffix == ".gguf":
-        return gguf_config(source)
-    import transformers
-
-    wanted = {name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments}
-    with asking(source):
-        return transformers.AutoConfig.from_pretrained(source, **wanted)
-
-
 def forget_quantization(config: Any) -> None:
     """Take out of a config (and those inside of it) how the checkpoint was quantized: the model is dense."""
     for each in (config, config.get_text_config()):
@@ -136,16 +141,15 @@ def _took(config: Any, name: str, value: Any) -> bool:
     return True
 
 
-def tokenizer_source(path: str | Path) -> Path | str:
+def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
     """The directory or hub id from which transformers loads the tokenizer and the config of a model.
 
     Those of a GGUF file are written into a cache first.
     """
-    source = resolve_source(path)
-    if isinstance(source, Path) and source.suffix == ".gguf":
-        require_complete_gguf(source)
-        return tokenizer_copy(source)
-    return source
+    if isinstance(checkpoint.source, Path) and checkpoint.source.suffix == ".gguf":
+        require_complete_gguf(checkpoint)
+        return tokenizer_copy(checkpoint.source)
+    return checkpoint.source
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
@@ -246,6 +250,23 @@ def _default_device_map(policy: PrecisionPolicy) -> Any:
     if torch.cuda.is_available() and policy.device != "cpu":
         return {"": torch.cuda.current_device()}
     return None
+
+
+def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
+    """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
+    if saved is not None or not policy.quantized:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if policy.storage == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=policy.storage,
+        bnb_4bit_compute_dtype=policy.compute,
+        bnb_4bit_use_double_quant=policy.double_quant,
+        bnb_4bit_quant_storage=policy.quant_storage,
+    )
 
 
 def note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:

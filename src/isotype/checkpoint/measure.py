@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,16 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.adapter import tokenizer_of
-from isotype.checkpoint.facts import facts_of
-from isotype.checkpoint.formats.headers import find_weights
-from isotype.checkpoint.formats.hub import downloaded, local_snapshot
-from isotype.checkpoint.load import load, saved_format, tokenizer_source
+from isotype.checkpoint.formats.hub import local_snapshot
+from isotype.checkpoint.load import load_checkpoint, saved_format, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.measured import fingerprint, kept_or_noted
-from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.stored_weights import blank_model, fill_buffers, stored_weights
+from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
+from isotype.checkpoint.resolve import resolve_request
+from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
 from isotype.checkpoint.weightless import model_config
 from isotype.core.errors import CheckpointError
-from isotype.precision.facts import ModelFacts
+from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges
 from isotype.ranges.batches import Batches, given_batches, made_batches
 from isotype.ranges.measure import measure
@@ -68,38 +66,45 @@ def measure_ranges(
         CheckpointError: there is no checkpoint, or it cannot be loaded.
         UsageError: no batch can be made up for the model, or the one given is none; a model in memory without values.
     """
-    measured, run = to_measure(model, batch, tokens, revision)
-    ranges = measure(measured, run, device=device, dtype=dtype, progress=progress)
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "progress": progress}
     if isinstance(model, nn.Module):
-        return ranges
-    ranges = replace(ranges, key=fingerprint(str(model), revision) or "")
+        return measure(*module_to_measure(model, batch, tokens), **options)
+    return measure_checkpoint(open_checkpoint(model, revision), batch, tokens=tokens, **options)
+
+
+def measure_checkpoint(
+    checkpoint: Checkpoint, batch: Any = None, *, tokens: int = TOKENS, **options: Any
+) -> Ranges:
+    """`measure_ranges` of a checkpoint that is open."""
+    checkpoint = downloaded(checkpoint)
+    ranges = measure(*to_measure(checkpoint, batch, tokens), **options)
+    ranges = replace(ranges, key=fingerprint(checkpoint) or "")
     return kept_or_noted(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
 
 
-def to_measure(
-    model: nn.Module | str | Path, batch: Any, tokens: int, revision: str | None
-) -> tuple[Measured, Batches]:
-    """(the model that is measured, what it is called with): the batch, or as many tokens of the texts that come with isotype."""
-    if isinstance(model, nn.Module):
-        measured = of_module(model)
-        files = _loaded_from(measured.model) if batch is None else None
-    else:
-        files = _files(model, revision, downloaded)
-        assert files is not None
-        measured = of_checkpoint(model, files)
+def module_to_measure(model: nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
+    """(the model in memory, what it is called with): the batch, or as many tokens of the texts that come with isotype."""
+    measured = of_module(model)
     if batch is not None:
         return measured, given_batches(batch)
-    tokenizer = None if files is None else tokenizer_of(tokenizer_source(files))
-    return measured, made_batches(measured.model, tokenizer, tokens)
+    return measured, made_batches(measured.model, _tokenizer_of_module(measured.model), tokens)
 
 
-def _loaded_from(model: nn.Module) -> Path | None:
-    """The directory or GGUF file that a model in memory says it was loaded from; None where that cannot be reached."""
+def to_measure(checkpoint: Checkpoint, batch: Any, tokens: int) -> tuple[Measured, Batches]:
+    """`module_to_measure` of a checkpoint whose weights are on this machine."""
+    measured = of_checkpoint(checkpoint)
+    if batch is not None:
+        return measured, given_batches(batch)
+    return measured, made_batches(measured.model, tokenizer_of(tokenizer_source(checkpoint)), tokens)
+
+
+def _tokenizer_of_module(model: nn.Module) -> Any:
+    """The tokenizer of what a model in memory says it was loaded from; None where that cannot be reached."""
     name = str(getattr(base_of(model), "name_or_path", "") or "")
-    if not name:
-        return None
     try:
-        return _files(name, None, local_snapshot)
+        source = resolve_source(name) if name else None
+        files = local_snapshot(source) if isinstance(source, str) else source
+        return None if files is None else tokenizer_of(tokenizer_source(open_checkpoint(files)))
     except CheckpointError:
         return None  # it has been moved since, or lies on a hub that nobody can reach
 
@@ -109,13 +114,13 @@ def largest_part(source: str | Path) -> int:
     return max(parts(blank_model(model_config(source))), default=0)
 
 
-def of_checkpoint(source: str | Path, files: Path) -> Measured:
+def of_checkpoint(checkpoint: Checkpoint) -> Measured:
     """A checkpoint, its weights left on disk where transformers' own conversions allow to read them one by one."""
-    facts = facts_of(files)
-    if facts.quantization is not None and not facts.quantization.dequantized:
-        return _loaded(source, files, facts, f"its weights are stored in {facts.quantization.format}")
-    model = blank_model(model_config(files))
-    stored = stored_weights(model, files)
+    quantization = checkpoint.facts.quantization
+    if quantization is not None and not quantization.dequantized:
+        return _loaded(checkpoint, f"its weights are stored in {quantization.format}")
+    model = blank_model(config_of(checkpoint))
+    stored = StoredWeights(model, headers_of(checkpoint))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -124,7 +129,7 @@ def of_checkpoint(source: str | Path, files: Path) -> Measured:
     }
     missing = [names[each][0] for each, name in held.items() if name is None]
     if missing:
-        return _loaded(source, files, facts, f"it has no {missing[0]}, which transformers draws")
+        return _loaded(checkpoint, f"it has no {missing[0]}, which transformers draws")
     fill_buffers(model, stored)
 
     def read(_: nn.Module, __: str, parameter: torch.Tensor) -> Weight:
@@ -132,22 +137,12 @@ def of_checkpoint(source: str | Path, files: Path) -> Measured:
         assert name is not None
         return Weight(id(parameter), parameter.shape, lambda: stored.read(name))
 
-    return Measured(model, str(source), torch.device("cpu"), read)
+    return Measured(model, checkpoint.name, torch.device("cpu"), read)
 
 
-def _loaded(source: str | Path, files: Path, facts: ModelFacts, why: str) -> Measured:
-    policy = resolve_precision(files, quantization=saved_format(facts), device="cpu")
-    model = load(files, policy, device_map=None)
+def _loaded(checkpoint: Checkpoint, why: str) -> Measured:
+    request = PrecisionRequest("auto", saved_format(checkpoint.facts))
+    policy, _ = resolve_request(checkpoint.facts, request, "cpu", checkpoint)
+    model = load_checkpoint(checkpoint, policy)
     note = f"loaded whole, not block by block: {why}"
-    return Measured(model.requires_grad_(False), str(source), torch.device("cpu"), None, (note,))
-
-
-def _files(
-    source: str | Path, revision: str | None, of_hub: Callable[[str, str | None], Path | None]
-) -> Path | None:
-    """The directory with a checkpoint's safetensors, or its GGUF file."""
-    place = resolve_source(source)
-    if isinstance(place, str):
-        return of_hub(place, revision)
-    weights = find_weights(place) if place.is_dir() else None
-    return weights[0] if weights is not None and weights[0].suffix == ".gguf" else place
+    return Measured(model.requires_grad_(False), checkpoint.name, torch.device("cpu"), None, (note,))

@@ -10,9 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
-from isotype.checkpoint.formats.headers import find_weights, read_headers
-from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.opened import Checkpoint
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import Problem, SaveError
 from isotype.precision.damages import Damages
@@ -96,38 +94,24 @@ def _path(key: str, kind: str) -> Path:
     return default_cache_dir() / kind / f"{key}.json"
 
 
-def fingerprint(source: str | Path, revision: str | None = None) -> str | None:
+def fingerprint(checkpoint: Checkpoint) -> str | None:
     """Of what a checkpoint holds: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
 
     None where there are no weights, or none on this machine. The same on every path and at any time.
-
-    Args:
-        source: checkpoint directory, GGUF file, `embedded:NAME` or hub id; of a hub id, what has been downloaded.
-        revision: branch, tag or commit of a hub id.
-
-    Raises:
-        CheckpointError: `source` is no checkpoint, or its headers are damaged.
     """
-    directory = resolve_source(source)
-    if isinstance(directory, str):
-        snapshot = local_snapshot(directory, revision)
-        if snapshot is None:
-            return None
-        directory = snapshot
-    if directory.is_dir() and find_weights(directory) is None:
+    if checkpoint.files is None or checkpoint.headers is None:
         return None
-    headers = read_headers(directory)
     digest = hashlib.sha256()
-    tensors = sorted(headers.tensors, key=lambda each: (each.file, each.begin))
+    tensors = sorted(checkpoint.headers.tensors, key=lambda each: (each.file, each.begin))
     said = [[each.file.name, each.name, each.dtype_name, each.shape, each.bytes] for each in tensors]
     digest.update(json.dumps(said).encode())
-    config = directory / "config.json"
+    config = checkpoint.files / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
     for file, held in groupby(tensors, key=lambda each: each.file):
         digest.update(str(file.stat().st_size).encode())
-        with file.open("rb") as opened:
+        with file.open("rb") as content:
             for tensor in held:
-                opened.seek(tensor.begin)
-                digest.update(opened.read(min(tensor.bytes, _SAMPLE)))
+                content.seek(tensor.begin)
+                digest.update(content.read(min(tensor.bytes, _SAMPLE)))
     return digest.hexdigest()[:32]

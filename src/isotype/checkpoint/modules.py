@@ -15,6 +15,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.load import wanted_quantization
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import dense_shape, stored_tensors
 from isotype.checkpoint.plan import quantized_weights
@@ -25,9 +26,8 @@ from isotype.core.names import listed
 from isotype.model.enforce import dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
 from isotype.model.mixed import moments_by_weight, store_layers
-from isotype.model.quantize import wanted_quantization
-from isotype.model.walk import is_pinned, places
-from isotype.precision.policy import PrecisionPolicy
+from isotype.model.walk import places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
 class StateDictAdapter(Protocol):
@@ -81,9 +81,7 @@ def load_module(
     if policy.quantized:
         _quantize(model, policy)
     moments = moments_by_weight(policy)
-    placement = Placement(
-        *_dtypes(model, policy), policy.plain, lambda name: device, packing, moments=moments
-    )
+    placement = Placement(*_dtypes(model, policy), lambda name: device, packing, moments=moments)
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)
     else:
@@ -144,7 +142,7 @@ def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.dtype], frozenset[str]]:
-    """The dtypes of a module's dense float tensors, and the names of its quantized weights."""
+    """The dtypes of a module's float tensors (see `Placement.dtypes`), and the names of its quantized weights."""
     boundaries = tuple(places(model))
     quantized = {f"{each.name}.weight" for each in boundaries if each.kind in ("linear4bit", "linear8bit")}
     wanted = dtypes_to_load(model, boundaries, policy)
@@ -153,4 +151,4 @@ def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.
         if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in quantized:
             kept = torch.float32 if is_pinned(name, policy.pinned) else value.dtype
             dtypes[name] = wanted.get(value, kept)  # type: ignore[call-overload]
-    return dtypes, frozenset(quantized)
+    return dtypes | dict.fromkeys(quantized, policy.plain), frozenset(quantized)

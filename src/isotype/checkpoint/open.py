@@ -64,4 +64,4 @@ def load(
     # Without a policy this also says, with a file to correct, that the config names no base.
     policy = policy if policy and adapter.base else base_policy(adapter, "auto", None, "auto", revision)
     base = load_base(adapter, str(adapter.base), policy, device_map, revision, **more)
-    return attach(base, adapter, policy).eval()
+    return attach(base, adapter).eval()

@@ -21,8 +21,8 @@ from isotype.compat.transformers import pinned
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import dtypes_to_load
-from isotype.model.walk import is_pinned, places
-from isotype.precision.policy import PrecisionPolicy
+from isotype.model.walk import places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 # The operations of transformers' conversions, in a word.
 _WORDS = {

@@ -9,8 +9,8 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.measured import fingerprint, kept_damages, kept_ranges
+from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
 from isotype.core.errors import PrecisionError, Problem
 from isotype.precision.by_damage import MIXED, Mixture, first_request, mix
 from isotype.precision.damages import Damages
@@ -78,15 +78,17 @@ def resolve_precision(
         CheckpointError: `model` names no checkpoint.
     """
     request = PrecisionRequest(dtype, quantization, trainable, **storage)
-    policy, _ = resolve_request(model, request, device, revision, ranges=ranges, damages=damages)
+    checkpoint = open_checkpoint(model, revision) if isinstance(model, (str, Path)) else None
+    facts = facts_of(model) if checkpoint is None else checkpoint.facts
+    policy, _ = resolve_request(facts, request, device, checkpoint, ranges=ranges, damages=damages)
     return policy
 
 
 def resolve_request(
-    model: Any,
+    facts: ModelFacts,
     request: PrecisionRequest,
     device: str | torch.device = "auto",
-    revision: str | None = None,
+    checkpoint: Checkpoint | None = None,
     *,
     ranges: Ranges | None = None,
     measure: Callable[[], Ranges] | None = None,
@@ -96,8 +98,10 @@ def resolve_request(
     """`resolve_precision` of what was asked as one value, with the measurement that it was decided by.
 
     Args:
-        model, device, revision, ranges, damages: as of `resolve_precision`.
+        facts: about the model.
         request: what was asked.
+        device, ranges, damages: as of `resolve_precision`.
+        checkpoint: whose earlier measurements are taken; None for a model that is in memory, or that is a config alone.
         measure: measures the checkpoint; called where float16 needs a measurement, the weights are on this machine, and
             none was kept.
         measure_damages: as `measure`, of what quantization does, where storage is to be mixed.
@@ -108,13 +112,13 @@ def resolve_request(
     Raises:
         PrecisionError, CheckpointError: as `resolve_precision`, and what `measure` raises.
     """
-    facts, profile = facts_of(model, revision=revision), device_profile(device)
+    profile = device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
     reason = None
     if request.quantization == MIXED:
-        mixture = _mixture(model, revision, facts, profile, request, obstacles, damages, measure_damages)
+        mixture = _mixture(checkpoint, facts, profile, request, obstacles, damages, measure_damages)
         request, reason = mixture.applied(request), mixture.reason
-    policy, ranges = _decided(model, revision, facts, profile, request, obstacles, ranges, measure)
+    policy, ranges = _decided(checkpoint, facts, profile, request, obstacles, ranges, measure)
     return (policy if reason is None else with_storage_reason(policy, reason)), ranges
 
 
@@ -124,8 +128,7 @@ def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy
 
 
 def _mixture(
-    model: Any,
-    revision: str | None,
+    checkpoint: Checkpoint | None,
     facts: ModelFacts,
     profile: DeviceProfile,
     request: PrecisionRequest,
@@ -139,8 +142,8 @@ def _mixture(
         PrecisionError: nobody has measured what quantization does to the model, and it cannot be measured here.
     """
     policy = decide(facts, profile, first_request(request), obstacles)
-    if damages is None and isinstance(model, (str, Path)):
-        key = fingerprint(model, revision)
+    if damages is None and checkpoint is not None:
+        key = fingerprint(checkpoint)
         damages = None if key is None else kept_damages(key)
         if damages is None and key is not None and measure is not None:
             damages = measure()
@@ -154,8 +157,7 @@ def _mixture(
 
 
 def _decided(
-    model: Any,
-    revision: str | None,
+    checkpoint: Checkpoint | None,
     facts: ModelFacts,
     profile: DeviceProfile,
     request: PrecisionRequest,
@@ -164,9 +166,9 @@ def _decided(
     measure: Callable[[], Ranges] | None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
     policy = decide(facts, profile, request, obstacles, ranges)
-    if policy.compute != torch.float16 or ranges is not None or not isinstance(model, (str, Path)):
+    if policy.compute != torch.float16 or ranges is not None or checkpoint is None:
         return policy, ranges
-    key = fingerprint(model, revision)
+    key = fingerprint(checkpoint)
     if key is None:
         return policy, None
     measured = kept_ranges(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,14 +15,11 @@ from accelerate import PartialState
 from torch import nn
 
 from isotype.checkpoint.blank import KeepsValues
-from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.formats.hub import downloaded
 from isotype.checkpoint.load import forget_quantization
-from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.match import match
+from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
-from isotype.checkpoint.weightless import model_config, skeleton, store
+from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError, Problem
@@ -42,9 +40,7 @@ def load_sharded(
     *,
     mesh: Any = None,
     reshard: bool = True,
-    model_class: type | None = None,
     revision: str | None = None,
-    attn_implementation: str | None = None,
     **settings: Any,
 ) -> Any:
     """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
@@ -59,10 +55,9 @@ def load_sharded(
             Adapters are drawn as in one process: with the same seed, in the same order.
         mesh: a `DeviceMesh` of one dimension; by default all processes.
         reshard: free a block's gathered weights after its forward and gather them again for its backward; False keeps them.
-        model_class: a transformers model class or auto class; by default the class that the config names.
         revision: branch, tag or commit of a hub id.
-        attn_implementation: as in `from_pretrained`.
-        **settings: fields of the config to set, such as `num_labels`.
+        **settings: `model_class` (a transformers model class or auto class; by default the class that the config names),
+            `attn_implementation` as in `from_pretrained`, and fields of the config to set, such as `num_labels`.
 
     Returns:
         The model (or what `adapt` returned), its class one of FSDP's. `precision_policy` is the policy, `bytes_read` the bytes that this
@@ -73,11 +68,28 @@ def load_sharded(
         PrecisionError: the checkpoint is saved in bitsandbytes' format, whose codes cannot be cut into rows.
         UsageError: there is no process group.
     """
+    checkpoint = open_checkpoint(path, revision)
+    return load_rows(checkpoint, policy, adapt, mesh=mesh, reshard=reshard, **settings)
+
+
+def load_rows(
+    checkpoint: Checkpoint,
+    policy: PrecisionPolicy,
+    adapt: Callable[[Any], Any] | None = None,
+    *,
+    mesh: Any = None,
+    reshard: bool = True,
+    model_class: type | None = None,
+    attn_implementation: str | None = None,
+    **settings: Any,
+) -> Any:
+    """`load_sharded` of a checkpoint that is open."""
     device = device_of(policy)
     mesh = mesh_over_all(device) if mesh is None else mesh
-    files = _files(path, revision)
-    config = model_config(files)
-    _check_dense(files, config, mesh)
+    with PartialState().local_main_process_first():  # the first process of a machine downloads
+        checkpoint = downloaded(checkpoint)
+    config = copy.deepcopy(config_of(checkpoint))
+    _check_dense(checkpoint, mesh)
     forget_quantization(config)  # what is dequantized has none any more
     model = skeleton(
         config,
@@ -87,20 +99,20 @@ def load_sharded(
         buffers=True,
         **settings,
     )
-    headers = read_headers(files)
+    headers = headers_of(checkpoint)
     matched = match(model, headers)
     matched.require_complete()
     stored = StoredWeights(model, headers, matched.weights)
     _start_fresh(model, matched.initialised)
-    model.name_or_path = str(path)
-    rename(model.config, str(path))
+    model.name_or_path = checkpoint.name
+    rename(model.config, checkpoint.name)
     fill_buffers(model, stored)
     model = store(model, policy)
     if adapt is not None:
         with KeepsValues():
             model = adapt(model)
     shard_model(model, policy, mesh, reshard=reshard)
-    _fill(model, _Rows(stored, policy, mesh, device, files))
+    _fill(model, _Rows(stored, policy, mesh, device, checkpoint.name))
     model.bytes_read = stored.bytes_read
     return model
 
@@ -114,18 +126,11 @@ def _start_fresh(model: Any, names: Iterable[str]) -> None:
         draw(model, module)
 
 
-def _files(path: str | Path, revision: str | None) -> Path:
-    """The directory or GGUF file; what has to be downloaded first, the first process of a machine downloads."""
-    with PartialState().local_main_process_first():
-        source = resolve_source(path)
-        return downloaded(source, revision) if isinstance(source, str) else source
-
-
-def _check_dense(files: Path, config: Any, mesh: Any) -> None:
-    saved = quantization_of(config)
+def _check_dense(checkpoint: Checkpoint, mesh: Any) -> None:
+    saved = checkpoint.facts.quantization
     if saved is None or saved.dequantized:
         return
-    what = f"{files}, saved in {saved.format}, over {mesh.size()} processes"
+    what = f"{checkpoint.source}, saved in {saved.format}, over {mesh.size()} processes"
     fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
     problem = Problem(what, "float weights, of which every process can read its rows", fix)
     raise PrecisionError("a quantized checkpoint cannot be loaded sharded", [problem])
@@ -147,7 +152,7 @@ class _Rows:
     policy: PrecisionPolicy
     mesh: Any
     device: torch.device
-    source: Path
+    source: str
 
     def plain(self, name: str, parameter: Any) -> torch.Tensor:
         """The rows of `parameter` that are this process's, in its dtype."""

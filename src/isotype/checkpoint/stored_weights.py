@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.fill import read_source
 from isotype.checkpoint.formats.config import BUILD_ERRORS
-from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.load import concrete_class
 from isotype.checkpoint.mapping.stored import StoredTensor
@@ -134,8 +133,3 @@ def fill_buffers(model: nn.Module, stored: StoredWeights) -> None:
     for name, buffer in model.named_buffers():
         if name in stored.shapes:
             buffer.copy_(stored.read(name))
-
-
-def stored_weights(model: Any, path: Path) -> StoredWeights:
-    """The weights in a directory or a GGUF file for `model`, which may lie on the meta device."""
-    return StoredWeights(model, read_headers(path))

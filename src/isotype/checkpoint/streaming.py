@@ -24,8 +24,8 @@ from isotype.core.dtypes import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.mixed import moments_by_weight, store_layers
 from isotype.model.quantized import holds_turned
-from isotype.model.walk import is_pinned, places
-from isotype.precision.policy import PrecisionPolicy
+from isotype.model.walk import places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
 def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -> bool:
@@ -115,9 +115,8 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     }
     device_map = settings.device_map or {"": "cpu"}
     return Placement(
-        dtypes,
+        dtypes | dict.fromkeys(quantized, policy.plain),
         frozenset(quantized),
-        policy.plain,
         lambda name: get_device(device_map, name, valid_torch_device=True),
         moments=moments_by_weight(policy),
     )

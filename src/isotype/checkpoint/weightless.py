@@ -24,6 +24,7 @@ from isotype.checkpoint.load import (
     forget_quantization,
     note_quantization,
     pinning,
+    wanted_quantization,
 )
 from isotype.checkpoint.locate import resolve_source
 from isotype.compat.torch import own_parameters
@@ -31,7 +32,7 @@ from isotype.compat.transformers import set_attention
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.enforce import enforce_model
 from isotype.model.mixed import store_layers
-from isotype.model.quantize import quantize_blank, wanted_quantization
+from isotype.model.quantize import quantize_blank
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -160,7 +161,7 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
     for name, module in model.named_modules():
         weight = f"{name}.weight"
         if _has_weight(module) and (weight in other or quantizer.param_needs_quantization(model, weight)):
-            quantize_blank(module, policy.plain)
+            quantize_blank(module, model.config.dtype)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 

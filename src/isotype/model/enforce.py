@@ -17,8 +17,8 @@ from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
 from isotype.model.range_boundaries import computes_float32, range_boundaries
-from isotype.model.walk import Place, is_pinned, own_float_parameters, places
-from isotype.precision.policy import PrecisionPolicy
+from isotype.model.walk import Place, own_float_parameters, places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 POLICY_ATTRIBUTE = "precision_policy"
 """Name of the plain attribute that carries the policy on a model."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from isotype.compat.bitsandbytes import quantized_on
-from isotype.precision.policy import PrecisionPolicy
 
 _PIECE = 1 << 19
 """Elements that are in work at a time: float32, they stay in the caches, and are enough for all of torch's threads."""
@@ -210,20 +209,3 @@ def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}
     layer.weight = quantized_on(type(old)(dense, requires_grad=False, **settings), "meta")
-
-
-def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
-    if saved is not None or not policy.quantized:
-        return None
-    from transformers import BitsAndBytesConfig
-
-    if policy.storage == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=policy.storage,
-        bnb_4bit_compute_dtype=policy.compute,
-        bnb_4bit_use_double_quant=policy.double_quant,
-        bnb_4bit_quant_storage=policy.quant_storage,
-    )

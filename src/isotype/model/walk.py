@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -127,11 +127,6 @@ def places(model: nn.Module) -> Iterator[Place]:
         if is_tuner_layer(module):
             tuners.append(name)
         yield Place(name, module, kind_of(module), tuner, tuner or _COPIES in f".{name}.")
-
-
-def is_pinned(name: str, patterns: Sequence[str]) -> bool:
-    """Whether the parameter `name` is pinned: transformers matches patterns anywhere in the name, `*` as `.*`."""
-    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

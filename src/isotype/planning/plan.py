@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.mapping.match import require_complete_gguf
 from isotype.checkpoint.measured import fingerprint, kept_damages
-from isotype.checkpoint.weightless import model_config
+from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
@@ -97,13 +96,14 @@ def plan_of_request(request: PlanRequest) -> Plan:
     """
     defer_compiler()
     import_uncompiled("bitsandbytes")
-    source, revision = request.step.source, request.step.revision
-    request = replace(request, damages=request.damages or measured_damages(source, revision))
+    source = request.step.source
+    checkpoint = open_model(source, request.step.revision)
+    request = replace(request, damages=request.damages or measured_damages(checkpoint))
     profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
     rooms = {profile.name: _room(request, profile) for profile in profiles}
     _require_known(rooms)
-    config = model_config(source, revision=revision)
-    require_complete_gguf(source)
+    config = config_of(checkpoint)
+    require_complete_gguf(checkpoint)
     rated = {profile.name: with_rates(profile) for profile in profiles}
     length = _length(request, config)
     groups: dict[tuple[object, ...], list[DeviceProfile]] = {}
@@ -113,9 +113,8 @@ def plan_of_request(request: PlanRequest) -> Plan:
     chosen: dict[str, Row | None] = {}
     searches = []
     for alike in groups.values():
-        search = Search(
-            _for_device(request, alike[0]), config, tuple(alike), rooms, length, _micro(request, length)
-        )
+        step = _for_device(request, alike[0])
+        search = Search(step, config, checkpoint, tuple(alike), rooms, length, _micro(request, length))
         searches.append(search)
         for row in search.rows():
             rows[row.device].append(row)
@@ -151,9 +150,9 @@ def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
     return replace(request, step=replace(request.step, device=profile.name))
 
 
-def measured_damages(source: str, revision: str | None) -> dict[str, float]:
+def measured_damages(checkpoint: Checkpoint) -> dict[str, float]:
     """What storages do to a model, in nats, where `isotype quality` has measured it."""
-    key = None if Path(source).name == "config.json" else fingerprint(source, revision)
+    key = fingerprint(checkpoint)
     damages = None if key is None else kept_damages(key)
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in FORMATS}}
 

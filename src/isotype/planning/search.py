@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from isotype.checkpoint.opened import Checkpoint
 from isotype.core.dtypes import QUANTIZATIONS, dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, UsageError
 from isotype.model.recompute import CHECKPOINTING
@@ -20,7 +21,6 @@ from isotype.planning.steps import Steps, Traced, largest
 from isotype.planning.workload import work_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.step_time import StepTime
-from isotype.train.plan import Plan as Step
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room
 from isotype.train.step import PlannedStep, row_length
@@ -69,6 +69,7 @@ class Search:
     Attributes:
         request: the question.
         config: of the model.
+        checkpoint: the model's.
         profiles: the devices, with the rates of their time.
         rooms: name of a device -> what a step may take.
         length: tokens of a row.
@@ -78,6 +79,7 @@ class Search:
 
     request: PlanRequest
     config: Any
+    checkpoint: Checkpoint
     profiles: tuple[DeviceProfile, ...]
     rooms: Mapping[str, Room]
     length: int
@@ -111,9 +113,7 @@ class Search:
         for storage in self._storages():
             precision = replace(base.precision, quantization=storage or base.precision.quantization)
             try:
-                policy, ranges = policy_by_ranges(
-                    source_of(base, self.config), precision, base.device, base.revision, when=base.ranges
-                )
+                policy, ranges = policy_by_ranges(self.checkpoint, precision, base.device, when=base.ranges)
             except PrecisionError as refusal:
                 self.refused.append(f"{storage or 'no quantization'}: {refusal.headline}")
                 continue
@@ -254,11 +254,6 @@ class Search:
             low *= 4
         units = largest(measure, high, size, low, enough=lambda low, high: (high - low - 1) * _NEAR <= low)
         return (0, False) if units is None else (units * LENGTHS, units == far // LENGTHS)
-
-
-def source_of(step: Step, config: Any) -> Any:
-    """What facts are read from: a config.json is read as a config, everything else as it was named."""
-    return config if step.source.endswith("config.json") else step.source
 
 
 def _key(option: Option) -> tuple[str, str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -276,3 +277,8 @@ def _exception_line(name: str, group: list[ModuleException]) -> str:
         how = f"scaled by powers of two ({exponents[0]}{to})"
     times = f" ({len(group)} modules)" if len(group) > 1 else ""
     return f"{name}{times} {how}: {first.reason}"
+
+
+def is_pinned(name: str, patterns: Sequence[str]) -> bool:
+    """Whether the parameter `name` is pinned: transformers matches patterns anywhere in the name, `*` as `.*`."""
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)

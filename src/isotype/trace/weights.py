@@ -16,7 +16,8 @@ from isotype.compat.transformers import pinned, pinned_strictly
 from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
 from isotype.model.quantized import quantization_state, repacking, row_scales
-from isotype.model.walk import Place, is_pinned, kind_of, places
+from isotype.model.walk import Place, kind_of, places
+from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
 from isotype.records.trace import Quantization, Weight
 

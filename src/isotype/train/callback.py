@@ -287,7 +287,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     Raises:
         PrecisionError: such a policy cannot be, or without autocast 16-bit weights would meet float32 ones.
     """
-    from isotype.checkpoint.facts import facts_of
+    from isotype.checkpoint.opened import facts_of
     from isotype.checkpoint.resolve import resolve_precision
 
     lying = _lying_dtypes(model)

@@ -33,6 +33,7 @@ from isotype.train.lengths import Lengths
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.recompute_choice import Choice
 from isotype.train.record import RunRecorder
+from isotype.train.run import Run
 from isotype.train.settings import Settings
 
 _SETTINGS = (
@@ -240,43 +241,40 @@ class RunFacts:
     """What of a run its record is made from.
 
     Attributes:
-        settings, policy, profile: what was asked, decided, and on which device.
+        run: what was asked and decided.
         trainer, recorder: what trains, and what has measured it.
         started: when the command began.
         notes: what its user should know besides.
         lengths: of the training rows, where they are known.
-        earlier: the report of the run up to the checkpoint that it goes on from.
         choice: of the layers that are computed again in the backward.
         fusion: what computes in functions of ours; None where nothing was fused.
     """
 
-    settings: Settings
-    policy: PrecisionPolicy
-    profile: DeviceProfile
+    run: Run
     trainer: Any
     recorder: RunRecorder
     started: datetime
     notes: Sequence[str] = ()
     lengths: Lengths | None = None
-    earlier: RunRecord | None = None
     choice: Choice | None = None
     fusion: FusionReport | None = None
 
 
 def record(
-    run: RunFacts,
+    facts: RunFacts,
     sample: Sample | None,
     status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None = None,
 ) -> RunRecord:
     """The run as data."""
-    settings, policy, trainer, recorder = run.settings, run.policy, run.trainer, run.recorder
+    run, trainer, recorder = facts.run, facts.trainer, facts.recorder
+    settings, policy = run.settings, run.policy
     total, trainable = parameter_counts(trainer.model)
     dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
     return RunRecord(
         method=settings.method.name,
         command=command_line([settings.method.name, *settings.argv]),
-        started=run.started.isoformat(timespec="seconds"),
+        started=facts.started.isoformat(timespec="seconds"),
         finished=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,
         error=error,
@@ -286,7 +284,7 @@ def record(
         device=run.profile.title,
         policy=tuple(
             PolicyRow(*row)
-            for row in (*policy_rows(policy, settings.training.optim), *_choice_rows(run.choice))
+            for row in (*policy_rows(policy, settings.training.optim), *_choice_rows(facts.choice))
         ),
         warnings=policy.warnings,
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
@@ -296,15 +294,15 @@ def record(
         settings=(
             *_hyperparameters(settings),
             *_allocator(run.profile),
-            *_kernels(run.fusion),
+            *_kernels(facts.fusion),
             *head_rows(trainer),
         ),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
-        notes=(*model_notes(trainer.model), *run.notes),
+        notes=(*model_notes(trainer.model), *facts.notes),
         resumed_from=recorder.resumed_from,
-        data=data_summary(trainer, run.lengths),
+        data=data_summary(trainer, facts.lengths),
         headroom=recorder.headroom(),
         earlier_seconds=0.0 if run.earlier is None else summarize(run.earlier).seconds,
     )

@@ -13,14 +13,15 @@ from typing import Any
 
 from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.load import load, tokenizer_source
+from isotype.checkpoint.load import load_checkpoint, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.shard import load_sharded
+from isotype.checkpoint.opened import Checkpoint, open_checkpoint
+from isotype.checkpoint.shard import load_rows
 from isotype.compat.hub import asking
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.model.adapters import add_lora, remember_base
-from isotype.model.enforce import enforce_model
+from isotype.model.enforce import enforce_model, policy_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.launched import Sharding
 from isotype.train.settings import Settings
@@ -37,9 +38,9 @@ _DECIDED = (
 
 
 def adapted_model(
-    settings: Settings, policy: PrecisionPolicy, start: Adapter | None = None
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, start: Adapter | None = None
 ) -> tuple[Any, Any]:
-    """Load the model and add the adapter that the arguments describe, or `start`, to be trained further.
+    """Load `checkpoint` and add the adapter that the arguments describe, or `start`, to be trained further.
 
     Returns:
         (model, peft_config): peft_config is None, except where the trainer has to add the adapter itself
@@ -50,10 +51,9 @@ def adapted_model(
     arguments, training, method = settings.model, settings.training, settings.method
     given = {k: v for k, v in (training.model_init_kwargs or {}).items() if k not in _DECIDED}
     training.model_init_kwargs = None
-    named = {"revision": arguments.model_revision, "attn_implementation": arguments.attn_implementation}
     kwargs = {
         "model_class": getattr(transformers, method.auto_class) if method.auto_class else None,
-        **named,
+        "attn_implementation": arguments.attn_implementation,
         **given,
         **dict(method.model_kwargs),
     }
@@ -61,9 +61,9 @@ def adapted_model(
     adapt = None if late or policy.trainable == "full" else partial(_adapted, settings, policy, start)
     try:
         if settings.sharding is not None:
-            model = _sharded(settings.sharding, arguments.model_name_or_path, policy, adapt, kwargs)
+            model = _sharded(settings.sharding, checkpoint, policy, adapt, kwargs)
         else:
-            model = load(arguments.model_name_or_path, policy, **kwargs)
+            model = load_checkpoint(checkpoint, policy, **kwargs)
             model = model if adapt is None else adapt(model)
     except TypeError as error:
         if not given or "unexpected keyword argument" not in str(error):
@@ -104,9 +104,9 @@ def _peft_config(settings: Settings, model: Any) -> Any:
 
 def _adapted(settings: Settings, policy: PrecisionPolicy, start: Adapter | None, model: Any) -> Any:
     if start is not None:
-        return _with_reference(settings, policy, attach(model, start, policy))
+        return _with_reference(settings, attach(model, start))
     try:
-        return _with_reference(settings, policy, add_lora(model, policy, _peft_config(settings, model)))
+        return _with_reference(settings, add_lora(model, policy, _peft_config(settings, model)))
     except (ValueError, NotImplementedError) as error:
         # PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt.
         raise UsageError(
@@ -119,10 +119,12 @@ _REFERENCE = "ref"
 """TRL's name for the frozen copy of the adapter that a preference run, or one with a KL term, starts from."""
 
 
-def _with_reference(settings: Settings, policy: PrecisionPolicy, model: Any) -> Any:
+def _with_reference(settings: Settings, model: Any) -> Any:
     """Add the adapter that TRL would add to a model that is not sharded: to one that is, none can be added any more."""
     compares = settings.method.name in ("dpo", "kto") or getattr(settings.training, "beta", None)
     if settings.sharding is not None and compares:
+        policy = policy_of(model)
+        assert policy is not None, "add_lora() leaves it on the model"
         model.add_adapter(_REFERENCE, model.peft_config["default"])
         enforce_model(model, policy)
     return model
@@ -142,9 +144,13 @@ def reference_there(model: Any) -> Iterator[None]:
 
 
 def _sharded(
-    sharding: Sharding, path: str, policy: PrecisionPolicy, adapt: Callable[[Any], Any] | None, kwargs: Any
+    sharding: Sharding,
+    checkpoint: Checkpoint,
+    policy: PrecisionPolicy,
+    adapt: Callable[[Any], Any] | None,
+    kwargs: Any,
 ) -> Any:
-    model = load_sharded(path, policy, adapt, reshard=sharding.reshard, **kwargs)
+    model = load_rows(checkpoint, policy, adapt, reshard=sharding.reshard, **kwargs)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     mark_as_sharded(base)  # `generate` then goes on until every process has its end
     # TRL casts the masters of a model with these to bfloat16, which no assignment to `.data` undoes where they are sharded.
@@ -247,7 +253,7 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
     if isinstance(source, str):
         return model, None
     if source.suffix == ".gguf":
-        source = Path(tokenizer_source(source))
+        source = Path(tokenizer_source(open_checkpoint(source)))
     directory = source.parent if source.name == "config.json" else source
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
         return model, None

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
-from isotype.checkpoint.damage.measure import measure_quality
-from isotype.checkpoint.measure import measure_ranges
+from isotype.checkpoint.damage.measure import measure_damages
+from isotype.checkpoint.measure import measure_checkpoint
+from isotype.checkpoint.opened import Checkpoint
 from isotype.checkpoint.resolve import resolve_request, with_storage_reason
 from isotype.precision.by_damage import MIXED, as_decided
 from isotype.precision.decide import PrecisionRequest
@@ -22,53 +23,56 @@ WHEN = ("measure", "known")
 
 
 def policy_by_ranges(
-    source: str, request: PrecisionRequest, device: str, revision: str | None = None, *, when: str = "measure"
+    checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
     """The policy, and the measurement that it was decided by; None where there is none or none is needed.
 
     Args:
-        source: checkpoint directory, GGUF file, `embedded:NAME` or hub id.
+        checkpoint: whose weights are measured, if they are on this machine.
         request: what was asked of the precision.
         device: name of a device or of a profile.
-        revision: branch, tag or commit of a hub id.
         when: see `WHEN`.
 
     Raises:
         PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`.
     """
     profile = device_profile(device)
-    measure = partial(_measured, source, revision, profile) if when == "measure" else None
-    damages = partial(measure_quality, source, revision=revision)
-    return resolve_request(source, request, device, revision, measure=measure, measure_damages=damages)
+    measure = partial(_measured, checkpoint, profile) if when == "measure" else None
+    damages = partial(measure_damages, checkpoint)
+    return resolve_request(
+        checkpoint.facts, request, device, checkpoint, measure=measure, measure_damages=damages
+    )
 
 
 def policy_of_run(
-    source: str, request: PrecisionRequest, device: str, revision: str | None = None, *, when: str = "measure"
+    checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
     """`policy_by_ranges` for one of the processes of a run: the first measures, and all decide by what it has found."""
     if processes() == 1:
-        return policy_by_ranges(source, request, device, revision, when=when)
-    policy, ranges = from_first(lambda: policy_by_ranges(source, request, device, revision, when=when))
+        return policy_by_ranges(checkpoint, request, device, when=when)
+    policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
     known = None if ranges is None else partial(_same, ranges)
     if request.quantization != MIXED:
-        return resolve_request(source, request, device, revision, measure=known)
+        return resolve_request(checkpoint.facts, request, device, checkpoint, measure=known)
     # The layers' formats are the first process's, whatever another one has measured.
-    mine, ranges = resolve_request(source, as_decided(request, policy), device, revision, measure=known)
+    mine, ranges = resolve_request(
+        checkpoint.facts, as_decided(request, policy), device, checkpoint, measure=known
+    )
     return with_storage_reason(mine, policy.reasons["storage"]), ranges
 
 
-def _measured(source: str, revision: str | None, profile: DeviceProfile) -> Ranges:
+def _measured(checkpoint: Checkpoint, profile: DeviceProfile) -> Ranges:
     """Measured on the GPU that is about to train, block by block; on the CPU where there is none, or no room on it."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
-        return measure_ranges(source, revision=revision)
+        return measure_checkpoint(checkpoint)
     device = torch.device(profile.name)
     try:
-        return measure_ranges(source, revision=revision, device=device)
+        return measure_checkpoint(checkpoint, device=device)
     except torch.OutOfMemoryError:
         note = f"measured on the CPU: there was no room on {profile.title}"
     finally:
         torch.get_device_module(device).empty_cache()  # what is free decides what else is done
-    ranges = measure_ranges(source, revision=revision)
+    ranges = measure_checkpoint(checkpoint)
     return replace(ranges, notes=(*ranges.notes, note))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.compat.hub import asking
 from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
@@ -51,6 +52,7 @@ from isotype.train.models import adapted_model, first_sentence, processing_class
 from isotype.train.ranges import policy_of_run
 from isotype.train.recompute_choice import Choice
 from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
+from isotype.train.run import Run
 from isotype.train.run_files import earlier_report, files_of_checkpoint, report_failure, write_report
 from isotype.train.same_run import identity_of
 from isotype.train.saved import (
@@ -123,27 +125,47 @@ def _run(
     rewards: dict[str, Any],
     console: Console,
 ) -> Outcome:
+    with interrupts_kept():
+        run = _decided(settings, start, profile, rewards)
+        apply_to_arguments(run.policy, settings.training)
+        built = _build(run, console)
+    identity = {**run.identity, SAVED_AS: built.choice.arguments}
+    return _train(replace(run, identity=identity), built, console)
+
+
+def _decided(
+    settings: Settings, start: Adapter | None, profile: DeviceProfile, rewards: dict[str, Any]
+) -> Run:
+    """The run: data, checkpoint and policy, read and decided, and compared with the run that it goes on from."""
     from isotype.data.load import training_data
 
-    with interrupts_kept():
-        resume = resume_point(settings)
-        earlier = earlier_report(resume)
-        said: list[str] = []
-        data = hold_back(settings, training_data(settings, said.append))
-        extra, source = settings.extra, settings.model.model_name_or_path
-        saved = None if resume is None else PrecisionPolicy.read(resume)
-        when = extra.ranges if saved is None else "known"
-        revision = settings.model.model_revision
-        policy, _ = policy_of_run(source, settings.precision, extra.device, revision, when=when)
-        policy = with_ranges_of(policy, saved)
-        check_policy(settings, policy)
-        check_weights(settings.model.model_name_or_path)
-        identity = identity_of(settings, policy, data[settings.script.dataset_train_split], start)
-        check_resume(identity, resume)
-        apply_to_arguments(policy, settings.training)
-        built = _build(settings, policy, data, rewards, resume, start, console, said)
-    identity = {**identity, SAVED_AS: built.choice.arguments}
-    return _train(settings, policy, profile, replace(built, identity=identity), resume, earlier, console)
+    resume = resume_point(settings)
+    earlier = earlier_report(resume)
+    notes: list[str] = []
+    data = hold_back(settings, training_data(settings, notes.append))
+    checkpoint = open_checkpoint(settings.model.model_name_or_path, settings.model.model_revision)
+    saved = None if resume is None else PrecisionPolicy.read(resume)
+    when = settings.extra.ranges if saved is None else "known"
+    policy, _ = policy_of_run(checkpoint, settings.precision, settings.extra.device, when=when)
+    policy = with_ranges_of(policy, saved)
+    check_policy(settings, policy)
+    check_weights(checkpoint)
+    rows = data[settings.script.dataset_train_split]
+    identity = identity_of(settings, checkpoint, policy, rows, start)
+    check_resume(identity, resume)
+    return Run(
+        settings,
+        checkpoint,
+        start,
+        policy,
+        profile,
+        data,
+        rewards,
+        resume,
+        earlier,
+        identity,
+        tuple(notes),
+    )
 
 
 @contextmanager
@@ -218,46 +240,37 @@ class _Built:
     fusion: FusionReport | None = None
     notes: tuple[str, ...] = ()
     lengths: Lengths | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _build(
-    settings: Settings,
-    policy: PrecisionPolicy,
-    data: Any,
-    rewards: dict[str, Any],
-    resume: Path | None,
-    start: Adapter | None,
-    console: Console,
-    said: Sequence[str] = (),
-) -> _Built:
+def _build(run: Run, console: Console) -> _Built:
     """The trainer under the policy, and the sample question with the answer before training."""
     from transformers import set_seed
 
     from isotype.checkpoint.load import tokenizer_source
 
+    settings, policy, data = run.settings, run.policy, run.data
     training, method = settings.training, settings.method
-    source = tokenizer_source(settings.model.model_name_or_path)
-    tokenizer = processing_class(source, revision=settings.model.model_revision)
+    source = tokenizer_source(run.checkpoint)
+    tokenizer = processing_class(source, revision=run.checkpoint.revision)
     check_tokenizer(settings, source, tokenizer, data)
     lengths = _lengths(settings, tokenizer, data)
     rows = labelled_rows(settings, tokenizer, data)
-    said = (*said, *plain_turns(settings, tokenizer, data))
-    choice = take_choice(settings, policy, resume, start, tokenizer, data, lengths)
+    said = (*run.notes, *plain_turns(settings, tokenizer, data))
+    choice = take_choice(run, tokenizer, lengths)
     describe.show_policy(console, policy, training.optim, settings.extra, choice)
-    if resume is None:
+    if run.resume is None:
         say_what_is_overwritten(settings, console)
     set_seed(training.seed)
-    with console.status(f"loading {settings.model.model_name_or_path} as {policy.storage} …"):
-        model, peft_config = adapted_model(settings, policy, start)
+    with console.status(f"loading {run.checkpoint.name} as {policy.storage} …"):
+        model, peft_config = adapted_model(settings, run.checkpoint, policy, run.start)
     describe.show_model(console, model)
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
-    asked = _first_answer(settings, data, model, tokenizer, resume, console)
+    asked = _first_answer(run, model, tokenizer, console)
     masters = masters_of(model)
     with (
         _arguments_of(settings),
         asking(_name_on_hub(settings, source)),
-        _found_again(model, source, settings.model.model_revision),
+        _found_again(model, source, run.checkpoint.revision),
         reference_there(model),
         labels_kept(settings, rows),
     ):
@@ -268,7 +281,7 @@ def _build(
             eval_dataset=rows[test_split] if training.eval_strategy != "no" else None,
             processing_class=tokenizer,
             peft_config=peft_config,
-            **rewards,
+            **run.rewards,
         )
     changes = Counter(change.what for change in enforce_trainer(trainer, policy, masters))
     if changes:
@@ -289,7 +302,7 @@ def _build(
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
     built = _Built(trainer, asked, choice, fusion, notes, lengths)
-    if resume is None:
+    if run.resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
     return built
@@ -354,13 +367,11 @@ def _rewards(settings: Settings) -> dict[str, Any]:
     return {"reward_funcs": reward_functions(script.reward_funcs, script.reward_model_name_or_path)}
 
 
-def _first_answer(
-    settings: Settings, data: Any, model: Any, tokenizer: Any, resume: Path | None, console: Console
-) -> tuple[Sample, Prompt] | None:
-    if settings.method.name == "reward":
+def _first_answer(run: Run, model: Any, tokenizer: Any, console: Console) -> tuple[Sample, Prompt] | None:
+    if run.settings.method.name == "reward":
         return None
-    asked = describe.sample_question(settings, data)
-    if asked is None or resume is not None:
+    asked = describe.sample_question(run.settings, run.data)
+    if asked is None or run.resume is not None:
         return asked
     sample, prompt = asked
     with console.status("asking the model before training …"):
@@ -368,58 +379,40 @@ def _first_answer(
     return replace(sample, before=text), prompt
 
 
-def _train(
-    settings: Settings,
-    policy: PrecisionPolicy,
-    profile: DeviceProfile,
-    built: _Built,
-    resume: Path | None,
-    earlier: RunRecord | None,
-    console: Console,
-) -> Outcome:
+def _train(run: Run, built: _Built, console: Console) -> Outcome:
     from transformers import PrinterCallback, ProgressCallback
 
     from isotype.train.callback import PrecisionCallback
     from isotype.train.progress import ProgressView
     from isotype.train.record import Kept, RunRecorder
 
-    root = Path(settings.training.output_dir)
-    trainer, sample = built.trainer, _as_asked_before(built.asked, earlier)
+    settings, root = run.settings, Path(run.settings.training.output_dir)
+    trainer, sample = built.trainer, _as_asked_before(built.asked, run.earlier)
     started = datetime.now(UTC)
-    say_where(settings, built.identity, resume, console)
+    say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
-        recorder = RunRecorder(trainer, view.update, view.evaluated, earlier=earlier)
+        recorder = RunRecorder(trainer, view.update, view.evaluated, earlier=run.earlier)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(PrecisionCallback(policy, watch=False))  # the recorder does
+        trainer.add_callback(PrecisionCallback(run.policy, watch=False))  # the recorder does
         trainer.add_callback(recorder)
         stopping = early_stopping(settings)
         if stopping is not None:
             trainer.add_callback(stopping)
         facts = describe.RunFacts(
-            settings,
-            policy,
-            profile,
-            trainer,
-            recorder,
-            started,
-            built.notes,
-            built.lengths,
-            earlier,
-            built.choice,
-            built.fusion,
+            run, trainer, recorder, started, built.notes, built.lengths, built.choice, built.fusion
         )
         record_of = partial(describe.record, facts)
         trainer.goes_on = partial(resume_command, settings)
         trainer.in_checkpoint = partial(
-            files_of_checkpoint, built.identity, partial(record_of, sample, "running")
+            files_of_checkpoint, run.identity, partial(record_of, sample, "running")
         )
         trainer.card = lambda: model_card(record_of(sample, "finished"))
         write = partial(write_report, root=root, writes=trainer.args.should_save)
         recorder.keep = Kept(lambda: write(record_of(sample, "running"), made_steps=True))
         try:
             with lost_process_named(trainer), freed_memory_kept(), float32_reductions():
-                stopped_by = _train_and_save(trainer, root, resume, console)
+                stopped_by = _train_and_save(trainer, root, run.resume, console)
             leave_group_at_exit()
         except TrainingError as failure:
             record = record_of(sample, "failed", str(failure))

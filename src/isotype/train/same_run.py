@@ -10,6 +10,7 @@ from typing import Any
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.measured import fingerprint
+from isotype.checkpoint.opened import Checkpoint
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem
 from isotype.core.files import write_whole
@@ -49,7 +50,7 @@ _OPEN_ENDED = frozenset({"lora_target_modules"})
 
 
 def identity_of(
-    settings: Settings, policy: PrecisionPolicy, rows: Any, start: Adapter | None
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any, start: Adapter | None
 ) -> dict[str, Any]:
     """The run as plain JSON values: the arguments that decide its numbers by their names, and four more.
 
@@ -58,6 +59,7 @@ def identity_of(
 
     Args:
         settings: before the trainer is built.
+        checkpoint: the model.
         policy: of the run.
         rows: the training split.
         start: the adapter that is trained further.
@@ -73,7 +75,7 @@ def identity_of(
         "method": settings.method.name,
         "model_name_or_path": str(model.model_name_or_path),
         "model_revision": model.model_revision,
-        "weights": fingerprint(str(model.model_name_or_path), model.model_revision),
+        "weights": fingerprint(checkpoint),
         "dataset_name": script.dataset_name,
         "dataset_config": script.dataset_config,
         "rows": fingerprint_of_rows(rows),

@@ -6,15 +6,12 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import transformers
 
-from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.mapping.match import require_complete_gguf
-from isotype.checkpoint.weightless import model_config
+from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
@@ -38,9 +35,9 @@ from isotype.train.lengths import Lengths
 from isotype.train.plan import DEFAULT_LENGTH, Plan, training_plan
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
+from isotype.train.run import Run
 from isotype.train.same_run import RUN_FILE
 from isotype.train.saved import read_json
-from isotype.train.settings import Settings
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
 
@@ -160,11 +157,10 @@ class PlannedStep:
         return self._traces[key]
 
 
-def choice_of(plan: Plan, policy: PrecisionPolicy) -> Choice:
+def choice_of(plan: Plan, checkpoint: Checkpoint, policy: PrecisionPolicy) -> Choice:
     """Which layers a training that is about to begin computes again, by its plan."""
-    source = _source(plan)
     try:
-        config = model_config(source, revision=plan.revision)
+        config = config_of(checkpoint)
     except IsotypeError as error:
         return Choice(CHECKPOINTING, f"what the step takes without is not known: {error.headline}")
     return PlannedStep(plan, config, policy).choice()
@@ -177,12 +173,10 @@ def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Rep
         PrecisionError: a policy that the device or the model refuses.
         CheckpointError, UsageError: as `isotype.train.weightless.weightless_model`.
     """
-    source = _source(plan)
-    # Names what is no model.
-    policy, ranges = policy_by_ranges(source, plan.precision, plan.device, plan.revision, when=plan.ranges)
-    config = model_config(source, revision=plan.revision)
-    if isinstance(source, str):
-        require_complete_gguf(source)
+    checkpoint = open_model(plan.source, plan.revision)  # names what is no model
+    policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
+    config = config_of(checkpoint)
+    require_complete_gguf(checkpoint)
     step = PlannedStep(plan, config, policy, ranges, phases)
     chosen = step.choice() if plan.auto else None
     if chosen is not None:
@@ -214,12 +208,6 @@ def _chosen(choice: Choice | None, step: PlannedStep) -> tuple[str, ...]:
     if choice is None:
         return ()
     return (f"gradient checkpointing {choice.words} (auto): {choice.reason}{step.alternative(choice)}",)
-
-
-def _source(plan: Plan) -> Any:
-    """What the facts are read from: a config.json is read as a config, everything else as it was given."""
-    path = Path(plan.source)
-    return model_config(plan.source) if path.name == "config.json" and path.is_file() else plan.source
 
 
 def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
@@ -309,34 +297,22 @@ def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def take_choice(
-    settings: Settings,
-    policy: PrecisionPolicy,
-    resume: Path | None,
-    start: Adapter | None,
-    tokenizer: Any,
-    data: Any,
-    lengths: Lengths | None,
-) -> Choice:
+def take_choice(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     """Choose, and set the training's arguments so; the processes of a run take what the first of them finds.
 
     Args:
-        settings: of the run.
-        policy: of the run.
-        resume: the checkpoint that it goes on from.
-        start: the adapter that is trained further.
+        run: whose settings they are.
         tokenizer: the model's tokenizer or processor.
-        data: splits of rows.
         lengths: of the training rows, where they are known already.
     """
-    training = settings.training
+    settings, resume, training = run.settings, run.resume, run.settings.training
     if not settings.auto_checkpointing or (settings.sharding is not None and settings.sharding.checkpointing):
         return Choice(checkpointing(training), "as asked")
     saved = {} if resume is None else read_json(resume / RUN_FILE) or {}
     if resume is not None and SAVED_AS in saved:
         choice = Choice(saved[SAVED_AS], f"as in {resume.name}, which the run goes on from")
     else:
-        plan = training_plan(settings, start, tokenizer, data, lengths)
-        choice = from_first(lambda: choice_of(plan, policy))
+        plan = training_plan(settings, run.start, tokenizer, run.data, lengths)
+        choice = from_first(lambda: choice_of(plan, run.checkpoint, run.policy))
     take_checkpointing(training, choice.arguments)
     return choice

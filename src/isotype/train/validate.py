@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from isotype.checkpoint.formats.headers import contents, find_weights
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.formats.headers import contents
+from isotype.checkpoint.opened import Checkpoint
 from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
 from isotype.precision.policy import PrecisionPolicy
@@ -341,19 +341,19 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
     )
 
 
-def check_weights(model: str) -> None:
+def check_weights(checkpoint: Checkpoint) -> None:
     """Whether a local checkpoint has weights.
 
     Raises:
         CheckpointError: there is a config and nothing else.
     """
-    source = resolve_source(model)
-    if isinstance(source, Path) and source.is_dir() and find_weights(source) is None:
+    source = checkpoint.source
+    if isinstance(source, Path) and checkpoint.files is None:
         raise CheckpointError(
             "a checkpoint without weights",
             [
                 Problem(
-                    f"the directory {model} holds {contents(source)}",
+                    f"the directory {checkpoint.name} holds {contents(source)}",
                     "model.safetensors, or shards with model.safetensors.index.json",
                     "copy the weights there, or give the directory that save_pretrained() wrote",
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
-from isotype.checkpoint.measure import TOKENS, to_measure
+from isotype.checkpoint.measure import TOKENS, module_to_measure, to_measure
 from isotype.checkpoint.measured import fingerprint, kept_or_noted
+from isotype.checkpoint.opened import Checkpoint, downloaded, open_checkpoint
 from isotype.checkpoint.plan import quantized_weights
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
@@ -60,7 +61,30 @@ def measure_quality(
         CheckpointError: there is no checkpoint, or it cannot be loaded.
         UsageError: no batch can be made up for the model, or the one given is none; the model returns no logits.
     """
-    session = _session(model, data, tokens, device, revision, 3 + len(exact), progress)
+    options: dict[str, Any] = {"exact": exact, "device": device, "progress": progress}
+    if isinstance(model, nn.Module):
+        return _measured(*module_to_measure(model, data, tokens), **options)
+    return measure_damages(open_checkpoint(model, revision), data, tokens=tokens, **options)
+
+
+def measure_damages(
+    checkpoint: Checkpoint, data: Any = None, *, tokens: int = TOKENS, **options: Any
+) -> Damages:
+    """`measure_quality` of a checkpoint that is open."""
+    checkpoint = downloaded(checkpoint)
+    damages = _measured(*to_measure(checkpoint, data, tokens), **options)
+    damages = replace(damages, key=fingerprint(checkpoint) or "")
+    return kept_or_noted(damages) if damages.key and data is None and tokens >= TOKENS else damages
+
+
+def _measured(
+    model: Measured,
+    run: Batches,
+    exact: Sequence[str] = ("nf4",),
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> Damages:
+    session = _session(model, run, device, 3 + len(exact), progress)
     try:
         count = session.backward()
         measured = {form: session.total(dict.fromkeys(session.layers.wanted, form)) for form in exact}
@@ -73,10 +97,9 @@ def measure_quality(
         notes.append(
             f"{plural(len(missing), 'layer')} not measured, which the text has not reached: {listed(missing)}"
         )
-    of_files = not isinstance(model, nn.Module)
-    damages = Damages(
+    return Damages(
         source=session.measured.source,
-        key=fingerprint(str(model), revision) or "" if of_files else "",
+        key="",
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         dtype=dtype_name(torch.float32),
         text=session.run.said,
@@ -96,7 +119,6 @@ def measure_quality(
         measured=measured,
         notes=tuple(notes),
     )
-    return kept_or_noted(damages) if damages.key and data is None and tokens >= TOKENS else damages
 
 
 def measure_divergence(
@@ -120,7 +142,11 @@ def measure_divergence(
     Raises:
         CheckpointError, UsageError: as of `measure_quality`; a layer that the model has not.
     """
-    session = _session(model, data, tokens, device, revision, 1 + len(storages), progress)
+    if isinstance(model, nn.Module):
+        measured, run = module_to_measure(model, data, tokens)
+    else:
+        measured, run = to_measure(downloaded(open_checkpoint(model, revision)), data, tokens)
+    session = _session(measured, run, device, 1 + len(storages), progress)
     unknown = sorted({name for each in storages.values() for name in each} - set(session.layers.wanted))
     if unknown:
         problem = Problem(
@@ -212,15 +238,12 @@ class _Session:
 
 
 def _session(
-    model: nn.Module | str | Path,
-    data: Any,
-    tokens: int,
+    measured: Measured,
+    run: Batches,
     device: str | torch.device | None,
-    revision: str | None,
     passes: int,
     progress: bool,
 ) -> _Session:
-    measured, run = to_measure(model, data, tokens, revision)
     where = torch.device(device) if device is not None else measured.device
     wanted = [base_name(name.removesuffix(".weight")) for name in _linear_weights(measured.model)]
     layers, weights = Layers(wanted), PlainWeights(torch.float32, where)

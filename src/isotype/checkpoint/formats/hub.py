@@ -69,7 +69,7 @@ def commit_of(model_id: str, revision: str | None = None) -> str | None:
     return Path(config).parent.name if isinstance(config, str) else None
 
 
-def downloaded(model_id: str, revision: str | None = None) -> Path:
+def download(model_id: str, revision: str | None = None) -> Path:
     """The directory of the hub's local cache that holds a model; what is not there is downloaded.
 
     Raises:

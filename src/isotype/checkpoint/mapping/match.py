@@ -7,15 +7,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from isotype.checkpoint.formats.config import build_on_meta, gguf_config
-from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
 from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
 from isotype.compat.transformers import may_be_missing, may_be_surplus
@@ -292,14 +289,3 @@ def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTens
     if close:
         return alike[close[0]]
     return next(iter(alike.values())) if len(alike) == 1 else None
-
-
-def require_complete_gguf(path: str | Path) -> None:
-    """Compare a GGUF file with the model that its metadata describe; of anything else `facts_of` does it.
-
-    Raises:
-        CheckpointError: tensors are missing, of another size than the model's or there twice; or there is no such file.
-    """
-    source = resolve_source(path)
-    if isinstance(source, Path) and source.suffix == ".gguf":
-        match(build_on_meta(gguf_config(source), str(source)), read_headers(source)).require_complete()

@@ -17,8 +17,7 @@ from isotype.compat.transformers import never_saved
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.core.names import base_name
-from isotype.model.walk import is_pinned
-from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 _MERGEABLE, _BESIDE = "an adapter that PEFT can merge", "use it beside its base"
 

@@ -20,7 +20,6 @@ from isotype.checkpoint.adapter import (
 )
 from isotype.checkpoint.export.gguf_model import check_exportable
 from isotype.checkpoint.export.llama_cpp import require_program
-from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.merge.report import MergeReport, compare_logits, wider
@@ -34,6 +33,7 @@ from isotype.checkpoint.merge.write import (
     written_path,
 )
 from isotype.checkpoint.merge.written_model import WrittenModel
+from isotype.checkpoint.opened import facts_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import model_config
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, QUANTIZATIONS, dtype_name, parse_dtype
@@ -120,7 +120,7 @@ def merge_adapter(
         check_same_base(saved, source, revision)
     model_class = type(merging.model)
     with staged(final) as built:
-        words = tokenizer or tokenizer_of(tokenizer_source(source), revision)
+        words = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(source, revision)), revision)
         path = written_path(final, built, stored)
         with disk_errors(final):
             notes += write_merged(merging, words, path, target, stored)

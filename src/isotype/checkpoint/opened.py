@@ -1,0 +1,204 @@
+"""A checkpoint, opened once and passed on as one value: what its name stands for, and what its config and headers say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from isotype.checkpoint.facts import facts_of_config, facts_of_gguf, facts_of_module, is_config
+from isotype.checkpoint.formats.config import build_on_meta, gguf_config, read_config
+from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
+from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot, remote_headers
+from isotype.checkpoint.formats.json_file import read_json
+from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.mapping.match import match
+from isotype.core.errors import CheckpointError, PrecisionError, Problem
+from isotype.precision.facts import ModelFacts
+
+_OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose config and headers were read; no weight was.
+
+    Attributes:
+        name: as it was given: a path, `embedded:NAME` or a hub id.
+        source: what `from_pretrained` takes: the directory, the GGUF file or the hub id.
+        files: the directory or GGUF file on this machine that holds the weights; None where none does.
+        config: of transformers; None for a GGUF file, see `config_of`.
+        headers: of the weights; None where there are none, or the hub does not say.
+        facts: what a policy is decided from.
+        revision: branch, tag or commit of a hub id.
+    """
+
+    name: str
+    source: Path | str
+    files: Path | None
+    config: Any
+    headers: CheckpointHeaders | None
+    facts: ModelFacts
+    revision: str | None = None
+
+    @property
+    def gguf(self) -> bool:
+        """Whether it is a GGUF file, whose config is in its metadata."""
+        return self.files is not None and self.files.suffix == ".gguf"
+
+
+def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
+    """Read the config and the headers of a checkpoint.
+
+    Args:
+        name: a directory, a GGUF file, `embedded:NAME` or a hub id.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged or incomplete.
+    """
+    source = resolve_source(name)
+    if isinstance(source, str):
+        return _on_the_hub(source, revision)
+    weights = find_weights(source) if source.is_dir() else None
+    file = source if source.is_file() else weights and weights[0]
+    if file and (source.is_file() or file.suffix == ".gguf"):
+        _require_gguf(file)
+        headers = read_headers(file)
+        return Checkpoint(str(name), source, file, None, headers, facts_of_gguf(headers))
+    _require_model(source, weights is None or weights[1] == "adapter")
+    config = read_config(source)
+    if weights is None:
+        note = f"{source} holds no weights: the dtypes are those of config.json"
+        return Checkpoint(
+            str(name), source, None, config, None, facts_of_config(str(source), config, notes=(note,))
+        )
+    headers = read_headers(source)
+    return Checkpoint(
+        str(name), source, source, config, headers, facts_of_config(str(source), config, headers)
+    )
+
+
+def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
+    """`open_checkpoint`, or, of a config.json, the model that it describes, without weights."""
+    path = Path(name)
+    if path.name != "config.json" or not path.is_file():
+        return open_checkpoint(name, revision)
+    config = read_config(path.parent)
+    return Checkpoint(str(name), path, None, config, None, facts_of_config(type(config).__name__, config))
+
+
+def downloaded(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with its weights on this machine, which are downloaded where they are not.
+
+    Raises:
+        CheckpointError: it has no weights, or the hub cannot be reached.
+    """
+    if checkpoint.files is None and isinstance(checkpoint.source, str):
+        files = download(checkpoint.source, checkpoint.revision)
+        headers = read_headers(files)
+        facts = facts_of_config(checkpoint.source, checkpoint.config, headers)
+        return replace(checkpoint, source=files, files=files, headers=headers, facts=facts)
+    if checkpoint.files is None:
+        read_headers(checkpoint.source)  # says what is there instead of weights
+    return replace(checkpoint, source=checkpoint.files or checkpoint.source)
+
+
+def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
+    """The headers of a checkpoint's weights.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    return read_headers(checkpoint.source) if checkpoint.headers is None else checkpoint.headers
+
+
+def config_of(checkpoint: Checkpoint) -> Any:
+    """The transformers config of a checkpoint; that of a GGUF file is made from its metadata.
+
+    Raises:
+        CheckpointError: the file is of an architecture that transformers does not read from GGUF.
+    """
+    if checkpoint.config is not None:
+        return checkpoint.config
+    assert checkpoint.files is not None
+    return gguf_config(checkpoint.files)
+
+
+def require_complete_gguf(checkpoint: Checkpoint) -> None:
+    """Compare a GGUF file with the model that its metadata describe; of anything else opening it did so.
+
+    Raises:
+        CheckpointError: tensors are missing, of another size than the model's or there twice.
+    """
+    if checkpoint.gguf and checkpoint.headers is not None:
+        model = build_on_meta(config_of(checkpoint), checkpoint.name)
+        match(model, checkpoint.headers).require_complete()
+
+
+def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
+    """The facts about a model, without reading or allocating a weight.
+
+    Args:
+        model: an `nn.Module`, a transformers config, or what names a checkpoint: a directory, a GGUF file, `embedded:NAME` or a hub id.
+        revision: branch, tag or commit of a hub id; of no meaning for anything else.
+
+    Raises:
+        CheckpointError: there is no model there, or it is damaged or incomplete.
+        PrecisionError: `model` is none of the above.
+    """
+    if isinstance(model, nn.Module):
+        return facts_of_module(model)
+    if isinstance(model, (str, Path)):
+        return open_checkpoint(model, revision).facts
+    if is_config(model):
+        return facts_of_config(type(model).__name__, model)
+    raise PrecisionError(
+        "no facts about this object",
+        [
+            Problem(
+                f"a {type(model).__name__}",
+                "an nn.Module, a transformers config, a path, embedded:NAME or a hub id",
+                "give one of these",
+            )
+        ],
+    )
+
+
+def _on_the_hub(model_id: str, revision: str | None) -> Checkpoint:
+    config = hub_config(model_id, revision)
+    files = local_snapshot(model_id, revision)
+    headers, notes = remote_headers(model_id, revision) if files is None else (read_headers(files), ())
+    facts = facts_of_config(model_id, config, headers, notes)
+    return Checkpoint(model_id, model_id, files, config, headers, facts, revision)
+
+
+def _require_gguf(file: Path) -> None:
+    if file.suffix == ".gguf":
+        return
+    if file.suffix == ".py":
+        name = f"{file.stem}:FUNCTION"
+        fix = f"isotype check {name} checks a function of it that returns (model, inputs); isotype run {file} runs it"
+    elif file.name.startswith(_OF_A_CHECKPOINT):
+        fix = f"give the directory {file.parent}"
+    else:
+        fix = "give a checkpoint"
+    problem = Problem(f"the file {file}", "a checkpoint directory or a .gguf file", fix)
+    raise CheckpointError("not a model", [problem])
+
+
+def _require_model(directory: Path, no_weights: bool) -> None:
+    """Whether a directory holds a model's config, and not an adapter alone."""
+    adapter = directory / "adapter_config.json"
+    given = f"the directory {directory} holds {contents(directory)}"
+    if adapter.is_file() and no_weights:
+        base = read_json(adapter).get("base_model_name_or_path")
+        fix = f"give {base}" if base else f"give the base model; {adapter.name} does not name it"
+        problem = Problem(given, "the model that the adapter was trained on", fix)
+        raise CheckpointError("an adapter, not a model", [problem])
+    if not (directory / "config.json").is_file():
+        expected = "config.json and model.safetensors, or a .gguf file"
+        fix = "give the directory that save_pretrained() wrote"
+        raise CheckpointError("not a checkpoint", [Problem(given, expected, fix)])

@@ -1,0 +1,46 @@
+"""A training run as one value: all that is decided before a weight is read, passed to every stage that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isotype.checkpoint.adapter import Adapter
+from isotype.checkpoint.opened import Checkpoint
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.policy import PrecisionPolicy
+from isotype.report.run.record import RunRecord
+from isotype.train.settings import Settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training command comes to.
+
+    Attributes:
+        settings: the command, with the base model in the place of an adapter that it goes on from.
+        checkpoint: the model.
+        start: the adapter that is trained further; None for a new one.
+        policy: of every role's dtype.
+        profile: the device.
+        data: splits of rows.
+        rewards: the trainer's argument for rewards; empty for methods without.
+        resume: the run's checkpoint that it goes on from; None for a start from the beginning.
+        earlier: the report of the run up to there.
+        identity: the settings that decide its numbers, see `isotype.train.same_run.identity_of`.
+        notes: what its user should know besides.
+    """
+
+    settings: Settings
+    checkpoint: Checkpoint
+    start: Adapter | None
+    policy: PrecisionPolicy
+    profile: DeviceProfile
+    data: Any
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    resume: Path | None = None
+    earlier: RunRecord | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
