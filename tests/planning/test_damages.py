@@ -9,7 +9,7 @@ import pytest
 
 from isotype.checkpoint.measured import fingerprint, keep_damages
 from isotype.checkpoint.opened import open_checkpoint, open_model
-from isotype.planning.plan import measured_damages
+from isotype.planning.plan import measured_layers, totals
 from isotype.precision.damages import FORMATS, Damages, LayerDamage
 
 
@@ -18,11 +18,12 @@ def test_what_was_measured_and_kept(
 ) -> None:
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     path = saved("llama")
-    assert measured_damages(open_model(path)) == {}
+    assert measured_layers(open_model(path)) is None
     layer = LayerDamage("model.layers.0.mlp.up_proj", 64, 64, dict.fromkeys(FORMATS, 0.5))
     key = fingerprint(open_checkpoint(path))
     assert key is not None
     keep_damages(Damages("llama", key, "", "float32", "", 1, (layer, layer), {"nf4": 0.25}))
-    damages = measured_damages(open_model(path))
+    damages = totals(measured_layers(open_model(path)))
     assert (damages["nf4"], damages["int8"], damages["float32"]) == (0.25, 1.0, 0.0)
-    assert measured_damages(open_model(path / "config.json")) == {}
+    assert measured_layers(open_model(path / "config.json")) is None
+    assert totals(None) == {}

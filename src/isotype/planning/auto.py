@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from isotype.core.errors import Problem, UsageError
 from isotype.core.units import format_bytes
+from isotype.planning.command import MEMORY
 from isotype.planning.plan import plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
+from isotype.precision.by_damage import MIXED
 from isotype.train.command import set_flag, value_of, without_flag
 from isotype.train.launched import processes
 
@@ -75,7 +77,10 @@ def _with_values(argv: list[str], row: Row) -> list[str]:
         tokens = set_flag(tokens, LENGTH, str(row.length))
     if value_of(argv, STORAGE) == AUTO:
         tokens = without_flag(tokens, STORAGE)
-        tokens += [STORAGE, row.storage] if row.policy.quantized else []
+        if row.base_memory is not None:
+            tokens += [STORAGE, MIXED, MEMORY, str(row.base_memory)]
+        elif row.policy.quantized:
+            tokens += [STORAGE, row.storage]
     if value_of(argv, CHECKPOINTING) in (None, AUTO) and row.checkpointing_flag is not None:
         tokens = set_flag(tokens, CHECKPOINTING, row.checkpointing_flag)
     return tokens

@@ -6,9 +6,11 @@ from isotype.core.dtypes import QUANTIZATIONS
 from isotype.data.methods import METHODS
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest
+from isotype.precision.by_damage import MIXED
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command import set_flag, value_of, without_flag
 
+MEMORY = "--base_memory"
 EXAMPLE_DATA = "embedded:precision_qa"
 """The data set of a command whose user has named none: it runs as it is printed."""
 
@@ -20,6 +22,8 @@ def command_of(request: PlanRequest, row: Row, profile: DeviceProfile) -> tuple[
         tokens = [*tokens, "--dataset_name", EXAMPLE_DATA]
     if row.storage in QUANTIZATIONS:
         tokens = set_flag(tokens, "--quantization", row.storage)
+    if row.base_memory is not None:
+        tokens = set_flag(set_flag(tokens, "--quantization", MIXED), MEMORY, str(row.base_memory))
     for name, value in (
         ("--per_device_train_batch_size", row.rows),
         ("--gradient_accumulation_steps", row.accumulation),

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from isotype.core.dtypes import parse_dtype
 from isotype.planning.record import Row
+from isotype.precision.by_damage import MIXED
 
 _SLOWER = 1.25
 """How many times slower than the fastest a row may be that `balanced` takes for its precision."""
 
-_CODES = ("int8", "nf4", "fp4")
+_CODES = ("int8", MIXED, "nf4", "fp4")
 """Quantization formats, the more precise first."""
 
 

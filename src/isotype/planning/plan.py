@@ -24,7 +24,7 @@ from isotype.planning.record import Device, Record, Row
 from isotype.planning.request import PlanRequest, parse_request, require_known_goal
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text
-from isotype.precision.damages import FORMATS
+from isotype.precision.damages import FORMATS, Damages
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.files import write_report
 from isotype.train.recompute_choice import Room, room_of
@@ -98,7 +98,8 @@ def plan_of_request(request: PlanRequest) -> Plan:
     import_uncompiled("bitsandbytes")
     source = request.step.source
     checkpoint = open_model(source, request.step.revision)
-    request = replace(request, damages=request.damages or measured_damages(checkpoint))
+    layers = measured_layers(checkpoint)
+    request = replace(request, damages=request.damages or totals(layers), layers=layers)
     profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
     rooms = {profile.name: _room(request, profile) for profile in profiles}
     _require_known(rooms)
@@ -150,10 +151,14 @@ def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
     return replace(request, step=replace(request.step, device=profile.name))
 
 
-def measured_damages(checkpoint: Checkpoint) -> dict[str, float]:
-    """What storages do to a model, in nats, where `isotype quality` has measured it."""
+def measured_layers(checkpoint: Checkpoint) -> Damages | None:
+    """What storages do to a model, layer by layer, where `isotype quality` has measured it."""
     key = fingerprint(checkpoint)
-    damages = None if key is None else kept_damages(key)
+    return None if key is None else kept_damages(key)
+
+
+def totals(damages: Damages | None) -> dict[str, float]:
+    """Nats with all layers in one storage, by its name."""
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in FORMATS}}
 
 

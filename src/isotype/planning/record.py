@@ -68,7 +68,7 @@ class Row:
     Attributes:
         device: name of the profile.
         devices: how many of them train together.
-        storage, compute: how frozen weights are stored, and what products run in.
+        storage, compute: how frozen weights are stored (`mixed`: each layer in a format of its own), and what products run in.
         checkpointing: which layers are computed again in the backward: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
         rows: of a micro-batch on one device; where `fits` is false, of the smallest one.
@@ -83,7 +83,9 @@ class Row:
         longest: tokens of the longest row that fits, one a micro-batch where their number is not pinned; 0 where none does, None where it was not looked for.
         longest_is_all: whether that is as long as was asked about: the model has no more positions, or none were tried.
         work: what the data set takes by it; None where none is named.
-        damage: KL divergence of next-token distributions from those of unquantized weights, in nats; None: unknown.
+        damage: KL divergence of next-token distributions from those of unquantized weights, in nats, of a mixed base as it is estimated;
+            None: unknown.
+        base_memory: bytes that a mixed base's weights take at most; None where nothing says it.
         policy: the precision policy.
         command: that trains so.
     """
@@ -109,6 +111,7 @@ class Row:
     longest_is_all: bool = False
     work: Workload | None = None
     damage: float | None = None
+    base_memory: int | None = None
 
     @property
     def spare(self) -> int | None:

@@ -13,6 +13,7 @@ from isotype.core.errors import Problem, UsageError
 from isotype.core.units import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS
+from isotype.precision.damages import Damages
 from isotype.train.plan import Options, plan_of
 from isotype.train.plan import Plan as Step
 
@@ -49,6 +50,7 @@ class PlanRequest:
         quantize: whether storages are chosen where none is named; else the weights stay in the compute dtype.
         longest: whether the longest row that fits is looked for.
         damages: storage -> measured damage in nats, see `Row.damage`; what is not in it is unknown.
+        layers: what each format of each layer does to the model, where somebody has measured it: what mixed storage is chosen by.
     """
 
     step: Step
@@ -65,6 +67,7 @@ class PlanRequest:
     quantize: bool = True
     longest: bool = True
     damages: Mapping[str, float] = field(default_factory=dict)
+    layers: Damages | None = None
 
 
 @dataclass(frozen=True)

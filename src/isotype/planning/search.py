@@ -19,7 +19,9 @@ from isotype.planning.record import Row, Time
 from isotype.planning.request import PlanRequest
 from isotype.planning.steps import Steps, Traced, largest
 from isotype.planning.workload import work_of
+from isotype.precision.by_damage import MIXED, base_bytes
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room
@@ -33,6 +35,9 @@ LENGTHS = 64
 
 FARTHEST = 32768
 """Tokens up to which the longest row is looked for where it is not the goal: a trace of a longer one takes seconds."""
+
+_FITTINGS = 8
+"""Mixtures that are tried for one row, each with less memory than the one before."""
 
 _NEAR = 32
 """The search for the longest row ends within this part of it."""
@@ -89,7 +94,22 @@ class Search:
     _known: dict[tuple[str, str, str], tuple[Option, Steps]] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Every option on every device, in the order of `STORAGES`."""
+        """Every option on every device, in the order of `STORAGES`, mixed storage last."""
+        seen: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
+        pinned = self._mixed_is_pinned()
+        for row in self._uniform_rows():
+            seen[row.device].append(row)
+            if not pinned or not row.fits:
+                yield row
+        if (
+            self.request.layers is not None
+            and self.request.count == 1
+            and (pinned or self._storages() is STORAGES)
+        ):
+            for profile in self.profiles:
+                yield from self._mixed_rows(profile, seen[profile.name])
+
+    def _uniform_rows(self) -> Iterator[Row]:
         for option in self._options():
             steps = Steps(option.step, option.arguments, self.profiles)
             self._known[_key(option)] = option, steps
@@ -136,8 +156,20 @@ class Search:
                     break
                 yield step
 
+    def _mixed_is_pinned(self) -> bool:
+        """Whether mixed storage alone is asked for, in what memory the device leaves."""
+        precision = self.request.step.precision
+        return (
+            precision.quantization == MIXED
+            and precision.base_memory is None
+            and self.request.layers is not None
+            and self.request.count == 1
+        )
+
     def _storages(self) -> Sequence[str | None]:
         base = self.request.step
+        if self._mixed_is_pinned():
+            return ("nf4",)  # what is left beside it is what a mixture may take
         fixed = base.precision.quantization is not None or base.precision.storage is not None
         if (
             fixed
@@ -157,6 +189,52 @@ class Search:
         if not getattr(model, "supports_gradient_checkpointing", True):
             return (None,)
         return (None, CHECKPOINTING) if step.auto else (step.checkpointing,)
+
+    # Mixed storage
+
+    def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
+        """Of each row with 4 bits that fits, one whose base takes the memory that is left."""
+        for row in rows:
+            if row.storage != "nf4" or not row.fits:
+                continue
+            option, _ = self._known[row.storage, row.checkpointing, row.sharding]
+            mixed = self._fitted(option, row, profile)
+            if mixed is not None:
+                yield mixed
+
+    def _fitted(self, option: Option, row: Row, profile: DeviceProfile) -> Row | None:
+        """The most precise mixture with which the micro-batches of a row with 4 bits fit; None where it is no mixture.
+
+        What a layer in 8 bits takes besides its bytes is in the trace alone: a mixture that turns out too large gets less.
+        """
+        damages = self.request.layers
+        assert damages is not None
+        assert row.room is not None
+        parameters = self.checkpoint.facts.parameters or 0
+        held = partial(base_bytes, damages, parameters=parameters)
+        memory = held(row.policy) + row.room - row.peak
+        fixed = replace(self, request=replace(self.request, rows=row.rows, longest=False))
+        for _ in range(_FITTINGS):
+            step = self._mixed_step(option, memory)
+            if step is None or not (step.policy.layers or self._mixed_is_pinned()):
+                return None
+            steps = Steps(step, option.arguments, (profile,))
+            peak = steps.peak(row.rows, self.length)
+            if peak <= row.room:
+                return fixed._row(Option(step, option.arguments), steps, profile)
+            memory = held(step.policy) - (peak - row.room)
+        return None
+
+    def _mixed_step(self, option: Option, memory: int) -> PlannedStep | None:
+        """The step of an option with 4 bits, its base mixed within so many bytes; None where no mixture fits them."""
+        base = self.request.step
+        precision = replace(option.step.plan.precision, quantization=MIXED, base_memory=memory)
+        try:
+            policy, ranges = policy_by_ranges(self.checkpoint, precision, base.device, when=base.ranges)
+        except PrecisionError:
+            return None
+        plan = replace(option.step.plan, precision=precision, lora=copy.deepcopy(base.lora))
+        return PlannedStep(plan, self.config, policy, ranges)
 
     # One row
 
@@ -187,7 +265,7 @@ class Search:
         row = Row(
             device=profile.name,
             devices=self.request.count,
-            storage=policy.storage,
+            storage=MIXED if policy.layers else policy.storage,
             compute=dtype_name(policy.compute),
             checkpointing=option.checkpointing,
             sharding=option.sharding,
@@ -204,11 +282,18 @@ class Search:
             command=(),
             longest=longest,
             longest_is_all=is_all,
-            damage=self.request.damages.get(policy.storage),
+            damage=self._damage(policy),
+            base_memory=option.step.plan.precision.base_memory,
         )
         self.notes += [note for note in traced.notes if note not in self.notes]
         work = work_of(self.request, row, partial(_seconds, steps, profile.name)) if fits else None
         return replace(row, command=command_of(self.request, row, profile), work=work)
+
+    def _damage(self, policy: PrecisionPolicy) -> float | None:
+        layers = self.request.layers
+        if not policy.layers or layers is None:
+            return None if policy.layers else self.request.damages.get(policy.storage)
+        return layers.estimate({each.module: policy.storage_of(each.module) for each in layers.layers}, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
         """(rows, whether they fit): of as few micro-batches as fit, each as large as the others."""
@@ -257,7 +342,8 @@ class Search:
 
 
 def _key(option: Option) -> tuple[str, str, str]:
-    return option.step.policy.storage, option.checkpointing, option.sharding
+    policy = option.step.policy
+    return MIXED if policy.layers else policy.storage, option.checkpointing, option.sharding
 
 
 def _seconds(steps: Steps, device: str, rows: int, tokens: int) -> float | None:

@@ -133,6 +133,16 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
     )
 
 
+def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:
+    """Bytes of a base's weights under a policy: what `base_memory` counts."""
+    weights = sum(layer.rows * layer.columns for layer in damages.layers)
+    layers = sum(
+        layer.bytes(policy.storage_of(layer.module), double_quant=policy.double_quant)
+        for layer in damages.layers
+    )
+    return layers + (parameters - weights) * policy.plain.itemsize
+
+
 def _most(chosen: Mapping[str, str], plain: str) -> str:
     """The format that the model is said to be stored in: nf4 where any layer has 4 bits, for libraries ask how many bits a model has."""
     forms = set(chosen.values())

@@ -146,19 +146,19 @@ class Damages:
             lines.append(f"{form:<14}{self.total(form):>14.4g}{format_bytes(self.bytes(form)):>12}{how}")
         worst = sorted(self.layers, key=lambda layer: -layer.damage["nf4"])[:_SHOWN]
         width = max((len(layer.module) for layer in worst), default=0)
-        lines += ["", f"{'largest in nf4':<{width}}" + "".join(f"{form:>12}" for form in FORMATS)]
+        lines += ["", f"{'largest in nf4':<{width}}" + "".join(f"{form:>15}" for form in FORMATS)]
         lines += [
-            f"{layer.module:<{width}}" + "".join(f"{layer.damage[form]:>12.3g}" for form in FORMATS)
+            f"{layer.module:<{width}}" + "".join(f"{layer.damage[form]:>15.3g}" for form in FORMATS)
             for layer in worst
         ]
         kinds: dict[str, list[LayerDamage]] = {}
         for layer in self.layers:
             kinds.setdefault(starred(layer.module), []).append(layer)
         width = max((len(kind) for kind in kinds), default=0)
-        lines += ["", f"{'by kind':<{width}}{'count':>8}" + "".join(f"{form:>12}" for form in FORMATS)]
+        lines += ["", f"{'by kind':<{width}}{'count':>8}" + "".join(f"{form:>15}" for form in FORMATS)]
         lines += [
             f"{kind:<{width}}{len(group):>8}"
-            + "".join(f"{self._sum((each, form) for each in group):>12.3g}" for form in FORMATS)
+            + "".join(f"{self._sum((each, form) for each in group):>15.3g}" for form in FORMATS)
             for kind, group in kinds.items()
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
