@@ -7,7 +7,9 @@ model is one is found by running it, not by its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -39,6 +41,7 @@ class Unpadded:
         sequences: the rows among them.
         tokens: which places of the batch they are, int64 `[tokens]`, rows behind one another.
         reads: at how many places results are read.
+        lengths: tokens of each row that has some.
     """
 
     inputs: Mapping[str, Any]
@@ -46,6 +49,20 @@ class Unpadded:
     sequences: Sequences
     tokens: torch.Tensor
     reads: int
+    lengths: tuple[int, ...]
+
+
+_traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
+
+
+@contextmanager
+def traced_as(bare: Unpadded | None) -> Iterator[None]:
+    """Within it fakes of a batch's shape are taken without the padding that the batch itself is without; with None, as they are."""
+    token = _traced.set(bare)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
 
 
 def unpadded(
@@ -63,17 +80,19 @@ def unpadded(
 
     Returns:
         None for a batch with next to no padding, with padding between tokens or on another side, with more than text, or of
-        which results at padding are read.
+        which results at padding are read. For fakes, whose lengths nobody knows, but within `traced_as`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if (
-        not sides
-        or ids is None
-        or mask is None
-        or {key for key, value in batch.items() if value is not None} - _KNOWN
-    ):
+    if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _KNOWN:
         return None
-    if isinstance(ids, FakeTensor) or ids.dim() != 2 or mask.shape != ids.shape or not ids.numel():
+    if ids.dim() != 2 or mask.shape != ids.shape or not ids.numel():
+        return None
+    if isinstance(ids, FakeTensor):
+        known = _traced.get()
+        if known is None or known.place.shape != ids.shape:
+            return None
+        return _without(batch, mask.bool(), known.lengths, known.reads)
+    if not sides:
         return None
     present = mask.bool()
     facts = _facts(present, read)
@@ -81,7 +100,14 @@ def unpadded(
     enough = 0 < tokens <= (1 - _LEAST_SHARE) * ids.numel() and (most is None or tokens <= most)
     if not enough or facts.unsound or facts.padded - sides:
         return None
-    index = torch.nonzero_static(present.flatten(), size=tokens).squeeze(1)
+    return _without(batch, present, tuple(length for length in facts.lengths if length), facts.reads)
+
+
+def _without(
+    batch: Mapping[str, Any], present: torch.Tensor, lengths: tuple[int, ...], reads: int
+) -> Unpadded:
+    ids = batch["input_ids"]
+    index = torch.nonzero_static(present.flatten(), size=sum(lengths)).squeeze(1)
     positions = present.cumsum(1) - 1
     inputs = {
         **batch,
@@ -89,10 +115,9 @@ def unpadded(
         "position_ids": positions.flatten()[index][None],
         "attention_mask": None,
     }
-    lengths = [length for length in facts.lengths if length]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(ids.device, non_blocking=True)
     place = (present.flatten().cumsum(0) - 1).clamp(min=0).view(ids.shape)
-    return Unpadded(inputs, place, Sequences(ends, max(lengths)), index, facts.reads)
+    return Unpadded(inputs, place, Sequences(ends, max(lengths)), index, reads, lengths)
 
 
 @dataclass(frozen=True)

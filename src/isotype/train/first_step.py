@@ -12,11 +12,13 @@ from torch import nn
 
 from isotype.core.errors import first_line
 from isotype.core.source import line_of
+from isotype.lora.unpadded import traced_as
 from isotype.preflight.from_trainer import request_of_first_step
 from isotype.preflight.run import run
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
+from isotype.train.head import without_its_padding
 
 logger = logging.getLogger("isotype")
 
@@ -44,7 +46,8 @@ def before_first_step(
             return
         handle.remove()
         try:
-            report = run(request_of_first_step(model, (args, kwargs), arguments, optimizer), verify=False)
+            with traced_as(without_its_padding(model, args, kwargs)):
+                report = run(request_of_first_step(model, (args, kwargs), arguments, optimizer), verify=False)
         except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
             raised = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))

@@ -10,7 +10,7 @@ forward and again in the backward, and multiplies gradients in float32. That is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -236,6 +236,21 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
             return _fused(self, request, named, args, kwargs)
 
     return forward
+
+
+def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Unpadded | None:
+    """The batch of a call of the model as its fused head will take it, without padding; None where it stays as it is.
+
+    A trace cannot tell: its batch is fakes, which have no lengths.
+    """
+    named = {name: kwargs.get(name) for name in _NAMED}
+    if args or not kwargs.get("fused_lm_head") or (named["labels"] is None and named["shift_labels"] is None):
+        return None
+    inputs = {name: value for name, value in kwargs.items() if name not in (*_NAMED, "fused_lm_head")}
+    return without_padding(model, inputs, _labels(named) != -100)
+
+
+_NAMED = ("labels", "shift_labels", "num_items_in_batch")
 
 
 def _said(named: dict[str, Any]) -> dict[str, Any]:

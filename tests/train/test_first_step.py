@@ -1,0 +1,51 @@
+"""The check of a running training's first batch: of the step as it runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+import isotype
+from isotype.report.check.report import Report
+from isotype.train.first_step import before_first_step
+from isotype.train.head import put_head
+
+
+def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:
+    """What the check of the first call of a model says."""
+    reports: list[Report] = []
+    arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to="none")
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    before_first_step(model, arguments, optimizer, reports.append)
+    model(**batch)
+    (report,) = reports
+    return report
+
+
+@pytest.mark.parametrize("lengths", [(12, 5, 7), (12, 12, 12)])
+def test_padding_that_the_step_leaves_out_is_not_traced(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=128,
+    )  # fmt: skip
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+    isotype.fuse(model)
+    put_head(model)
+    mask = torch.tensor([[1] * length + [0] * (12 - length) for length in lengths])
+    ids = torch.arange(36).view(3, 12) * mask
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    rows: list[int] = []
+    mlp = model.get_base_model().model.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+    report = report_of(model.train(), {**batch, "fused_lm_head": True}, tmp_path)
+    assert report.ok, report
+    shapes = [shape for call in report.trace.calls if ".mlp" in call.module for _, shape in call.results]
+    traced = {math.prod(shape) // 48 for shape in shapes if shape[-1:] == (48,)}
+    assert report.trace.failure is None
+    assert (rows, traced & {sum(lengths), mask.numel()}) == ([sum(lengths)], {sum(lengths)})
