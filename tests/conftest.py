@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch and bitsandbytes are loaded: threads make tiny models ten times slower where tests share the cores.
@@ -79,6 +79,15 @@ def pytest_collection_finish() -> None:
     """What the imports have made stays to the end: no later collection looks at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Every trainer looks for garbage in all that lives: what a file's tests have imported and cached is left out for the next."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
