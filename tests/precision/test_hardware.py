@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
 import string
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -287,6 +290,8 @@ def test_named_profiles_are_consistent(name: str) -> None:
         ("a10", 4),
         ("a40", 4),
         ("rtxa6000", 4),
+        ("rtx6000ada", 4),
+        ("rtxpro", 4),
         ("v100", 8),
     ],
 )
@@ -370,6 +375,11 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gh200", ("GH200", "NVIDIA GH200 480GB", "gh200 96gb")),
         ("gh200-144g", ("GH200 144GB", "NVIDIA GH200 144G HBM3e")),
         ("rtxa6000", ("A6000", "RTX A6000", "NVIDIA RTX A6000", "rtx-a6000")),
+        ("rtx6000ada", ("RTX 6000 Ada", "6000 Ada", "NVIDIA RTX 6000 Ada Generation", "rtx6000-ada 48GB")),
+        (
+            "rtxpro6000",
+            ("RTX PRO 6000", "rtx-pro-6000 96GB", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+        ),
         ("a40", ("NVIDIA A40", "A40 48GB")),
         ("rtx2080ti", ("RTX 2080 Ti", "2080ti", "GeForce RTX 2080 Ti")),
         ("rtx2080", ("RTX 2080", "2080")),
@@ -398,6 +408,7 @@ def test_a_card_has_one_profile_however_it_is_written(card: str, spellings: tupl
     [
         ("80gb", "a100-80g, a100-80g-pcie, h100, h100-pcie"),
         ("4060 ti", "rtx4060ti-8g, rtx4060ti-16g"),
+        ("rtx 6000", "rtx6000ada, rtxpro6000"),
         ("v100 sxm2", "v100-16g, v100-32g"),
     ],
 )
@@ -415,13 +426,11 @@ def test_another_card_is_none_of_ours(name: str) -> None:
         device_profile(name)
 
 
-NAMES = (
-    "2060, 2070, 2080, a10, a100, a100-40g, a100-40g-pcie, a100-80g, a100-80g-pcie, a100-pcie, "
-    "a100-pcie-40g, a100-pcie-80g, a10g, a40, a6000, b200, cpu-amx, cpu-avx2, cpu-avx512, cpu-generic, "
-    "gh200, gh200-144g, gh200-96g, h100, h100-80g, h100-nvl, h100-pcie, h100-sxm, h200, l4, l40s, mi250x, "
-    "mi300x, mps, p100, rtx2060, rtx2070, rtx2080, rtx2080ti, rtx3060, rtx3090, rtx4060ti-16g, "
-    "rtx4060ti-8g, rtx4080, rtx4090, rtx5090, rtxa6000, t4, v100, v100-16g, v100-32g, v100-pcie, "
-    "v100-pcie-16g, v100-pcie-32g, xpu"
+RECORDS: dict[str, dict[str, Any]] = json.loads(
+    Path(hardware.__file__).with_name("profiles.json").read_text()
+)
+NAMES = ", ".join(
+    sorted({*RECORDS, *(alias for each in RECORDS.values() for alias in each.get("aliases", ()))})
 )
 
 
