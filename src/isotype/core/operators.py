@@ -53,6 +53,16 @@ def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tenso
     return tensors
 
 
+def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
+    """The Python floats among an operator's arguments, by the names of its schema: `(("eps", 1e-12),)`."""
+    floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
+    if not floats and not kwargs:
+        return ()
+    roles = schema_of(func).roles
+    named = ((name, value) for name, value in kwargs.items() if type(value) is float)
+    return (*((roles[position], value) for position, value in floats), *named)
+
+
 def _add(tensors: list[tuple[str, torch.Tensor]], role: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         tensors.append((role, value))

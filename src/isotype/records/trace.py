@@ -159,6 +159,7 @@ class Call:
         rounded_at: `file:line` that did that, or the name of the input that came in 16 bit.
         emptied: of a cast, how many rows of finite numbers it made minus infinity from end to end; 0 where values are not
             known.
+        numbers: the Python floats among its arguments, by the names of the operator's schema: `(("min", 1e-12),)`.
     """
 
     op: str
@@ -175,6 +176,7 @@ class Call:
     off: float = 0.0
     rounded_at: str = ""
     emptied: int = 0
+    numbers: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_cast(self) -> bool:

@@ -45,6 +45,7 @@ from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.fixes import actions, and_its_like, safety_of_cast
 from isotype.rules.kit.groups import Group
+from isotype.rules.kit.published import TRANSFORMERS
 from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import cause_text, evidence
 
@@ -52,7 +53,6 @@ TITLE = "Matmuls in a wider dtype than the compute dtype"
 
 _LEAST_SHARE = 0.02
 _LEAST_SLOWDOWN = 1.1
-_PUBLISHED = "/transformers/models/"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _wide(
     if not wide or any(costs.by_autocast(operand.origin.cause) for operand in wide):
         return None
     roots = tuple(costs.root(operand.origin) for operand in wide)
-    if any(cause.kind == "cast" and _PUBLISHED in cause.source for cause in roots):
+    if any(cause.kind == "cast" and TRANSFORMERS in cause.source for cause in roots):
         return None
     # What flows in explains more than the weight that it meets.
     flowing = next((i for i, operand in enumerate(wide) if operand.origin.kind != "parameter"), 0)

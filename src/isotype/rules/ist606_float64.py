@@ -34,13 +34,11 @@ from isotype.core.names import distinct_names, plural, short
 from isotype.records.finding import ActionKind, Finding, Fix, Kind, finding_at
 from isotype.records.trace import Call, Origin, Trace
 from isotype.rules.kit.fixes import advice, and_its_like, fix
+from isotype.rules.kit.published import LIBRARIES
 from isotype.rules.kit.words import cause_text
 
 TITLE = "float64 on a device without it"
 KIND: Kind = "device"
-
-_ASKING = ("/transformers/models/", "/diffusers/")
-
 
 _GIVEN = ("input", "parameter", "buffer", "attribute", "outside", "data")
 _STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", "attribute": "buffer"}
@@ -54,7 +52,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     by_cause: dict[str, dict[str, tuple[Origin, Call]]] = {}
     for call in trace.calls:
         # The backward of a cast mirrors what the forward has shown.
-        if call.phase in ("forward", "generate") and not any(part in call.source for part in _ASKING):
+        if call.phase in ("forward", "generate") and not any(part in call.source for part in LIBRARIES):
             for origin in _entries(call):
                 key = origin.kind if origin.kind in _STORED else origin.source or origin.name
                 by_cause.setdefault(key, {}).setdefault(origin.name, (origin, call))

@@ -24,7 +24,7 @@ from isotype.compat.torch import (
     node_number,
     tree_leaves,
 )
-from isotype.core.operators import leaves, operator_name
+from isotype.core.operators import leaves, numbers_in, operator_name
 from isotype.core.source import asking_line, shown
 from isotype.model.fold import repeats_of
 from isotype.model.hooks import listening
@@ -287,6 +287,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         breach: Breach | None,
         outputs: Sequence[torch.Tensor] = (),
         flops: int = 0,
+        numbers: tuple[tuple[str, float], ...] = (),
     ) -> None:
         self.calls.append(
             Call(
@@ -301,6 +302,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 breach,
                 self._recomputing,
                 self.autocast,
+                numbers=numbers,
             )
         )
 
@@ -330,7 +332,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 breach = replace(breach, consequence=True)
             place.breached = True
         flops = flops_of(func, args, kwargs, result) if outputs else 0
-        self._append(name, place, operands, breach, outputs, flops)
+        self._append(name, place, operands, breach, outputs, flops, numbers_in(func, args, kwargs))
 
     def _origin_of(
         self,

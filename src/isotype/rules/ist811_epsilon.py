@@ -1,0 +1,89 @@
+"""
+**What it means.** A number that keeps a divisor from being zero is zero itself in float16, whose smallest number is 6e-8:
+`x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, `F.normalize`, whose default is 1e-12.
+
+**Why it is bad.** The first row that is zero (padding, an empty span, a gate that is closed, a sum of squares that float16
+rounds to zero) becomes 0 / 0 or log(0): the loss is NaN, on that row's step and on no other.
+
+**An example that costs**
+
+    pooled = F.normalize(hidden.half().mean(1), dim=-1)                                     # a row of zeros becomes NaN
+
+**Repaired**
+
+    pooled = F.normalize(hidden.half().mean(1), dim=-1, eps=torch.finfo(torch.float16).tiny)    # 6e-5
+
+**What is not reported.** Lines of published transformers models: their routers divide by sums of scores, which are not zero.
+
+**How safe is the fix?** Safe: a divisor below 6e-5 has lost most of its digits in float16 already, and what is divided by it leaves
+float16's range. Computed in float32, the line keeps its epsilon.
+
+**Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106; MinishLab/model2vec #368.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from isotype.core.grouping import grouped
+from isotype.core.names import short
+from isotype.records.finding import Finding, finding_at
+from isotype.records.trace import Call, Trace
+from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.published import TRANSFORMERS
+from isotype.rules.kit.words import evidence
+
+TITLE = "An epsilon that is zero in float16"
+
+_GUARDS = {
+    "add": "other",
+    "add_": "other",
+    "clamp": "min",
+    "clamp_": "min",
+    "clamp_min": "min",
+    "clamp_min_": "min",
+}
+"""Operators that keep a value away from zero, and the argument that does it."""
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Numbers that are added to float16 values, or bound them from below, and vanish, by the line that does it."""
+    guards = (
+        call
+        for call in trace.calls
+        if call.phase in ("forward", "generate") and not call.recomputed and _epsilon(call)
+    )
+    for calls in grouped(guards, lambda call: (call.source or call.module, _epsilon(call))).values():
+        first, epsilon = calls[0], _epsilon(calls[0])
+        at = f" at {short(first.source)}" if first.source else ""
+        yield finding_at(
+            "IST811",
+            "warning",
+            f"an epsilon of {epsilon:g} is zero in float16: a value of zero stays zero, and what is divided by it is not finite",
+            first,
+            calls,
+            cause=f"{_name(first)} with {epsilon:g}{at}, on float16",
+            evidence=evidence(first.operands[0].origin),
+            fixes=(
+                advice(
+                    first.source or first.module,
+                    f"write torch.finfo(torch.float16).tiny (6e-05) instead of {epsilon:g}, or compute in float32 there",
+                ),
+            ),
+        )
+
+
+def _epsilon(call: Call) -> float:
+    """The positive number that vanishes; 0 where there is none, or none to report."""
+    if TRANSFORMERS in call.source:
+        return 0.0
+    number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)
+    if number <= 0 or not call.results or call.results[0][0] != torch.float16:
+        return 0.0
+    return number if torch.tensor(number, dtype=torch.float16) == 0 else 0.0
+
+
+def _name(call: Call) -> str:
+    return call.op.split(".")[1] if call.op.startswith("aten.") else ""
