@@ -59,7 +59,7 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert err == (
         "error: unknown command\n"
         "  - isotype stf\n"
-        "    expected  one of sft, dpo, reward, kto, grpo, rloo, demo, plan, check, run, inspect, quality, explain, completion, doctor, merge, chat\n"
+        f"    expected  one of {', '.join(METHODS)}, demo, plan, check, run, inspect, quality, explain, completion, doctor, merge, chat\n"
         "    fix       did you mean isotype sft?\n"
     )
 

@@ -40,7 +40,7 @@ def test_the_defaults_of_a_bare_model_are_those_of_sft():
         assert bare.lora[name] == getattr(full.lora, name)
     differing = {f.name for f in dataclasses.fields(bare) if getattr(bare, f.name) != getattr(full, f.name)}
     # A training command has 8 rows a step unless told otherwise, and names its length, 1024, itself.
-    assert differing == {"rows", "length", "lora", "reference", "revision"}
+    assert differing == {"rows", "length", "lora", "revision"}
     assert (bare.rows, full.rows, full.length) == (1, 8, 1024)
 
 

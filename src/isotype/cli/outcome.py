@@ -51,5 +51,5 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
             say(f"\nstopped; {whole} is whole. Go on with:\n  {resume_command(settings, whole)}")
         else:
             say("\nstopped before the first checkpoint; nothing to go on from")
-    elif outcome.adapter is not None and settings.method.loss != "reward":
+    elif outcome.adapter is not None and settings.method.answers:
         say(f"\ntry it:  isotype chat {outcome.adapter}")

@@ -15,6 +15,13 @@ Loss = Literal[
 ]
 """What a step computes; `isotype.train.synthetic.LOSSES` computes it without a data set."""
 
+Reference = Literal[
+    "none",
+    "always",
+    "beta",  # where the argument of that name, the weight of the divergence from it, is not zero
+]
+"""Whether the loss compares with a frozen reference model."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -34,6 +41,7 @@ CHAT_COLUMNS = ("tools", "chat_template_kwargs", "image", "images")
 
 _PAIRS = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
 _PROMPTS = (Format(("prompt",)),)
+_LONG_PROMPT = "the prompt alone fills"
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,10 @@ class Method:
         task_type: PEFT's task type, which decides what beside the adapters is trained.
         auto_class: name of transformers' auto class, or None for the class that the config names.
         model_kwargs: what the model head needs.
+        reference: see `Reference`; `compares` decides it for a training.
+        dropped: of rows that the trainer leaves out by `max_length`, which these are, as the beginning of a clause; "" where it
+            leaves none out.
+        fused_head: whether the trainer asks the model for log-probabilities by TRL's fused head, and never for logits.
     """
 
     name: str
@@ -62,6 +74,18 @@ class Method:
     task_type: str = "CAUSAL_LM"
     auto_class: str | None = None
     model_kwargs: tuple[tuple[str, Any], ...] = ()
+    reference: Reference = "none"
+    dropped: str = ""
+    fused_head: bool = True
+
+    @property
+    def answers(self) -> bool:
+        """Whether what it trains can be asked for an answer; a reward model only scores one."""
+        return self.task_type == "CAUSAL_LM"
+
+    def compares(self, training: Any) -> bool:
+        """Whether a training with these arguments (TRL's config) has a reference model."""
+        return self.reference == "always" or (self.reference == "beta" and bool(training.beta))
 
     def trainer_class(self) -> Any:
         """The trainer class of `trl`."""
@@ -92,6 +116,7 @@ METHODS: dict[str, Method] = {
                 Format(("text",), excludes=("prompt",)),
             ),
             optional=(*CHAT_COLUMNS, "labels", "completion_mask", "assistant_masks"),
+            dropped=_LONG_PROMPT,
         ),
         Method(
             "dpo",
@@ -100,6 +125,8 @@ METHODS: dict[str, Method] = {
             "preference",
             _PAIRS,
             optional=(*CHAT_COLUMNS, "ref_chosen_logps", "ref_rejected_logps"),
+            reference="always",
+            dropped=_LONG_PROMPT,
         ),
         Method(
             "reward",
@@ -111,6 +138,8 @@ METHODS: dict[str, Method] = {
             task_type="SEQ_CLS",
             auto_class="AutoModelForSequenceClassification",
             model_kwargs=(("num_labels", 1),),
+            dropped="an answer with its prompt is longer than",
+            fused_head=False,
         ),
         Method(
             "kto",
@@ -119,6 +148,8 @@ METHODS: dict[str, Method] = {
             "unpaired",
             # KTOTrainer splits preference pairs into labelled completions itself.
             formats=(Format(("prompt", "completion", "label")), *_PAIRS),
+            reference="always",
+            dropped=_LONG_PROMPT,
         ),
         Method(
             "grpo",
@@ -126,7 +157,15 @@ METHODS: dict[str, Method] = {
             "GRPOTrainer",
             "policy",
             _PROMPTS,
+            reference="beta",
         ),
-        Method("rloo", "REINFORCE leave-one-out against reward functions", "RLOOTrainer", "policy", _PROMPTS),
+        Method(
+            "rloo",
+            "REINFORCE leave-one-out against reward functions",
+            "RLOOTrainer",
+            "policy",
+            _PROMPTS,
+            reference="beta",
+        ),
     )
 }

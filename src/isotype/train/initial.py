@@ -66,11 +66,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
     TRL's reference of a preference run, or of one with a KL term, is a copy of the adapter, made by its config.
     """
-    if (
-        not isinstance(name, str)
-        or not name.startswith(PART_OF_BASE)
-        or settings.method.loss in ("labels", "reward")
-    ):
+    if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
         return []
     expected = "an adapter that leaves the base as it is, for the reference model is a copy of it"
     if adapter is not None:

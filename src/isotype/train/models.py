@@ -121,8 +121,7 @@ _REFERENCE = "ref"
 
 def _with_reference(settings: Settings, model: Any) -> Any:
     """Add the adapter that TRL would add to a model that is not sharded: to one that is, none can be added any more."""
-    compares = settings.method.name in ("dpo", "kto") or getattr(settings.training, "beta", None)
-    if settings.sharding is not None and compares:
+    if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() leaves it on the model"
         model.add_adapter(_REFERENCE, model.peft_config["default"])

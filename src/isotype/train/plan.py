@@ -119,7 +119,7 @@ class Plan:
     devices: int = 1
     reshard: bool = True
     completion: int = 0
-    reference: bool = True
+    reference: bool = False
     revision: str | None = None
     attention: str | None = None
     notes: tuple[str, ...] = ()
@@ -341,7 +341,8 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         rows=rows,
         length=length,
         completion=completion,
-        reference=_uses_reference(training),
+        reference=settings.method.compares(training)
+        and not getattr(training, "precompute_ref_log_probs", False),
         lora=_lora_config(settings, start) if model.use_peft else None,
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
@@ -461,10 +462,6 @@ def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
         length=longest if limit is None else min(longest, limit),
         data="; ".join((cut or told, counted, *said)),
     )
-
-
-def _uses_reference(training: Any) -> bool:
-    return not getattr(training, "precompute_ref_log_probs", False) and getattr(training, "beta", 0) != 0
 
 
 def _lora_config(settings: Settings, start: Adapter | None) -> Any:

@@ -368,7 +368,7 @@ def _rewards(settings: Settings) -> dict[str, Any]:
 
 
 def _first_answer(run: Run, model: Any, tokenizer: Any, console: Console) -> tuple[Sample, Prompt] | None:
-    if run.settings.method.name == "reward":
+    if not run.settings.method.answers:
         return None
     asked = describe.sample_question(run.settings, run.data)
     if asked is None or run.resume is not None:

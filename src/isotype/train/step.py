@@ -230,7 +230,7 @@ def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
     if some:
         fold(model)
     model.train()
-    if method.loss != "reward":
+    if method.fused_head:
         put_head(model)
     return model
 
@@ -285,12 +285,11 @@ def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:
     notes = [*batch_notes(model.config), *getattr(model, "adapter_notes", ())]
     if plan.length is not None and plan.length > length:
         notes.append(f"rows of {length} tokens, not {plan.length}: the model has no more positions")
-    loss = METHODS[plan.method].loss
-    if plan.reference and plan.lora is None and loss in ("preference", "unpaired"):
+    if plan.reference and plan.lora is None:
         notes.append("the reference model is not counted in the memory: it is a second copy of the weights")
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: its activations are all kept")
-    if loss != "reward" and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
+    if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
         notes.append(
             "TRL's kernel computes the loss on this device; its tiles of up to 256 MiB are not counted"
         )

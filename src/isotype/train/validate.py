@@ -438,14 +438,6 @@ def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...
     )
 
 
-_DROPPED = {
-    "sft": "the prompt alone fills",
-    "dpo": "the prompt alone fills",
-    "kto": "the prompt alone fills",
-    "reward": "an answer with its prompt is longer than",
-}
-
-
 def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: Any) -> str | None:
     """What to say of the examples that the trainer left out because of `max_length`; None where it took all.
 
@@ -453,12 +445,12 @@ def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: A
         DataError: none is left.
     """
     countable = hasattr(given, "__len__") and hasattr(prepared, "__len__")
-    if settings.method.name not in _DROPPED or not countable or getattr(settings.training, "packing", False):
+    if not settings.method.dropped or not countable or getattr(settings.training, "packing", False):
         return None
     dropped, limit = len(given) - len(prepared), settings.training.max_length
     if dropped <= 0:
         return None
-    why = f"{_DROPPED[settings.method.name]} max_length {limit}"
+    why = f"{settings.method.dropped} max_length {limit}"
     if len(prepared) == 0:
         raise DataError(
             "no example is left to train on",
