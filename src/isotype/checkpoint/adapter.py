@@ -22,6 +22,7 @@ from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.formats import FOUR_BITS
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
@@ -183,7 +184,7 @@ def inference_policy(
         device,
         revision=revision,
         double_quant=saved.double_quant if as_trained else None,
-        quant_storage=saved.quant_storage if as_trained and saved.storage in ("nf4", "fp4") else None,
+        quant_storage=saved.quant_storage if as_trained and saved.storage in FOUR_BITS else None,
     )
     if mixed:
         policy = with_storage_reason(replace(policy, layers=saved.layers), "mixed, as in training")

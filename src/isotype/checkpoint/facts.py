@@ -16,11 +16,12 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import match, unknown_quantization
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
+from isotype.core.formats import FORMATS
 from isotype.model.quantized import constant_bytes, is_int8
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
 # Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
-_PACKED_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4, "int8": 8}
+_PACKED_BITS = {"mxfp4": 4, **{name: each.bits for name, each in FORMATS.items()}}
 # Where llama.cpp's name of an architecture is not transformers' model_type, apart from dashes.
 _GGUF_MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",

@@ -19,12 +19,11 @@ from isotype.checkpoint.values.gguf_values import Turn
 from isotype.checkpoint.values.unpack import Packing, dense
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
+from isotype.core.formats import FORMATS
 from isotype.model.finite import not_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.quantize import quantize_int8
 from isotype.model.quantized import holds_turned
-
-_BNB = ("nf4", "fp4", "int8")
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
 def _is_saved(source: Source, placement: Placement) -> bool:
     """Whether a weight is saved in the quantized format that its layer takes."""
     first, _ = source.tensors[0]
-    return first.form in _BNB and bool(first.constants) and source.target in placement.quantized
+    return first.form in FORMATS and bool(first.constants) and source.target in placement.quantized
 
 
 def _headers(source: Source) -> Iterator[TensorHeader]:

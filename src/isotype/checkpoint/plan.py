@@ -18,8 +18,9 @@ from isotype.checkpoint.mapping.match import Match, WrongShape, match, unknown_q
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source, steps
 from isotype.compat.transformers import pinned
-from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
+from isotype.core.formats import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned

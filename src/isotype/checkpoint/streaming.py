@@ -20,7 +20,7 @@ from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import Packing
 from isotype.compat.transformers import mark_as_loaded
-from isotype.core.dtypes import QUANTIZATIONS
+from isotype.core.formats import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.mixed import moments_by_weight, store_layers
 from isotype.model.quantized import holds_turned

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
-from isotype.core.dtypes import QUANTIZATIONS
+from isotype.core.formats import QUANTIZATIONS
 
 
 def chat_parser() -> Parser:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
-from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.units import parse_size
 from isotype.precision.by_damage import MIXED
 

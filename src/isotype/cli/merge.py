@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
-from isotype.core.dtypes import GGUF_TYPES, QUANTIZATIONS
+from isotype.core.dtypes import GGUF_TYPES
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.interrupt import interrupts_kept
 
 

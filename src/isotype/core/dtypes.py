@@ -25,9 +25,6 @@ _WORDS = {name: word for word, name in STORED.items()}
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes a matmul of a training step may run in."""
 
-QUANTIZATIONS: tuple[str, ...] = ("nf4", "fp4", "int8")
-"""Quantization formats that isotype can produce (through bitsandbytes)."""
-
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """Types of GGUF in blocks of 32 codes and a float16 scale (`_1`: and a float16 minimum), which the `gguf` library can write."""
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import own_parameters
-from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import listed
 from isotype.model.walk import kind_of
 from isotype.precision.damages import FITTED, block_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotype.core.dtypes import QUANTIZATIONS
+from isotype.core.formats import QUANTIZATIONS
 from isotype.data.methods import METHODS
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest

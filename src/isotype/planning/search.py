@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.opened import Checkpoint
-from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, UsageError
+from isotype.core.formats import QUANTIZATIONS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
 from isotype.planning.record import Row, Time

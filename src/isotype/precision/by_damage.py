@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.precision.damages import FITTED, Damages

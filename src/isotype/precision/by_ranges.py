@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.formats import QUANTIZATIONS
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException, PrecisionPolicy
 from isotype.precision.ranges import (
     FLOAT16_LARGEST,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isotype.core.dtypes import COMPUTE_DTYPES, QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.formats import FOUR_BITS, QUANTIZATIONS
 from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
@@ -278,7 +279,7 @@ def _storage(
         for name, value in (("double_quant", request.double_quant), ("quant_storage", request.quant_storage))
         if value
     ]
-    if asked_for and storage_format not in ("nf4", "fp4"):
+    if asked_for and storage_format not in FOUR_BITS:
         problems.append(
             Problem(
                 f"{' and '.join(asked_for)} with {storage_format or 'no'} quantization",
@@ -357,7 +358,7 @@ def _storage_asked(
 
 
 def _double_quant(facts: ModelFacts, request: PrecisionRequest, storage: str) -> bool:
-    if storage not in ("nf4", "fp4"):
+    if storage not in FOUR_BITS:
         return False
     if facts.quantization and facts.quantization.format == storage:
         return bool(facts.quantization.double_quant)
@@ -365,7 +366,7 @@ def _double_quant(facts: ModelFacts, request: PrecisionRequest, storage: str) ->
 
 
 def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -> torch.dtype:
-    if storage not in ("nf4", "fp4"):
+    if storage not in FOUR_BITS:
         return torch.uint8
     if facts.quantization and facts.quantization.format == storage:
         return facts.quantization.quant_storage or torch.uint8

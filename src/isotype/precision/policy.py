@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from isotype.core.dtypes import QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import write_whole
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import plural, starred
 from isotype.precision.moments import read
 

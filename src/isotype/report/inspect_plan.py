@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect_plan import PlanGroup, PlanInspection
-from isotype.core.dtypes import QUANTIZATIONS
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.grouping import grouped
 from isotype.core.names import listed, plural, starred
 from isotype.core.units import format_bytes

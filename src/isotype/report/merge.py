@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isotype.core.dtypes import QUANTIZATIONS, dtype_name
+from isotype.core.dtypes import dtype_name
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting
 

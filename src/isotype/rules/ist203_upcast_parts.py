@@ -36,6 +36,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.formats import FOUR_BITS
 from isotype.core.names import agree, base_name, listed
 from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding
@@ -87,7 +88,7 @@ def _elements(weights: Sequence[Weight]) -> int:
     """Elements as if dense: a packed byte holds two of 4 bits."""
     total = 0
     for weight in weights:
-        packed = weight.quantization is not None and weight.quantization.format in ("nf4", "fp4")
+        packed = weight.quantization is not None and weight.quantization.format in FOUR_BITS
         count = costs.elements(weight.shape)
         total += weight.repeats * (2 * weight.dtype.itemsize * count if packed else count)
     return total

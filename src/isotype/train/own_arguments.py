@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from isotype.core.dtypes import QUANTIZATIONS
+from isotype.core.formats import QUANTIZATIONS
 from isotype.precision.by_damage import MIXED
 
 

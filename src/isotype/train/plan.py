@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.arguments import Parser
-from isotype.core.dtypes import QUANTIZATIONS
 from isotype.core.errors import Problem, UsageError
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import plural
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing

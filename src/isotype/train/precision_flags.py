@@ -8,6 +8,7 @@ from typing import Any
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.formats import FOUR_BITS
 from isotype.core.units import parse_size
 from isotype.precision.by_damage import MIXED
 from isotype.precision.decide import PrecisionRequest
@@ -172,7 +173,7 @@ def _asked_quantization(
         claims.append(("--load_in_8bit", "int8"))
     chosen_type = "bnb_4bit_quant_type" in explicit
     if model.load_in_4bit:
-        four_bit = extra.quantization if extra.quantization in ("nf4", "fp4") else None
+        four_bit = extra.quantization if extra.quantization in FOUR_BITS else None
         name = model.bnb_4bit_quant_type if chosen_type else (four_bit or model.bnb_4bit_quant_type)
         claims.append(("--load_in_4bit" + (f" --bnb_4bit_quant_type {name}" if chosen_type else ""), name))
     elif chosen_type:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.core.formats import FOUR_BITS
 from isotype.core.stored_dtypes import STORED, is_float
 
 # What quantizers store beside a weight: how it is called (`w`, `form`: parts of the name), the weight that it belongs
@@ -39,11 +40,12 @@ _CONSTANTS: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
 # How their names end: most tensors are none of them, and a large checkpoint has 10^5.
 _ENDINGS = (
     *("absmax", "quant_map", "SCB", "weight_format", "scales", "scale", "scale_inv", "shape", "zero_point"),
-    *("zeros", "g_idx", "nf4", "fp4"),
+    *("zeros", "g_idx"),
+    *FOUR_BITS,
 )
 # How the file calls a weight of these formats, and how its model does.
 _NAMES = {"mxfp4": (r"_blocks$", ""), "packed": (r"_packed$|(?<=\.)q(?=weight$)", "")}
-_BITS = {"nf4": 4, "fp4": 4, "mxfp4": 4}
+_BITS = {"mxfp4": 4, **dict.fromkeys(FOUR_BITS, 4)}
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
     ):  # [..., rows, groups, bytes of two values]; its model multiplies from the left
         *outer, rows, groups, pairs = shape
         return (*outer, groups * pairs * 2, rows)
-    if tensor.form in ("nf4", "fp4"):
+    if tensor.form in FOUR_BITS:
         return None
     if tensor.form == "packed":
         written = next((part for part in tensor.constants if part.name.endswith("_shape")), None)

@@ -36,8 +36,9 @@ from isotype.checkpoint.merge.written_model import WrittenModel
 from isotype.checkpoint.opened import facts_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import model_config
-from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, QUANTIZATIONS, dtype_name, parse_dtype
+from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, Problem, UsageError
+from isotype.core.formats import QUANTIZATIONS
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 

@@ -24,8 +24,9 @@ from isotype.checkpoint.written import require_readable
 from isotype.compat.torch import own_state
 from isotype.compat.transformers import name_of, never_saved
 from isotype.core.cache import why_unusable
-from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, QUANTIZATIONS
+from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
 from isotype.core.errors import Problem, SaveError, UsageError
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.staging import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
 from isotype.model.boundary import original_class
 from isotype.model.walk import places

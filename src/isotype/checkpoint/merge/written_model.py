@@ -11,7 +11,8 @@ from isotype.checkpoint.deferred import Block, DeferredBlocks
 from isotype.checkpoint.load import load, without_bars
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.values.dequantize import dense_weight
-from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES, QUANTIZATIONS
+from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES
+from isotype.core.formats import QUANTIZATIONS
 from isotype.model.walk import kind_of
 
 
