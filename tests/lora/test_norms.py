@@ -131,3 +131,22 @@ def test_a_boundary_on_top_leaves_what_is_not_fused_to_the_class_below() -> None
     torch.testing.assert_close(model(x), wanted)
     unfuse(model)
     torch.testing.assert_close(model(x), wanted)
+
+
+class WideRMSNorm(LlamaRMSNorm):
+    """Its output stays float32."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight.float()
+
+
+def test_one_that_returns_float32_keeps_its_dtype() -> None:
+    assert norm_parts(WideRMSNorm(16, eps=1e-5)) == NormParts(1e-5, 0.0)
+    model = nn.Sequential(WideRMSNorm(16, eps=1e-5)).bfloat16()
+    assert norm_parts(model[0]) is None
+    x = torch.randn(2, 16).bfloat16()
+    wanted = model(x)
+    assert not fuse(model, {"input": x}).norms
+    assert wanted.dtype == torch.float32
+    assert torch.equal(model(x), wanted)

@@ -321,3 +321,42 @@ def test_any_base_parameter_may_be_trained(saved: Saved, part: str, dtype: str) 
     loss.backward()
     assert math.isfinite(loss.item())
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+class OnePlusRMSNorm(nn.Module):
+    """As Gemma's, but what it returns stays float32: an architecture that is written for autocast."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(0.1 * torch.randn(size)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed * (1.0 + self.weight.float())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_norms_that_return_float32_meet_16_bit_neighbours(dtype: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_model("llama", torch.float32)
+    for layer in model.model.layers:
+        layer.input_layernorm = OnePlusRMSNorm(model.config.hidden_size)
+        layer.post_attention_layernorm = OnePlusRMSNorm(model.config.hidden_size)
+    batch = tiny_batch("llama")
+    wanted = model(**batch).logits.detach()
+    model.to(getattr(torch, dtype))
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(**batch)
+    policy = isotype.resolve_precision(model, dtype=dtype, device="cpu")
+    model = isotype.add_lora(model, policy, r=4)
+    assert not isotype.enforce(model, policy), "add_lora has put the model under the policy already"
+    for fused in (False, True):
+        if fused:
+            assert len(isotype.fuse(model).norms) == 1, "the last one, which is Llama's own"
+        logits = model(**batch).logits
+        assert logits.dtype == getattr(torch, dtype)
+        # Two blocks of roundings to 8 bits (bfloat16) or 11.
+        bound = {"bfloat16": 5e-2, "float16": 5e-3}[dtype]
+        assert float((logits.detach().float() - wanted).norm() / wanted.norm()) < bound
+    assert not enforce_model(model, policy)

@@ -20,7 +20,10 @@ from isotype.compat.torch import PARAMETERS, own_modules, own_parameters
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
+from isotype.model.norms import returns_float32
 from isotype.model.shard import is_sharded
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,18 @@ class NormParts:
 
 
 def norm_parts(module: Any) -> NormParts | None:
-    """What an RMSNorm computes, found by running it on a few numbers; None for any other module."""
+    """What an RMSNorm computes, found by running it on a few numbers; None for any other module.
+
+    One that returns float32 for 16-bit inputs is another: what is computed in its place returns the dtype that input and weight
+    promote to.
+    """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     lone = list(own_parameters(module)) == ["weight"] and not own_modules(module)
     if not lone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if boundary_of(module) is not None:
+    widens = weight.dtype in _HALVES and returns_float32(module, weight.dtype)
+    if boundary_of(module) is not None or widens:
         return None
     generator = torch.Generator().manual_seed(0)
     if weight.is_meta or is_sharded(weight):  # its formula is the same on other numbers

@@ -15,6 +15,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
+from isotype.model.norms import returns_float32
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
 from isotype.model.range_boundaries import computes_float32, range_boundaries
 from isotype.model.walk import Place, own_float_parameters, places
@@ -50,8 +51,8 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
     Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32 (all keep their
     current dtypes where the policy says `keep_frozen`); quantization states and compute dtypes are set to match;
-    float32 buffers are restored where something rounded them; modules whose own weights are float32 get a boundary, so
-    that they meet 16-bit neighbours in the compute dtype; methods that Liger-Kernel has bound to modules are taken out. Values that were rounded before are not brought back, except
+    float32 buffers are restored where something rounded them; modules whose own weights are float32, and norms that return float32
+    whatever they are given, get a boundary, so that they meet 16-bit neighbours in the compute dtype; methods that Liger-Kernel has bound to modules are taken out. Values that were rounded before are not brought back, except
     for rotary buffers, which are computed again.
 
     Raises:
@@ -290,7 +291,7 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
         return "float32" if pinned and place.kind == "linear" else None
     high = [p for p in own.values() if p.dtype == torch.float32]
     if not high:
-        return None
+        return "float32" if place.kind == "norm" and returns_float32(place.module, policy.plain) else None
     if place.kind == "linear4bit":
         return "bias"
     trained = place.adapter or any(p.requires_grad for p in high)
