@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,17 @@ import pytest
 import transformers
 import trl.trainer.utils
 
-from isotype.compat.trl import head_arguments, incompatibilities, is_fused_forward
+import isotype
+from isotype.compat.trl import (
+    NAMES,
+    head_arguments,
+    incompatibilities,
+    is_fused_forward,
+    lacking,
+    lacking_inside,
+)
+
+SOURCE = Path(isotype.__file__).parent
 
 
 def test_the_arguments_of_a_head_are_in_the_closure_of_its_forward() -> None:
@@ -48,3 +60,20 @@ def test_a_renamed_variable_is_named_before_a_head_is_made_and_after() -> None:
     ]
     with pytest.raises(LookupError, match="keeps no temperature, cast_lm_head_to_fp32"):
         head_arguments(add_fused_lm_head(None))
+
+
+def test_every_name_that_is_imported_from_trl_is_one_that_is_looked_for() -> None:
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in SOURCE.rglob("*.py"))
+    imported = {
+        (node.module, alias.name)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trl"
+        for alias in node.names
+    }
+    looked_for = {(module, name) for module, names in NAMES.items() for name in names}
+    by_gpu = {pair for pair in imported if pair[0].startswith("trl.kernels")}
+    assert len(by_gpu) == 2
+    assert {pair for pair in imported - by_gpu if ".".join(pair) not in NAMES} <= looked_for
+    assert not lacking()
+    assert not lacking_inside()

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 import trl.trainer.utils
 from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import Trainer
 
+from isotype.cli.main import main
 from isotype.compat.registry import PATCHES, last_tried
 from isotype.core.errors import UsageError
+from isotype.core.package import VERSION
 from isotype.train import libraries
 from isotype.train.libraries import newer_than_tried, require_fitting_libraries
 
@@ -46,6 +49,24 @@ def test_a_trl_that_renames_what_is_read_is_refused_by_both_versions(monkeypatch
     )
     assert re.fullmatch(expected, problem.given)
     assert problem.fix == "pip install 'trl==1.16.*', or a newer isotype"
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "SFTConfig", "TrlParser", "ModelConfig", "get_peft_config"])
+def test_a_name_that_trl_has_no_more_is_refused_before_arguments_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    names = [each for each in dir(trl) if each != name]
+    monkeypatch.setattr(type(trl), "__dir__", lambda self: names)
+    assert main(["sft", "--model_name_or_path", "nowhere", "--dataset_name", "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: a library's insides are others than isotype knows\n")
+    assert f"  - trl {metadata.version('trl')} under isotype {VERSION}: it has no {name}\n" in error
+
+
+def test_the_result_of_trls_head_is_looked_for_before_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(trl.trainer.utils, "FusedCausalLMOutput")
+    with pytest.raises(UsageError, match=r"trl\.trainer\.utils has no FusedCausalLMOutput"):
+        require_fitting_libraries()
 
 
 def test_a_trainer_that_renames_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,26 @@ https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from types import CodeType
 from typing import Any
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 """What is read of the closure, by these names."""
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "trl": (
+        *("TrlParser", "ModelConfig", "ScriptArguments", "DatasetMixtureConfig", "get_peft_config"),
+        *("get_training_chat_template", "is_conversational", "prepare_multimodal_messages"),
+    ),
+    "trl.trainer.utils": ("FusedCausalLMOutput",),
+    "trl.chat_template_utils": ("has_generation_markers",),
+    "trl.rewards": ("accuracy_reward",),  # of those that --reward_funcs names
+}
+"""Module of TRL -> names that a training takes from it. What only a GPU's measurement takes (`trl.kernels`) is not among them."""
 
 
 def is_fused_forward(function: Any) -> bool:
@@ -32,6 +46,25 @@ def head_arguments(function: Any) -> dict[str, Any]:
     if missing:
         raise LookupError(f"the forward that TRL's {_MAKER} makes keeps no {', '.join(missing)}")
     return {name: held[name] for name in HEAD_ARGUMENTS}
+
+
+def lacking(names: Iterable[str] = ()) -> list[str]:
+    """Which of our `NAMES` of `trl` itself, and of other `names`, it does not have; nothing of it is loaded for that."""
+    known = frozenset(dir(import_module("trl")))
+    return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in known]
+
+
+def lacking_inside() -> list[str]:
+    """Which of our `NAMES` TRL's own modules do not have; they are loaded for that."""
+    inside = ((module, name) for module, names in NAMES.items() if module != "trl" for name in names)
+    return [f"{module} has no {name}" for module, name in inside if not _has(module, name)]
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(import_module(module), name)
+    except ImportError:
+        return False
 
 
 def incompatibilities(utilities: Any) -> list[str]:

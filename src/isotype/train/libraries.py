@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -13,6 +13,7 @@ from isotype.compat import trl as trl_head
 from isotype.compat.registry import last_tried
 from isotype.core.errors import Problem, UsageError
 from isotype.core.package import VERSION
+from isotype.data.methods import Method
 
 logger = logging.getLogger("isotype")
 
@@ -27,13 +28,27 @@ def require_fitting_libraries() -> None:
     """
     for line in newer_than_tried():
         logger.warning("%s", line)
+    _refuse(_incompatibilities())
+
+
+def require_names(method: Method) -> None:
+    """Raise where TRL lacks the trainer of a method, its arguments, or what reads arguments: before any of it is loaded.
+
+    Raises:
+        UsageError: as `require_fitting_libraries`.
+    """
+    config = f"{method.trainer.removesuffix('Trainer')}Config"
+    _refuse(("trl", reason) for reason in trl_head.lacking((method.trainer, config)))
+
+
+def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
     problems = [
         Problem(
             f"{library} {version(library)} under isotype {VERSION}: {reason}",
             f"{library} {last_tried(library)}, which isotype was tried with",
             f"pip install '{library}=={last_tried(library)}.*', or a newer isotype",
         )
-        for library, reason in _incompatibilities()
+        for library, reason in incompatibilities
     ]
     if problems:
         raise UsageError("a library's insides are others than isotype knows", problems)
@@ -61,3 +76,4 @@ def _incompatibilities() -> Iterator[tuple[str, str]]:
 
     yield from (("transformers", reason) for reason in trainer_steps.incompatibilities(Trainer))
     yield from (("trl", reason) for reason in trl_head.incompatibilities(trl.trainer.utils))
+    yield from (("trl", reason) for reason in trl_head.lacking_inside())

@@ -17,6 +17,7 @@ from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.config_file import apply_config, without_config
 from isotype.train.launched import Sharding
+from isotype.train.libraries import require_names
 from isotype.train.limits import number_problems
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.precision_flags import FLAGS, read_precision_request
@@ -220,6 +221,7 @@ def _given_value(parser: Any, given: argparse.Namespace, name: str, config_keys:
 
 def training_parser(method: Method) -> Any:
     """The parser of `isotype METHOD`: TRL's arguments and isotype's own."""
+    require_names(method)
     from trl import TrlParser
 
     script, training, model, dataset = method.dataclass_types()
