@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
@@ -132,10 +133,10 @@ def test_auto_must_not_come_out_at_a_refused_dtype():
 
 
 def test_a_checkpoint_without_weights(model, tmp_path):
-    check_weights(str(model))
+    check_weights(open_checkpoint(str(model)))
     shutil.copy(model / "config.json", tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        check_weights(str(tmp_path))
+        check_weights(open_checkpoint(str(tmp_path)))
     assert str(caught.value) == (
         "a checkpoint without weights\n"
         f"  - the directory {tmp_path} holds config.json\n"
