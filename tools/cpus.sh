@@ -119,7 +119,7 @@ for name in "${chosen[@]}"; do
     selection "$name"
     log=$logs/$name.log begun=$SECONDS
     (cd "$where" && exec env "${environment[@]}" "PYTHONPATH=$where/src:$where" "${through[@]}" \
-        "$python" -m pytest -p no:cacheprovider -rs -n "$jobs" --dist worksteal "${arguments[@]}" "${tests[@]}") >"$log" 2>&1
+        "$python" -m pytest -p no:cacheprovider -rfEs -n "$jobs" --dist worksteal "${arguments[@]}" "${tests[@]}") >"$log" 2>&1
     code=$?
     last=$(grep -E '[0-9]+ (passed|failed|error)' "$log" | tail -1)
     failed=$(($(count failed "$last") + $(count error "$last")))

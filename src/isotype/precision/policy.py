@@ -214,17 +214,21 @@ class PrecisionPolicy:
             groups.setdefault((starred(exception.module), exception.how), []).append(exception)
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
+    def summary(self) -> dict[str, Any]:
+        """Plain JSON values for a reader: all but the moments, a character for each input channel of each layer."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
         return {
             **plain,
             "reasons": dict(self.reasons),
             "layers": {layer.module: layer.storage for layer in self.layers},
-            "moments": {layer.module: layer.moments for layer in self.layers if layer.moments},
             "exceptions": [asdict(exception) for exception in self.exceptions],
         }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        moments = {layer.module: layer.moments for layer in self.layers if layer.moments}
+        return {**self.summary(), "moments": moments}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:

@@ -89,7 +89,7 @@ def plan_json(inspection: PlanInspection) -> dict[str, Any]:
         "model": inspection.model,
         "file_bytes": inspection.file_bytes,
         "loaded_bytes": inspection.loaded_bytes,
-        "policy": inspection.policy.to_dict(),
+        "policy": inspection.policy.summary(),
         "groups": [asdict(group) for group in inspection.groups],
         "tensors": [
             {

@@ -109,7 +109,7 @@ def _setup(setup: Setup) -> dict[str, Any]:
         "batch": {name: list(shape) for name, shape in setup.batch.items()},
         "details": list(setup.details),
         "data": setup.data,
-        "policy": None if setup.policy is None else setup.policy.to_dict(),
+        "policy": None if setup.policy is None else setup.policy.summary(),
     }
 
 
