@@ -103,17 +103,21 @@ def gained(logged: list[dict[str, Any]]) -> list[int]:
     return [int(b - a) for a, b in itertools.pairwise(seen)]
 
 
-@pytest.mark.parametrize(
+@few(
     "more",
-    [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"eval_strategy": "steps", "eval_steps": 1},
-        {"padding_free": True, "max_length": None},
-        {"packing": True, "packing_strategy": "wrapped", "max_length": 16},
-    ],
-    ids=["padded", "accumulated", "evaluated", "padding-free", "packed"],
-)
+    {
+        "padded": {},
+        "accumulated": {"gradient_accumulation_steps": 2},
+        "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
+        "accumulated and evaluated": {
+            "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1
+        },
+        "padding-free": {"padding_free": True, "max_length": None},
+        "packed": {"packing": True, "packing_strategy": "wrapped", "max_length": 16},
+    },
+    "accumulated and evaluated",
+    "packed",
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*(padding_free|flash|packing)")
 def test_the_measures_of_a_step_are_the_trainers_own(path: Path, tmp_path: Path, more: dict[str, Any]):
     taken, logged = measured(build(path, tmp_path, save_strategy="no", **more))

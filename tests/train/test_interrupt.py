@@ -91,7 +91,7 @@ def test_a_signal_before_the_training_says_so_and_nothing_else(found: dict[str, 
     assert run["status"] == (143 if name == "loading-term" else 130)
     assert run["printed"].endswith("\ninterrupted\n")
     assert "Traceback" not in run["printed"]
-    assert run["whole"] == []
+    assert (run["whole"], run["hidden"], run["report"]) == ([], [], False)
 
 
 class Trainer:
@@ -236,7 +236,10 @@ sys.exit(start())
 
 @pytest.mark.parametrize(
     "module",
-    ["isotype.cli.main", pytest.param("trl", marks=pytest.mark.exhaustive), "trl.trainer.sft_trainer"],
+    [
+        "isotype.cli.main",
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("trl", "trl.trainer.sft_trainer")),
+    ],
 )
 def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path: Path, module: str):
     """While isotype itself, then the libraries, and, under the lock, the trainer are imported."""

@@ -26,7 +26,7 @@ from isotype.train.governed import governed
 from isotype.train.progress import ProgressView
 from isotype.train.record import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
 from isotype.train.step_values import StepValues
-from tests.pairwise import few
+from tests.pairwise import few, pairwise
 from tests.train.test_governed import build
 from tests.train.tiny import save_chat_model
 
@@ -281,8 +281,7 @@ def held(trainer: Any) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["adamw_torch_fused", "adamw_torch"])
-@pytest.mark.parametrize("last", [2, 4])
+@pairwise("kind, last", ["adamw_torch_fused", "adamw_torch"], [2, 4], strength=1)
 def test_an_update_that_is_not_finite_is_left_out_where_the_read_comes_later(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, last: int
 ) -> None:

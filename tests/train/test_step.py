@@ -19,7 +19,7 @@ from tests.pairwise import few
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     made = CONFIGS["llama"]()
-    made.num_hidden_layers = 6
+    made.num_hidden_layers = 3
     made.save_pretrained(tmp_path)
     return tmp_path / "config.json"
 
@@ -62,7 +62,7 @@ def test_layers_are_folded_as_they_are_checkpointed(
     config: Path, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"every_n_layers": every}
-    deep = json.loads(config.read_text(encoding="utf-8")) | {"num_hidden_layers": 12}
+    deep = json.loads(config.read_text(encoding="utf-8")) | {"num_hidden_layers": 8 if every == 2 else 12}
     config.write_text(json.dumps(deep), encoding="utf-8")
     folded = traced(config, given)
     monkeypatch.setattr(step, "fold", lambda model: model)
