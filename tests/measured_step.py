@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.optim import optimizer as optimizers
 
+from isotype.compat.torch import put_under, take_out
 from isotype.records.memory import Memory
 from isotype.records.trace import Call
-from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 
 

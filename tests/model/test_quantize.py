@@ -114,7 +114,7 @@ def test_storage_dtypes() -> None:
 
 
 def test_rows_narrower_than_a_block_keep_flat_blocks() -> None:
-    """Blocks of 64 run on over the ends of rows (see `isotype.model.bnb_blocks`)."""
+    """Blocks of 64 run on over the ends of rows (see `isotype.compat.bitsandbytes`)."""
     torch.manual_seed(0)
     weight = torch.randn(4, 48)
     codes, state = quantize_4bit(weight, "nf4")

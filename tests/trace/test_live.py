@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from isotype.compat.torch import is_simulated
+from isotype.compat.torch import is_simulated, no_modes, put_under, take_out
 from isotype.preflight.check import check
 from isotype.records.trace import Failure, Setup
 from isotype.trace.live.forward import named_inputs
-from isotype.trace.live.modes import no_modes, put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder
 from isotype.trace.live.watch import Beginning, Watch
 from tests.measured_step import measure_step

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.compat.interrupt import Terminated
 from isotype.core.errors import CheckpointError, UsageError
-from isotype.core.interrupt import Terminated
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.chat import _questions, chat, load_for_inference, stream_answer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from isotype.core.interrupt import terminate
+from isotype.compat.interrupt import terminate
 from isotype.data.methods import METHODS
 from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.settings import Settings

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.compat.compiler import defer_compiler, import_uncompiled
+from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
-from isotype.core.interrupt import interrupts_kept
 from isotype.preflight.from_function import function_arguments
 from isotype.train.command import Repaired, repaired_command
 from isotype.train.plan import Options, Plan, parse_options, plan_of
@@ -83,9 +83,9 @@ def _names_function(text: str) -> bool:
 
 
 def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repaired | None]:
+    from isotype.compat.torch_device import written_for
     from isotype.precision.devices.profile import device_profile
     from isotype.preflight.check import check
-    from isotype.trace.fake.device import written_for
 
     assert options.model is not None
     parser = Parser(prog="isotype check", add_help=False)

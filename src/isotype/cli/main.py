@@ -17,9 +17,9 @@ from importlib import import_module
 from rich.console import Console
 
 from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
+from isotype.compat.interrupt import exit_status, signal_of, terminate
 from isotype.core.cache import prepare_library_caches
 from isotype.core.errors import IsotypeError, Problem, UsageError
-from isotype.core.interrupt import exit_status, signal_of, terminate
 from isotype.core.package import VERSION
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS

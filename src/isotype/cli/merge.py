@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from isotype.cli.output import quiet_libraries
+from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.dtypes import GGUF_TYPES
 from isotype.core.formats import QUANTIZATIONS
-from isotype.core.interrupt import interrupts_kept
 
 
 def merge_parser() -> Parser:

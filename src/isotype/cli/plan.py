@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
+from isotype.compat.interrupt import interrupts_kept
 from isotype.core.errors import Problem, UsageError
-from isotype.core.interrupt import interrupts_kept
 from isotype.planning.plan import plan_of_request
 from isotype.planning.request import parse_request
 from isotype.planning.shelf import names_a_model, plans

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
+from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
-from isotype.core.interrupt import interrupts_kept
 from isotype.precision.damages import FORMATS
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from isotype.compat.interrupt import exit_status, signal_of, terminate
 from isotype.core.arguments import Parser
 from isotype.core.errors import IsotypeError, Problem, UsageError
-from isotype.core.interrupt import exit_status, signal_of, terminate
 from isotype.preflight.script.command_line import is_python_script
 from isotype.preflight.script.options import PREFLIGHT_SECONDS, Options
 from isotype.preflight.script.session import Session, show

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
+from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
-from isotype.core.interrupt import exit_status, interrupts_kept
 from isotype.report.narrow import wrapped
 
 DEMO = shlex.split(

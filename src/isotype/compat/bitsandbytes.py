@@ -1,10 +1,18 @@
-"""bitsandbytes (0.50): what its quantized weights do without a public name. It is not imported."""
+"""bitsandbytes (0.50): what its quantized weights do without a public name, and what is wrong in its kernels. It is imported when it is used."""
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import re
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
+
+from isotype.compat.replaced import replaced
 
 REPACK: Final = "_convert_weight_packed_for_cpu"
 """The function of `bitsandbytes.nn.modules` that repacks a 4-bit weight for a CPU's own kernels."""
@@ -27,3 +35,100 @@ def _make_dynamic_map() -> None:
     if "dynamic" not in functional.name2qmap:
         with torch.device("cpu"):
             functional.quantize_blockwise(torch.zeros(1), blocksize=256)
+
+
+def nothing_repacked() -> AbstractContextManager[None]:
+    """Within it bitsandbytes repacks no 4-bit weight, whatever this CPU has: IST407 says what happens on the device."""
+    modules = sys.modules.get("bitsandbytes.nn.modules")
+    return replaced(modules, REPACK, lambda weight, state: (weight, state))
+
+
+# ----------------------------------------------------------------- 4-bit weights whose rows end inside of a block
+# bitsandbytes quantizes blocks of the flattened weight. Its AVX512 kernel (0.50.2, `dequantizeBlockwise4bitCpu` in
+# csrc/cpu_ops.cpp; https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072 says how the others count) takes a row's
+# constants as if every row began a block. Where rows have another length, such as the 4,304 columns of SigLIP in Gemma 3, PaliGemma
+# and Idefics, nearly every weight comes out with another's constant, without a word. The kernel is given the same bytes as
+# rows of one block each. tests/compat/test_bitsandbytes.py says when this can go.
+
+_KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
+
+
+def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`bitsandbytes.functional.dequantize_4bit`, right for every shape."""
+    from bitsandbytes import functional
+
+    dequantize_by_blocks()
+    made: torch.Tensor = functional.dequantize_4bit(weight, state, out=out)
+    return made
+
+
+def with_float32_constants(state: Any) -> Any:
+    """A double-quantized state as one whose blocks' constants are in float32: the same values, four bytes a block."""
+    from bitsandbytes import functional
+
+    single = copy.copy(state)
+    constants = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    single.absmax, single.nested, single.state2, single.offset = constants.float(), False, None, None
+    return single
+
+
+def multiplies(state: Any) -> bool:
+    """Whether bitsandbytes' `gemm_4bit` has a kernel for weights of a state, and would not warn and dequantize them."""
+    return state.shape[1] % state.blocksize == 0 and (not state.nested or state.state2.blocksize == 256)
+
+
+def product_4bit(
+    x: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X Wᵀ + b by `bitsandbytes::gemm_4bit`, `[rows, out]` in x's dtype; no derivatives.
+
+    Args:
+        x: `[rows, in]` in float32, bfloat16 or float16.
+        weight: the packed codes.
+        state: of a weight that `multiplies`.
+        bias: `[out]` in x's dtype.
+    """
+    nested: dict[str, torch.Tensor] = {}
+    constants = state.absmax
+    if state.nested:
+        constants = state.state2.absmax
+        nested = {
+            "absmax_8bit": state.absmax,
+            "absmax_code": state.state2.code,
+            "absmax_offset": state.offset,
+        }
+    product: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+        x, weight.view(-1, 1), state.shape, constants, state.blocksize, state.quant_type, bias=bias, **nested
+    )
+    return product
+
+
+def dequantize_by_blocks() -> None:
+    """Give bitsandbytes' CPU kernels rows of one block from now on, in this process; a second call changes nothing."""
+    from bitsandbytes.backends.cpu import ops
+
+    if not isinstance(ops.lib, _ByBlocks):
+        ops.lib = _ByBlocks(ops.lib)
+
+
+class _ByBlocks:
+    """bitsandbytes' native library, with other rows for its 4-bit kernels."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.library, name)
+        return _by_blocks(found) if _KERNEL.fullmatch(name) else found
+
+
+def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
+    def run(codes: Any, absmax: Any, out: Any, blocksize: Any, rows: Any, columns: Any) -> None:
+        size, total = blocksize.value, rows.value * columns.value
+        if columns.value % size:
+            # A kernel's threads share rows; a last block that is not full ends the only row there is.
+            columns = ctypes.c_longlong(total if total % size else size)
+            rows = ctypes.c_longlong(total // columns.value)
+        kernel(codes, absmax, out, blocksize, rows, columns)
+
+    return run

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
+
+from isotype.compat.replaced import Replacements
 
 frame_above = sys._getframe
 """`frame_above(1)`: the frame of who called the function that asks. CPython's; 3.11 to 3.14."""
@@ -46,3 +52,20 @@ def is_being_imported(module: Any) -> bool:
 def source_of(generator: Any) -> Any:
     """The source of random bits in a `numpy.random.RandomState`; a `numpy.random.Generator` calls it `bit_generator`."""
     return generator._bit_generator
+
+
+def around_programs(replaced: Replacements, popen: Callable[..., Any], system: Callable[..., Any]) -> None:
+    """Let `popen(start, process, args, …)` and `system(start, command)` run where a program is started.
+
+    Every function of `subprocess` comes to `Popen.__init__`; `os.system` does not.
+    """
+    replaced.wrap(subprocess.Popen, "__init__", popen)
+    replaced.wrap(os, "system", system)
+
+
+def around_processes(
+    replaced: Replacements, start: Callable[..., Any], bootstrap: Callable[..., Any]
+) -> None:
+    """Let `start(start, process)` run where a process of multiprocessing is started, `bootstrap(bootstrap, process, …)` in it."""
+    replaced.wrap(BaseProcess, "start", start)
+    replaced.wrap(BaseProcess, "_bootstrap", bootstrap)

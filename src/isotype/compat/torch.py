@@ -2,13 +2,15 @@
 
 Every import of torch's private modules, every private function and attribute of its tensors and modules is here, so a release of
 torch that renames one breaks this file and no other. tests/compat/test_torch.py fails where one is gone or means something else.
-What is replaced in torch for a time is in the files that do it; `PATCHES` lists both.
+`PATCHES` lists what is read here and what is replaced.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
 
@@ -31,6 +33,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+from isotype.compat.replaced import Replacements
 from isotype.compat.wrappers import ORIGINAL as ORIGINAL
 
 FunctionSchema = torch._C.FunctionSchema
@@ -359,3 +362,73 @@ def sdpa_setter() -> Callable[..., Any]:
 def sdpa_backends() -> list[Any]:
     """The kernels that attention may take now."""
     return list(attention._cur_sdpa_kernel_backends())
+
+
+# ------------------------------------------------------------------------------- modes below those of a running script
+# A mode's own `with` leaves by popping the top of a stack. A script may have entered a mode before ours and leave it
+# before ours, so ours goes to the bottom of the script's modes and is taken out from wherever it then is.
+
+
+def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
+    """Enter modes below every mode that the script has entered."""
+    for mode in modes:
+        stack = stack_of(mode)
+        above = _pop_all(stack)
+        stack.push(mode)
+        _push_all(stack, above)
+
+
+def take_out(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
+    """Leave modes that `put_under` entered; the script's own stay as they are. One that has gone is no error."""
+    for mode in modes:
+        stack = stack_of(mode)
+        _push_all(stack, [other for other in _pop_all(stack) if other is not mode])
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Within it no mode of the script is on."""
+    kept = [(stack, _pop_all(stack)) for stack in (FUNCTION_MODES, DISPATCH_MODES)]
+    try:
+        yield
+    finally:
+        for stack, modes in kept:
+            _push_all(stack, modes)
+
+
+def _pop_all(stack: ModeStack) -> list[Any]:
+    """The script's modes, top first, taken off; those of torch itself stay."""
+    popped = []
+    while stack.length() and not stays_at_the_bottom(stack.at(stack.length() - 1)):
+        popped.append(stack.pop())
+    return popped
+
+
+def _push_all(stack: ModeStack, modes: list[Any]) -> None:
+    for mode in reversed(modes):
+        stack.push(mode)
+
+
+# ------------------------------------------------------------------------------------------------------ replaced for a time
+
+
+def around_backward(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
+    """Let `wrapper(backward, tensors, …)` run in the place of `torch.autograd.backward`, which `Tensor.backward` calls, too."""
+    replaced.wrap(torch.autograd, "backward", wrapper)
+
+
+def around_scaler_step(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
+    """Let `wrapper(step, scaler, optimizer, …)` run in the place of `GradScaler.step`."""
+    replaced.wrap(torch.amp.GradScaler, "step", wrapper)
+
+
+@contextmanager
+def fake_errors_unlogged() -> Iterator[None]:
+    """torch logs a traceback of every error of a fake kernel, those that are caught, too; not within."""
+    logger = logging.getLogger(FAKE_LOGGER)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,14 +1,20 @@
 """transformers (5.20 to 5.23): names of models, configs and the Trainer that are not public, under names of ours.
 
-Nothing of transformers is imported here: the functions read what a model, a config or a trainer carries.
+transformers is not imported before one of these functions needs it: most read what a model, a config or a trainer carries.
 tests/compat/test_transformers.py fails where one is gone or means something else.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import FrameType
 from typing import Any, Final
+
+from isotype.compat.replaced import replaced
+from isotype.compat.standard import frame_above
 
 # -------------------------------------------------------------------------------------------------------- models
 
@@ -232,3 +238,35 @@ def subclass(cls: Any, **members: Any) -> Any:
     derived: Any = type(cls.__name__, (cls,), members)
     derived.__module__ = cls.__module__
     return derived
+
+
+# ------------------------------------------------------------------------------------------------------ replaced for a time
+
+
+def fakes_taken_for_real() -> AbstractContextManager[None]:
+    """Within it transformers does not take fake tensors for a model being exported, and then other paths than the real step.
+
+    `is_tracing` in transformers/utils/import_utils.py (5.23): masks are never left out, keys and values are repeated,
+    attention takes another kernel. tests/compat/test_others.py says when this can go.
+    """
+    return replaced(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor", lambda _: False)
+
+
+def gguf_bar_hidden() -> AbstractContextManager[None]:
+    """Within it the bar over a GGUF file's tensors is not shown, which asks no setting whether it is wanted."""
+    from transformers import modeling_gguf_pytorch_utils as legacy
+
+    return replaced(legacy, "tqdm", partial(legacy.tqdm, disable=True))
+
+
+def calling_trainer() -> Any:
+    """The trainer whose callback runs: callbacks are given its model and its arguments, but neither batch nor loss.
+
+    None outside of a trainer's call.
+    """
+    from transformers import Trainer
+
+    frame: FrameType | None = frame_above(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]

@@ -16,7 +16,9 @@ from isotype.core.package import PACKAGE
 # A folder ends in a separator: torchvision, torchtune and torch_geometric lie beside torch and are not it.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 # What asks for operators on behalf of the model's and the script's code.
-_OURS = tuple(f"{PACKAGE / room}{os.sep}" for room in ("trace", "ranges", "preflight", "cli", "model"))
+_OURS = tuple(
+    f"{PACKAGE / room}{os.sep}" for room in ("trace", "ranges", "preflight", "cli", "model", "compat")
+)
 
 # Python's own frozen modules, and what torch.fx writes: nobody can edit a line there; who calls it asked.
 _NO_FILE = ("<frozen", "<eval_with_key>")

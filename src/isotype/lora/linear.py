@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from isotype.compat.bitsandbytes import product_4bit
 from isotype.compat.torch import UNNAMED_VIEW
 from isotype.core.dtypes import NoAutocast
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.rounded import Pairs, rounded
 from isotype.lora.spec import Adapter, Layer, Spec
 from isotype.lora.weights import shape_of
-from isotype.model.bnb_blocks import product_4bit
 from isotype.model.quantized import quantization_state
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.compat.torch import forward_hooks, forward_pre_hooks, is_transformed
 from isotype.lora.fused import GatedInput, Siblings
 from isotype.lora.gated import GatedParts, call_in_order
@@ -17,7 +18,6 @@ from isotype.lora.rotary import with_loops
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of, set_boundary
 from isotype.model.hooks import must_be_called
-from isotype.model.swapped import Swapped, swap, swapped_class
 
 
 class Fused(Swapped):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.bitsandbytes import dequantize_4bit, multiplies, with_float32_constants
 from isotype.compat.torch import FakeTensor, has_kernel, storage_of, version_of
 from isotype.lora.gpu.memory import total_memory
 from isotype.lora.workspace import Workspace
-from isotype.model.bnb_blocks import dequantize_4bit, multiplies, with_float32_constants
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
 

@@ -2,7 +2,7 @@
 
 A pinned norm, an unfrozen embedding, a `modules_to_save` head, a trained bias: each would send float32 into
 16-bit neighbours, or be refused by them. A boundary casts at that one place: it swaps the module's class for a
-subclass of it (see `isotype.model.swapped`), and can be taken away again.
+subclass of it (see `isotype.compat.swapped`), and can be taken away again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.compat.torch import PARAMETERS, own_parameters, tree_map
 from isotype.core.errors import PrecisionError, Problem
-from isotype.model.swapped import Swapped, swap, swapped_class
 
 
 @dataclass(frozen=True)

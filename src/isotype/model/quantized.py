@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.bitsandbytes import dequantize_by_blocks
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
-from isotype.model.bnb_blocks import dequantize_by_blocks
 
 
 def quantization_state(layer: nn.Module) -> Any:

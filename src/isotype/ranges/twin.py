@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from isotype.compat.accelerate import FORWARD_BEFORE, HOOK
+from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.torch import (
     COMPILED_CALL,
     COMPILER,
@@ -23,7 +24,6 @@ from isotype.compat.torch import (
     own_parameters,
 )
 from isotype.core.names import base_name
-from isotype.model.bnb_blocks import dequantize_4bit
 from isotype.model.boundary import set_boundary
 from isotype.model.copies import empty_copies, fill_copies
 from isotype.model.quantized import quantization_state, row_scales

@@ -10,15 +10,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from isotype.compat.accelerate import mark_as_skipped
-from isotype.compat.standard import frame_above
+from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.lora.gpu.reductions import float32_reductions
@@ -96,7 +95,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if state.global_step == 0 and policy.loss_scaling and scaler is not None and scaler.is_enabled():
             begin_loss_scale(scaler, policy)
         self._checked = False
-        trainer = _calling_trainer()
+        trainer = calling_trainer()
         if self.check is not None:
             report = partial(self._report, speaks=state.is_world_process_zero, whole=not has_shards(model))
             before_first_step(model, args, optimizer, report, getattr(trainer, "model_wrapped", None))
@@ -133,7 +132,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         scaler = getattr(optimizer, "scaler", None)
         if scaler is None or not scaler.is_enabled():
             return None, False
-        trainer = _calling_trainer()
+        trainer = calling_trainer()
         if not hasattr(trainer, "step_values"):
             return float(scaler.get_scale()), None
         values = trainer.step_values()
@@ -204,14 +203,6 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self.check == "error":
             raise error
         logger.warning("%s", error)
-
-
-def _calling_trainer() -> Any:
-    """The trainer whose callback runs: callbacks are given its model and its arguments, but neither batch nor loss."""
-    frame: FrameType | None = frame_above(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:

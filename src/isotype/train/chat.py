@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from isotype.checkpoint.adapter import load_for_inference
+from isotype.compat.interrupt import Terminated, interrupts_kept
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.core.interrupt import Terminated, interrupts_kept
 from isotype.core.terminal import as_typed
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped

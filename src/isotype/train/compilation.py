@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.deferred import outermost_blocks
+from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.core.errors import Problem
 from isotype.core.names import plural
-from isotype.model.swapped import Swapped, swap, swapped_class
 
 Options = tuple[tuple[str, Any], ...]
 """Keyword arguments of `torch.compile`."""

@@ -17,11 +17,11 @@ from rich.console import Console
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
+from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
-from isotype.core.heap import freed_memory_kept
-from isotype.core.interrupt import interrupts_kept, signal_of
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover
 from isotype.lora.fuse import FusionReport, fuse

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from isotype.core.interrupt import terminate
+from isotype.compat.interrupt import terminate
 from isotype.train import describe
 from isotype.train.launched import under_launcher
 from isotype.train.settings import Settings

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.core.dtypes import parse_dtype
-from isotype.model.bnb_blocks import dequantize_4bit
 from isotype.model.fitted import quantize_fitted
 from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.precision.damages import FITTED, block_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import shutil
 import uuid
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.formats.gguf import read_gguf_header
+from isotype.compat.transformers import gguf_bar_hidden
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.core.staging import fsync_tree, write_failure
@@ -148,22 +148,18 @@ def _quiet_bars() -> Iterator[None]:
     """No progress bars of transformers inside; outside they are as they were."""
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-    from transformers import modeling_gguf_pytorch_utils as legacy
     from transformers.utils import logging
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is False:  # the user's word: always show them
         yield
         return
     shown, hub_shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    bar = legacy.tqdm
     if shown:
         logging.disable_progress_bar()
-    # This one bar asks no setting whether it is wanted.
-    legacy.tqdm = functools.partial(bar, disable=True)
     try:
-        yield
+        with gguf_bar_hidden():
+            yield
     finally:
-        legacy.tqdm = bar
         if shown:
             logging.enable_progress_bar()
             if not hub_shown:

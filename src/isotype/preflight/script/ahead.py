@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from isotype.compat.accelerate import is_prepared, mixed_precision
-from isotype.compat.torch import FAKE_LOGGER, tree_map
+from isotype.compat.torch import FAKE_LOGGER, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
@@ -27,7 +27,6 @@ from isotype.report.check.report import Report
 from isotype.report.check.text import repairable
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import enumerate_inputs
-from isotype.trace.live.modes import no_modes
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 from isotype.trace.optimizers import learning_rate_of

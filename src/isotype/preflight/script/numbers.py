@@ -12,13 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
+from isotype.compat.replaced import Replacements
+from isotype.compat.torch import around_backward, around_scaler_step, no_modes
 from isotype.core.errors import first_line
 from isotype.core.random_states import RandomStates
 from isotype.core.source import asking_line, shown
@@ -27,7 +29,6 @@ from isotype.ranges.verdict import Verdict
 from isotype.report.nonfinite import problem_of
 from isotype.report.text import short_source
 from isotype.trace.live.forward import enumerate_inputs, named_inputs
-from isotype.trace.live.modes import no_modes
 from isotype.trace.live.recorder import device_of
 from isotype.trace.nonfinite.again import first_nonfinite
 
@@ -67,7 +68,8 @@ class Numbers:
         self._steps = 0
         self._scaler: Any = None
         self._skipped = False
-        self._undo: list[Callable[[], None]] = []
+        self._hooks: list[Any] = []
+        self._replaced = Replacements()
 
     # ------------------------------------------------------------------------------------------- coming and going
 
@@ -76,26 +78,21 @@ class Numbers:
         if self._model is not None:
             return
         self._model, self._device = model, torch.device(device_of(model))
-        handles = [
+        self._hooks = [
             model.register_forward_pre_hook(partial(self._guard, self._forward), with_kwargs=True),
             optimizers.register_optimizer_step_pre_hook(partial(self._guard, self._updating)),
         ]
-        self._undo = [handle.remove for handle in handles]
-        self._replace(torch.autograd, "backward", self._around_backward)
-        self._replace(torch.amp.GradScaler, "step", self._around_scaler)
+        around_backward(self._replaced, self._around_backward)
+        around_scaler_step(self._replaced, self._around_scaler)
         self._forward(model, args, kwargs)
 
     def detach(self) -> None:
         """Take everything away, and let go of the script's tensors."""
-        while self._undo:
-            self._undo.pop()()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._replaced.put_back()
         self._model = None
         self._end_step()
-
-    def _replace(self, holder: Any, name: str, around: Callable[[Any], Any]) -> None:
-        own = getattr(holder, name)
-        setattr(holder, name, wraps(own)(around(own)))
-        self._undo.append(lambda: setattr(holder, name, own))
 
     def _guard(self, act: Callable[..., None], *args: Any) -> None:
         try:
@@ -112,32 +109,28 @@ class Numbers:
             autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             self._forwards.append(_Forward(args, dict(kwargs), RandomStates.taken(self._device), autocast))
 
-    def _around_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            self._guard(self._backward, tensors)
-            return backward(tensors, *args, **kwargs)
-
-        return noting
+    def _around_backward(self, backward: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        self._guard(self._backward, tensors)
+        return backward(tensors, *args, **kwargs)
 
     def _backward(self, tensors: Any) -> None:
         losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         self._losses += [each.detach() for each in losses if not each.dim()]
         self._backward_at = self._backward_at or shown(asking_line())
 
-    def _around_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not scaler.is_enabled():
-                return step(scaler, optimizer, *args, **kwargs)
-            self._guard(self._unscaled, scaler)
-            self._scaler, self._skipped = scaler, True
-            result = step(scaler, optimizer, *args, **kwargs)
-            self._scaler = None
-            if self._skipped:
-                self._guard(self._judge, 0.0, math.inf, scaler)
-                self._end_step()
-            return result
-
-        return scaled
+    def _around_scaler(
+        self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scaler.is_enabled():
+            return step(scaler, optimizer, *args, **kwargs)
+        self._guard(self._unscaled, scaler)
+        self._scaler, self._skipped = scaler, True
+        result = step(scaler, optimizer, *args, **kwargs)
+        self._scaler = None
+        if self._skipped:
+            self._guard(self._judge, 0.0, math.inf, scaler)
+            self._end_step()
+        return result
 
     def _unscaled(self, scaler: Any) -> None:
         """A loss that is NaN is no overflow; one that only its scale has made infinite is a skipped step as any other."""

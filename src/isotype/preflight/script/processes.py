@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from isotype.compat.replaced import Replacements
+from isotype.compat.standard import around_processes, around_programs
 from isotype.preflight.script.command_line import watched_command
 from isotype.preflight.script.options import Options
 
@@ -58,28 +58,16 @@ class Processes:
         self.unwatched: list[str] = []
         self.watched = 0
         self._session, self._join = session, join
-        self._before: list[tuple[Any, str, Any]] = []
+        self._replaced = Replacements()
 
     def watch(self) -> None:
         """From now on processes are started so that they are watched."""
-        self._wrap(subprocess.Popen, "__init__", self._popen)
-        self._wrap(os, "system", self._system)
-        self._wrap(BaseProcess, "start", self._start)
-        self._wrap(BaseProcess, "_bootstrap", self._bootstrap)
+        around_programs(self._replaced, self._popen, self._system)
+        around_processes(self._replaced, self._start, self._bootstrap)
 
     def leave(self) -> None:
         """Everything is as it was before `watch`."""
-        while self._before:
-            setattr(*self._before.pop())
-
-    def _wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(holder, name)
-        self._before.append((holder, name, original))
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        setattr(holder, name, wrapped)
+        self._replaced.put_back()
 
     def _popen(self, start: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
         ours = self._session.safely(lambda: self._ours(args, rest, kwargs))

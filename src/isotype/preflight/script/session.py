@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+from isotype.compat.imports import when_imported
 from isotype.preflight.script.family import Family, family
-from isotype.preflight.script.imports import when_imported
 from isotype.preflight.script.options import Options
 from isotype.preflight.script.processes import Processes
 from isotype.preflight.script.traceback import cleaned

@@ -10,7 +10,7 @@ from types import CodeType, FrameType, TracebackType
 
 from isotype.core.package import PACKAGE
 
-_OURS = tuple(str(PACKAGE / room) for room in ("trace", "preflight", "cli"))
+_OURS = tuple(str(PACKAGE / room) for room in ("trace", "preflight", "cli", "compat"))
 _RUNPY = runpy.run_path.__code__.co_filename
 
 _Entry = tuple[FrameType, int, int]

@@ -24,7 +24,15 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from isotype.compat.standard import frame_above
-from isotype.compat.torch import has_compiler, is_compiled, is_simulated, is_traced, original
+from isotype.compat.torch import (
+    has_compiler,
+    is_compiled,
+    is_simulated,
+    is_traced,
+    original,
+    put_under,
+    take_out,
+)
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Failure, Setup, Trace
 from isotype.trace.live.forward import (
@@ -35,7 +43,6 @@ from isotype.trace.live.forward import (
     named_inputs,
     trains,
 )
-from isotype.trace.live.modes import put_under, take_out
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 from isotype.trace.optimizers import learning_rate_of
 

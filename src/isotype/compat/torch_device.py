@@ -1,4 +1,4 @@
-"""Code that names the simulated device, on a machine that may not have it.
+"""torch: code that names a device, on a machine that may not have it.
 
 The twin's tensors are on the CPU whatever device is simulated. Where the model's code or the loss names the device,
 the CPU stands for it: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with torch.autocast("cuda")`. Without this
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.amp import autocast_mode
@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from isotype.compat.torch import AUTOCAST_CAST, SDPA_SETTER, sdpa_backends, sdpa_setter
-from isotype.precision.devices.profile import DeviceProfile
 
 _DEVICE_TYPES = {"rocm": "cuda"}
 _BY_DEVICE: tuple[tuple[Any, str], ...] = (
@@ -63,13 +62,32 @@ _LEGACY_TENSORS = tuple(
 _MOVES = ("cuda", "xpu", "pin_memory")
 
 
+class Device(Protocol):
+    """What code may ask of the device that is simulated; a device profile knows it."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def capability(self) -> tuple[int, int] | None: ...
+
+    @property
+    def memory_bytes(self) -> int | None: ...
+
+    def supports(self, dtype: torch.dtype) -> str:
+        """Whether it computes in a dtype: `"native"`, `"emulated"` or otherwise."""
+
+
 def device_type(kind: str) -> str:
     """The type of torch's devices of this kind of profile."""
     return _DEVICE_TYPES.get(kind, kind)
 
 
 @contextlib.contextmanager
-def cpu_stands_for(kind: str, profile: DeviceProfile | None = None) -> Iterator[None]:
+def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
     """Inside, the CPU's autocast answers for the simulated device's, with that device's default dtype.
 
     With its profile, what code asks of the device itself is answered from there.
@@ -89,7 +107,7 @@ def cpu_stands_for(kind: str, profile: DeviceProfile | None = None) -> Iterator[
 
 
 @contextlib.contextmanager
-def written_for(profile: DeviceProfile) -> Iterator[None]:
+def written_for(profile: Device) -> Iterator[None]:
     """Inside, code that makes models and tensors for the simulated device makes them on the CPU.
 
     It finds the device available: what it chooses for that device is what is to be followed. What a library would
@@ -147,7 +165,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     return changes
 
 
-def _facts(simulated: str, profile: DeviceProfile | None) -> Iterator[tuple[Any, str, Any]]:
+def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, Any]]:
     """Answers about the device that its profile knows."""
     if profile is None:
         return

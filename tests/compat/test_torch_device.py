@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 import isotype
+from isotype.compat.torch_device import cpu_stands_for, written_for
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.run import run
 from isotype.records.request import StepRequest
-from isotype.trace.fake.device import cpu_stands_for, written_for
 from tests.small import BF16, FP16, FP32, Seen
 
 X = torch.randn(2, 8)

@@ -13,8 +13,8 @@ from bitsandbytes import functional
 from bitsandbytes.backends.cpu import ops
 
 import isotype
-from isotype.model import bnb_blocks
-from isotype.model.bnb_blocks import dequantize_4bit
+from isotype.compat import bitsandbytes as bnb_blocks
+from isotype.compat.bitsandbytes import dequantize_4bit
 from tests.models import quiet
 from tests.pairwise import pairwise
 
@@ -81,7 +81,7 @@ def test_a_loaded_model_has_them(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="a CPU without AVX512 counts rightly")
 def test_it_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this fails, bitsandbytes counts rightly: `isotype.model.bnb_blocks` can go."""
+    """Where this fails, bitsandbytes counts rightly: `isotype.compat.bitsandbytes` can go."""
     bnb_blocks.dequantize_by_blocks()
     monkeypatch.setattr(ops, "lib", ops.lib.library)
     codes, state = functional.quantize_4bit(torch.randn(8, 96), quant_type="nf4")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from isotype.preflight.script.imports import when_imported
+from isotype.compat.imports import when_imported
 
 NAME = "awaited_module"
 

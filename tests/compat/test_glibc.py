@@ -18,7 +18,7 @@ _PROCESS = """
 import json, resource
 from contextlib import nullcontext
 from pathlib import Path
-from isotype.core.heap import freed_memory_kept
+from isotype.compat.glibc import freed_memory_kept
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

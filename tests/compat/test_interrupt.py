@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from isotype.core.interrupt import Terminated, interrupts_kept, terminate
+from isotype.compat.interrupt import Terminated, interrupts_kept, terminate
 
 
 @pytest.fixture(autouse=True)
