@@ -11,7 +11,7 @@ from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.report.check.report import Report
 from isotype.train.fit import fitting
-from isotype.train.plan import parse_options, plan_of
+from isotype.train.step_plan import parse_options, plan_of
 from tests.cli.test_check import report_with
 
 COMMAND = (

@@ -25,10 +25,10 @@ from isotype.records.request import DEFAULT_PHASES
 from isotype.train import launched, recipes, recompute_choice, step
 from isotype.train.lengths import Lengths, longest_possible
 from isotype.train.models import processing_class
-from isotype.train.plan import Plan, parse_options, plan_of, training_plan
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose, room_of, steady_peak
 from isotype.train.same_run import RUN_FILE
 from isotype.train.settings import Settings, parse_settings
+from isotype.train.step_plan import StepPlan, parse_options, plan_of, training_plan
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 EVERY_2ND = {**CHECKPOINTING, "every_n_layers": 2}
@@ -195,12 +195,12 @@ def test_a_word_that_is_none_is_refused(model: Path, data: Path) -> None:
         parse_settings(METHODS["sft"], arguments(model, data, "--gradient_checkpointing", "sometimes"))
 
 
-def of_check(model: Path, data: Path) -> Plan:
+def of_check(model: Path, data: Path) -> StepPlan:
     plan, _ = plan_of(*parse_options(["sft", *arguments(model, data)]))
     return plan
 
 
-def of_training(settings: Settings) -> Plan:
+def of_training(settings: Settings) -> StepPlan:
     tokenizer = processing_class(settings.model.model_name_or_path)
     return training_plan(settings, None, tokenizer, training_data(settings, lambda _: None))
 
@@ -214,7 +214,7 @@ def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: 
     assert check.longest is not None
     assert check.length is not None
     assert check.longest == check.length + 1  # the check's own rows have no token added at their end
-    made_by = {each.name for each in fields(Plan)} - {
+    made_by = {each.name for each in fields(StepPlan)} - {
         "length",
         "data",
         "data_rows",

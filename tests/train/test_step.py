@@ -11,7 +11,7 @@ import transformers
 
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import step, weightless
-from isotype.train.plan import parse_options, plan_of
+from isotype.train.step_plan import parse_options, plan_of
 from tests.models import CONFIGS
 from tests.pairwise import few
 

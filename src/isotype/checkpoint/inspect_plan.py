@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isotype.checkpoint.inspect import folded_name, hub_headers
+from isotype.checkpoint.load_plan import LoadPlan, PlannedTensor, load_plan
 from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint
-from isotype.checkpoint.plan import LoadPlan, PlannedTensor, load_plan
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.grouping import grouped

@@ -18,7 +18,7 @@ from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
 from isotype.preflight.from_function import function_arguments
 from isotype.train.command import Repaired, repaired_command
-from isotype.train.plan import Options, Plan, parse_options, plan_of
+from isotype.train.step_plan import Options, StepPlan, parse_options, plan_of
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
@@ -56,7 +56,7 @@ def exit_status(report: Report, fail_on: str) -> int:
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 
 
-def _check_plan(plan: Plan, options: Options, command: Sequence[str]) -> tuple[Report, Repaired | None]:
+def _check_plan(plan: StepPlan, options: Options, command: Sequence[str]) -> tuple[Report, Repaired | None]:
     """The report on a plan, and the repaired command where it is asked for."""
     defer_compiler()
     import_uncompiled("bitsandbytes")

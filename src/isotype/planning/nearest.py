@@ -16,8 +16,8 @@ from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
 from isotype.precision.devices.profile import device_profile
 from isotype.records.finding import Finding, Fix
-from isotype.train.plan import Plan as Step
 from isotype.train.recompute_choice import SHARE_OF_GPU
+from isotype.train.step_plan import StepPlan
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -35,7 +35,9 @@ def nearest(request: PlanRequest) -> Row | None:
     return picked(same, "balanced") or plan.chosen
 
 
-def with_nearest(findings: tuple[Finding, ...], step: Step, command: Sequence[str]) -> tuple[Finding, ...]:
+def with_nearest(
+    findings: tuple[Finding, ...], step: StepPlan, command: Sequence[str]
+) -> tuple[Finding, ...]:
     """The findings on a step that does not fit, with the nearest that does as the first fix; those with such a fix stay.
 
     Args:

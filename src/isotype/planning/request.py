@@ -14,8 +14,7 @@ from isotype.core.units import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS
 from isotype.precision.damages import Damages
-from isotype.train.plan import Options, plan_of
-from isotype.train.plan import Plan as Step
+from isotype.train.step_plan import Options, StepPlan, plan_of
 
 _DESCRIPTION = """\
 Say what can be trained on a device, how fast, and print the command of the best settings: from a config alone, without
@@ -53,7 +52,7 @@ class PlanRequest:
         layers: what each format of each layer does to the model, where somebody has measured it: what mixed storage is chosen by.
     """
 
-    step: Step
+    step: StepPlan
     command: tuple[str, ...]
     devices: tuple[str, ...]
     goal: str = "balanced"

@@ -14,14 +14,14 @@ from isotype.train.command import set_flag, without_flag
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
-    from isotype.train.plan import Plan
+    from isotype.train.step_plan import StepPlan
 
 _TRACES = 4
 _LENGTHS = 64  # tokens that a length is a multiple of
 
 
 def fitting(
-    report: Report, plan: Plan, length: int, command: Sequence[str], peak: Callable[[int, int], int]
+    report: Report, plan: StepPlan, length: int, command: Sequence[str], peak: Callable[[int, int], int]
 ) -> Report:
     """The report with a command that fits as the first fix of what does not fit, where a smaller batch or length does.
 

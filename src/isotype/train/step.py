@@ -32,12 +32,12 @@ from isotype.train.fit import fitting
 from isotype.train.head import put_head
 from isotype.train.launched import from_first
 from isotype.train.lengths import Lengths
-from isotype.train.plan import DEFAULT_LENGTH, Plan, training_plan
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
 from isotype.train.run import Run
 from isotype.train.same_run import RUN_FILE
 from isotype.train.saved import read_json
+from isotype.train.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.weightless import weightless_model
 
@@ -64,7 +64,7 @@ class PlannedStep:
         phases: of the step.
     """
 
-    plan: Plan
+    plan: StepPlan
     config: Any
     policy: PrecisionPolicy
     ranges: Ranges | None = None
@@ -157,7 +157,7 @@ class PlannedStep:
         return self._traces[key]
 
 
-def choice_of(plan: Plan, checkpoint: Checkpoint, policy: PrecisionPolicy) -> Choice:
+def choice_of(plan: StepPlan, checkpoint: Checkpoint, policy: PrecisionPolicy) -> Choice:
     """Which layers a training that is about to begin computes again, by its plan."""
     try:
         config = config_of(checkpoint)
@@ -166,7 +166,7 @@ def choice_of(plan: Plan, checkpoint: Checkpoint, policy: PrecisionPolicy) -> Ch
     return PlannedStep(plan, config, policy).choice()
 
 
-def check_plan(plan: Plan, command: Sequence[str], phases: Sequence[str]) -> Report:
+def check_plan(plan: StepPlan, command: Sequence[str], phases: Sequence[str]) -> Report:
     """The report on the step of a plan; what does not fit into memory gets a `command` that fits as its first fix.
 
     Raises:
@@ -210,7 +210,7 @@ def _chosen(choice: Choice | None, step: PlannedStep) -> tuple[str, ...]:
     return (f"gradient checkpointing {choice.words} (auto): {choice.reason}{step.alternative(choice)}",)
 
 
-def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
+def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     """The weightless model under the policy, folded and in training mode."""
     method = METHODS[plan.method]
     # Layers of which only some are checkpointed are equal no longer, and are counted before they are folded.
@@ -235,7 +235,7 @@ def _model(plan: Plan, config: Any, policy: PrecisionPolicy) -> Any:
     return model
 
 
-def _fuse(plan: Plan, model: Any) -> tuple[str, ...]:
+def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
     """Fuse the layers that the training would fuse; returns what the report says of it."""
     if not plan.fuse or plan.lora is None:
         return ()
@@ -246,7 +246,7 @@ def _fuse(plan: Plan, model: Any) -> tuple[str, ...]:
     return (f"LoRA layers are fused one by one: {report.unseen}",) if report.unseen else ()
 
 
-def row_length(plan: Plan, config: Any) -> int:
+def row_length(plan: StepPlan, config: Any) -> int:
     """Tokens of a row: as asked, else the default, within the positions that the model has."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
@@ -256,7 +256,7 @@ def row_length(plan: Plan, config: Any) -> int:
     return wanted if positions is None else min(wanted, positions)
 
 
-def _inputs(plan: Plan, model: Any, length: int) -> Any:
+def _inputs(plan: StepPlan, model: Any, length: int) -> Any:
     return step_inputs(
         plan.method,
         model,
@@ -281,7 +281,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
     yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} where the files hold {format_bytes(stored)}"
 
 
-def _notes(plan: Plan, model: Any, length: int) -> tuple[str, ...]:
+def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
     notes = [*batch_notes(model.config), *getattr(model, "adapter_notes", ())]
     if plan.length is not None and plan.length > length:
         notes.append(f"rows of {length} tokens, not {plan.length}: the model has no more positions")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
+from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.measure import TOKENS, module_to_measure, to_measure
 from isotype.checkpoint.measured import fingerprint, kept_or_noted
 from isotype.checkpoint.opened import Checkpoint, downloaded, open_checkpoint
-from isotype.checkpoint.plan import quantized_weights
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError

@@ -72,7 +72,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step to be checked.
 
     Attributes:
@@ -250,7 +250,7 @@ def help_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(options: Options, rest: Sequence[str]) -> tuple[Plan, tuple[str, ...]]:
+def plan_of(options: Options, rest: Sequence[str]) -> tuple[StepPlan, tuple[str, ...]]:
     """The step that the arguments describe, and the training command it belongs to.
 
     Only arguments beyond the few of `light_parser` need the trainers' own parser, whose import takes seconds.
@@ -292,10 +292,10 @@ def _refuse_second_model(first: str, arguments: Sequence[str]) -> None:
     raise UsageError("two models", [Problem(f"{first} and --model_name_or_path", "one model", fix)])
 
 
-def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
+def _light_plan(options: Options, light: argparse.Namespace) -> StepPlan:
     assert options.model is not None
     lora = {"r": light.lora_r, "lora_alpha": light.lora_alpha, "lora_dropout": light.lora_dropout}
-    return Plan(
+    return StepPlan(
         source=options.model,
         method="sft",
         precision=PrecisionRequest(light.dtype, light.quantization),
@@ -313,7 +313,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> Plan:
     )
 
 
-def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> Plan:
+def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> StepPlan:
     training, model = settings.training, settings.model
     method = settings.method.name
     asked = "per_device_train_batch_size" in settings.explicit or options.model is None
@@ -333,7 +333,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> P
         )
     if training.deepspeed:
         notes.append("DeepSpeed's own casts and sharding are not traced")
-    return Plan(
+    return StepPlan(
         source=str(model.model_name_or_path),
         method=method,
         precision=settings.precision,
@@ -381,7 +381,7 @@ def _sharding(settings: Settings) -> dict[str, Any]:
 
 def training_plan(
     settings: Settings, start: Adapter | None, tokenizer: Any, data: Any, lengths: Lengths | None = None
-) -> Plan:
+) -> StepPlan:
     """The step of a training that is about to begin, with the longest rows that can occur in it.
 
     Args:
@@ -400,7 +400,7 @@ def training_plan(
     return _bounded(plan, settings, rows, lengths or lengths_of(plan.method, tokenizer, rows, field))
 
 
-def _bounded(plan: Plan, settings: Settings, rows: Any, lengths: Lengths | None) -> Plan:
+def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
     """The plan with as many rows as there are, and the longest that can occur among them."""
     from isotype.train.lengths import longest_possible
 
@@ -414,7 +414,7 @@ def _bounded(plan: Plan, settings: Settings, rows: Any, lengths: Lengths | None)
     return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)
 
 
-def _with_data(plan: Plan, settings: Settings, options: Options) -> Plan:
+def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     """The plan with the lengths that the rows of a data set on this machine really have.
 
     Raises:
