@@ -86,3 +86,13 @@ def test_so_do_generation_the_loss_and_the_values_of_a_step(launches: dict[str, 
 def test_chunks_of_the_loss_are_those_of_a_gpu(launches: dict[str, Any]) -> None:
     """1 GiB at 128,256 * (2 + 4 + 4) bytes a token: 5 chunks of 4,096 tokens, of two products each."""
     assert launches["loss"]["kernels"]["aten.mm"] == 10
+
+
+def test_dropout_is_one_kernel_each_time(launches: dict[str, Any]) -> None:
+    """Of 14 adapters: X that a mask is drawn for, X again for the gradient of A, and what comes to X through A."""
+    kernels = launches["dropout"]["kernels"]
+    assert (kernels["aten.native_dropout"], kernels["aten.native_dropout_backward"]) == (14, 28)
+    without = launches["LoRA"]["kernels"]
+    assert "aten.bernoulli_" not in kernels
+    for name in ("aten.mul", "aten._to_copy", "aten._foreach_copy_"):
+        assert kernels[name] == without[name]

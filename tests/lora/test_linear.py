@@ -16,6 +16,7 @@ from bitsandbytes.functional import dequantize_4bit
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from isotype.lora import dropout
 from isotype.lora.gates import GATES
 from isotype.lora.linear import lora_linear
 from isotype.lora.spec import Adapter, Layer, Spec
@@ -256,6 +257,13 @@ def test_a_gated_product_is_formed_again_in_the_backward(gate: str, dtype: torch
         assert error(one, other) < 2 * TOLERANCES[dtype]  # the activation and the product are rounded, too
 
 
+@pytest.fixture(params=[False, True], ids=["by products", "by torch's kernel"])
+def dropout_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs' way to drop, too: torch has its kernels on CPUs, where they draw the same numbers."""
+    monkeypatch.setattr(dropout, "_has_kernel", lambda _: request.param)
+
+
+@pytest.mark.usefixtures("dropout_kernel")
 def test_dropout_leaves_the_base_alone_and_its_mask_serves_the_backward() -> None:
     torch.manual_seed(2)
     base, weight = base_layer("dense", 12, 40, torch.float32)
@@ -278,12 +286,17 @@ def test_dropout_leaves_the_base_alone_and_its_mask_serves_the_backward() -> Non
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.usefixtures("dropout_kernel")
 def test_dropout_of_everything_leaves_zeros() -> None:
     base, weight = base_layer("dense", 3, 5, torch.float32)
     layer = Layer(base, (), (Adapter(2, 1.0, dropout=1.0),))
-    x = torch.randn(4, 5)
-    (output,) = lora_linear(Spec((layer,), DenseWeights(), x.dtype, x.dtype), (x,), tensors_of(layer, 3, 5))
+    x, tensors = torch.randn(4, 5, requires_grad=True), tensors_of(layer, 3, 5)
+    (output,) = lora_linear(Spec((layer,), DenseWeights(), x.dtype, x.dtype), (x,), tensors)
     torch.testing.assert_close(output, x @ weight.float().t())
+    d_x, d_down, d_up = torch.autograd.grad(output.sum(), [x, *tensors])
+    torch.testing.assert_close(d_x, weight.float().sum(0).expand(4, 5))
+    assert not d_down.any()
+    assert not d_up.any()
 
 
 def one_layer(dtype: torch.dtype = torch.float32) -> tuple[Spec, list[torch.Tensor]]:

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from isotype.compat.bitsandbytes import product_4bit
 from isotype.compat.torch import UNNAMED_VIEW
 from isotype.core.dtypes import NoAutocast
+from isotype.lora.dropout import drop, dropped
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.rounded import Pairs, rounded
 from isotype.lora.spec import Adapter, Layer, Spec
@@ -81,9 +82,9 @@ class _LoraLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with NoAutocast(first.device.type):
             x = _product(spec, _factors(spec, first, second))
-            masks = [_mask_of(adapter.dropout, first) for layer in spec.layers for adapter in layer.adapters]
-            each, down = _rounded(spec, tensors, stacked=not _drops(masks))
-            hidden = _hidden(spec, x, each, masks, down)
+            # A CPU rounds each A by itself, and where it is rounded already it stays where it lies.
+            each, down = _rounded(spec, tensors, stacked=not (spec.drops and first.is_cpu))
+            hidden, masks = _hidden(spec, x, first, each, down)
             done = [_output(spec, own, x, hidden, products) for own in each]
         outputs, totals, norms = zip(*done, strict=True)
         ctx.spec, ctx.shape = spec, first.shape
@@ -120,12 +121,13 @@ class _LoraLinear(torch.autograd.Function):
             wanted = any(ctx.needs_input_grad[2:4]) and bool(arrived)
             # A gated product is there again when its gradient has gone through it.
             x = None if wanted and spec.gate is not None else _product(spec, factors)
-            d_x, d_down = _through_products(spec, arrived if wanted else (), down, d_hidden, x)
+            whole = None if spec.drops else down
+            d_x, d_down = _through_products(spec, arrived if wanted else (), whole, d_hidden, x)
             if d_x is not None:
-                _add_dropped(each, masks, d_hidden, d_x)
+                _add_dropped(spec, each, masks, down, d_hidden, d_x)
             x, d_inputs = _through_input(ctx, d_x, factors, x)
             if d_down is None:
-                _, d_down = _through_products(spec, (), down, d_hidden, x)
+                _, d_down = _through_products(spec, (), whole, d_hidden, x)
             _through_down(spec, each, x, masks, d_hidden, d_down, found)
         return None, None, *d_inputs, *found
 
@@ -191,28 +193,39 @@ def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
     return factors[0] if spec.gate is None else spec.gate.product(*factors)
 
 
-def _adapters(each: Sequence[_Own]) -> list[tuple[Adapter, torch.Tensor]]:
-    """Every adapter with its A, in the order of the columns of X Aᵀ."""
-    return [pair for own in each for pair in zip(own.layer.adapters, own.down, strict=True)]
+def _adapters(
+    each: Sequence[_Own], down: torch.Tensor | None, dtype: torch.dtype
+) -> list[tuple[Adapter, torch.Tensor]]:
+    """Every adapter with its A in a dtype, in the order of the columns of X Aᵀ; `down`: all of them, where they are rounded already."""
+    adapters = [adapter for own in each for adapter in own.layer.adapters]
+    if down is None:
+        downs: Sequence[torch.Tensor] = [part.to(dtype) for own in each for part in own.down]
+    else:
+        downs = _split(down, [adapter.rank for adapter in adapters], 0)
+    return list(zip(adapters, downs, strict=True))
 
 
 def _hidden(
     spec: Spec,
     x: torch.Tensor,
+    first: torch.Tensor,
     each: Sequence[_Own],
-    masks: Sequence[torch.Tensor | None],
     down: torch.Tensor | None,
-) -> torch.Tensor:
-    """X Aᵀ of all adapters side by side, `[rows, rank]`; `down`: all A, None where there are none or dropout leaves each its own X."""
-    if down is not None:
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """(X Aᵀ of all adapters side by side `[rows, rank]`, the mask of each adapter's dropout).
+
+    `down`: all A; None where there are none or dropout leaves each its own X.
+    """
+    if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
-        return hidden
-    parts = [
-        _dropped(x, mask, adapter.dropout) @ own.to(x.dtype).t()
-        for (adapter, own), mask in zip(_adapters(each), masks, strict=True)
-    ]
-    return torch.cat(parts, dim=1) if parts else x.new_empty(x.shape[0], 0)
+        return hidden, [None] * spec.adapters
+    parts, masks = [], []
+    for adapter, own in _adapters(each, down, x.dtype):
+        kept, mask = drop(x, first, adapter.dropout)
+        parts.append(kept @ own.t())
+        masks.append(mask)
+    return torch.cat(parts, dim=1) if parts else x.new_empty(x.shape[0], 0), masks
 
 
 def _output(
@@ -371,15 +384,20 @@ def _through_products(
 
 
 def _add_dropped(
-    each: Sequence[_Own], masks: Sequence[torch.Tensor | None], d_hidden: torch.Tensor, d_x: torch.Tensor
+    spec: Spec,
+    each: Sequence[_Own],
+    masks: Sequence[torch.Tensor | None],
+    down: torch.Tensor | None,
+    d_hidden: torch.Tensor,
+    d_x: torch.Tensor,
 ) -> None:
     """Add each adapter's input gradient when dropout gave every adapter its own mask."""
-    if not _drops(masks):
+    if not spec.drops:
         return
-    adapters = _adapters(each)
+    adapters = _adapters(each, down, d_hidden.dtype)
     parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters], 1)
-    for part, (adapter, down), mask in zip(parts, adapters, masks, strict=True):
-        d_x.add_(_dropped(part @ down.to(part.dtype), mask, adapter.dropout))
+    for part, (adapter, own), mask in zip(parts, adapters, masks, strict=True):
+        d_x.add_(dropped(part @ own, mask, adapter.dropout))
 
 
 def _through_down(
@@ -396,19 +414,16 @@ def _through_down(
     if not places:
         return
     ranks = [rank for own in each for rank in own.layer.ranks]
+    downs = [down for own in each for down in own.down]
     if d_down is not None:
-        downs = [down for own in each for down in own.down]
         for place, part, down in zip(places, _split(d_down, ranks, 0), downs, strict=True):
             found[place] = part.to(down.dtype)
         return
-    adapters = _adapters(each)
-    for place, part, (adapter, down), mask in zip(
-        places, _split(d_hidden, ranks, 1), adapters, masks, strict=True
-    ):
+    rates = [adapter.dropout for own in each for adapter in own.layer.adapters]
+    parts = _split(d_hidden, ranks, 1)
+    for place, part, down, rate, mask in zip(places, parts, downs, rates, masks, strict=True):
         each_down = x.new_empty(down.shape, dtype=_summed(x))
-        write_sums(
-            [Sum(each_down, ((part.t(), _dropped(x, mask, adapter.dropout)),))], compiled=spec.compiled
-        )
+        write_sums([Sum(each_down, ((part.t(), dropped(x, mask, rate)),))], compiled=spec.compiled)
         found[place] = each_down.to(down.dtype)
 
 
@@ -422,25 +437,3 @@ def _through_input(
         return x, (d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other))
     assert x is not None, "only a gated product whose gradient is wanted is formed later"
     return x, (None if d_x is None else d_x.view(ctx.shape).to(dtype), None)
-
-
-def _drops(masks: Sequence[torch.Tensor | None]) -> bool:
-    return bool([mask for mask in masks if mask is not None])
-
-
-def _mask_of(probability: float, x: torch.Tensor) -> torch.Tensor | None:
-    """What dropout leaves of X, as booleans `[rows, in]`; None where it drops nothing.
-
-    Random numbers are drawn in the order of memory: in that of the input that was given, a transposed one say, they are the
-    numbers that `nn.Dropout` draws.
-    """
-    if not probability:
-        return None
-    drawn = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - probability)
-    return drawn.reshape(-1, x.shape[-1])
-
-
-def _dropped(x: torch.Tensor, mask: torch.Tensor | None, probability: float) -> torch.Tensor:
-    """X without what the mask leaves out, scaled up; also of a gradient."""
-    # A probability of 1 leaves nothing, and nothing to scale up.
-    return x if mask is None else x * mask * (1 / max(1 - probability, torch.finfo(x.dtype).tiny))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -54,6 +55,11 @@ class Layer:
         return tuple(adapter.scale for adapter in self.adapters)
 
     @cached_property
+    def drops(self) -> bool:
+        """Whether an adapter has dropout."""
+        return any(adapter.dropout for adapter in self.adapters)
+
+    @cached_property
     def rank(self) -> int:
         """Rank of all adapters together."""
         return sum(self.ranks)
@@ -62,6 +68,9 @@ class Layer:
     def tensors(self) -> int:
         """How many tensors belong to it."""
         return len(self.biases) + sum(2 + adapter.magnitude for adapter in self.adapters)
+
+
+_drops = attrgetter("drops")
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,11 @@ class Spec:
     gate: Gate | None = None
     keep: bool = True
     compiled: bool = False
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout leaves an adapter its own X."""
+        return any(map(_drops, self.layers))
 
     @property
     def adapters(self) -> int:
