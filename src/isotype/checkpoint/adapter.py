@@ -84,35 +84,26 @@ def read_adapter(directory: str | Path) -> Adapter:
     """
     path = Path(directory)
     if not path.is_dir():
-        raise CheckpointError(
-            "no such adapter",
-            [Problem(f"adapter {path}", "a directory that exists", "check the path")],
+        raise CheckpointError.of(
+            "no such adapter", f"adapter {path}", "a directory that exists", "check the path"
         )
     if not (path / CONFIG_FILE).is_file():
         whole = (path / "config.json").is_file()
-        raise CheckpointError(
+        raise CheckpointError.of(
             "not an adapter",
-            [
-                Problem(
-                    f"the directory {path} holds {contents(path)}",
-                    f"{CONFIG_FILE} and adapter_model.safetensors",
-                    "it is a whole model, with nothing to merge into it"
-                    if whole
-                    else "give the --output_dir of a training run",
-                )
-            ],
+            f"the directory {path} holds {contents(path)}",
+            f"{CONFIG_FILE} and adapter_model.safetensors",
+            "it is a whole model, with nothing to merge into it"
+            if whole
+            else "give the --output_dir of a training run",
         )
     weights = find_weights(path)
     if weights is None or weights[1] != "adapter":
-        raise CheckpointError(
+        raise CheckpointError.of(
             "an adapter without weights",
-            [
-                Problem(
-                    f"the directory {path} holds {contents(path)}",
-                    "adapter_model.safetensors",
-                    "give the --output_dir of a training run that ended, or one of its checkpoint folders",
-                )
-            ],
+            f"the directory {path} holds {contents(path)}",
+            "adapter_model.safetensors",
+            "give the --output_dir of a training run that ended, or one of its checkpoint folders",
         )
     config = _config(path)
     return Adapter(
@@ -132,22 +123,20 @@ def _config(directory: Path) -> Any:
     kind = read_json(path).get("peft_type")
     known = [each.value for each in PeftType]
     if kind not in known:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "unknown kind of adapter",
-            [
-                Problem(
-                    f"{path}: peft_type {kind!r}",
-                    "a type that PEFT knows: " + ", ".join(known),
-                    "update PEFT, or correct the file",
-                )
-            ],
+            f"{path}: peft_type {kind!r}",
+            "a type that PEFT knows: " + ", ".join(known),
+            "update PEFT, or correct the file",
         )
     try:
         return PeftConfig.from_pretrained(str(directory))
     except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(
+        raise CheckpointError.of(
             f"{CONFIG_FILE} cannot be read",
-            [Problem(f"{path}: {error}", f"the config of a {kind} adapter", "copy the file again")],
+            f"{path}: {error}",
+            f"the config of a {kind} adapter",
+            "copy the file again",
         ) from error
 
 
@@ -203,15 +192,17 @@ def base_policy(
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
     if adapter.base is None:
-        raise CheckpointError("the adapter names no base model", [Problem(str(path), expected, fix)])
+        raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
     try:
         of = revision or adapter.revision
         return inference_policy(adapter.base, adapter.policy, dtype, quantization, device, of)
     except CheckpointError as error:
         reason = f"{error.headline}: {error.problems[0].given}" if error.problems else error.headline
-        raise CheckpointError(
+        raise CheckpointError.of(
             "the base model of the adapter is not there",
-            [Problem(f"{path} names {adapter.base} ({reason})", expected, fix)],
+            f"{path} names {adapter.base} ({reason})",
+            expected,
+            fix,
         ) from error
 
 
@@ -245,9 +236,11 @@ def load_for_inference(
     """
     profile = device_profile(device)
     if not profile.present:
-        raise UsageError(
+        raise UsageError.of(
             f"{profile.title} is not in this machine",
-            [Problem(f"device {device}", "a device that is here", "leave the device out")],
+            f"device {device}",
+            "a device that is here",
+            "leave the device out",
         )
     device_map = None if profile.kind == "cpu" else {"": profile.name}
     if not is_adapter(path):
@@ -434,9 +427,11 @@ def tokenizer_of(source: str | Path, revision: str | None = None) -> Any | None:
     except (OSError, ValueError) as error:
         if isinstance(source, str):  # a hub repository without one
             return None
-        raise CheckpointError(
+        raise CheckpointError.of(
             "the tokenizer cannot be read",
-            [Problem(f"{source}: {str(error).splitlines()[0]}", "a tokenizer", "copy its files again")],
+            f"{source}: {str(error).splitlines()[0]}",
+            "a tokenizer",
+            "copy its files again",
         ) from error
 
 

@@ -14,7 +14,7 @@ from isotype.checkpoint.formats.hub import cached_headers, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # What a quantization_config says that is worth a line.
@@ -154,9 +154,11 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
     remote, notes = remote_headers(model_id, revision)
     if remote is None:
         fix = "check the spelling and the network, or give a local path"
-        raise CheckpointError(
+        raise CheckpointError.of(
             "the headers on the hub cannot be read",
-            [Problem(f"{model_id}: {'; '.join(notes)}", "a model on the hub, or an existing path", fix)],
+            f"{model_id}: {'; '.join(notes)}",
+            "a model on the hub, or an existing path",
+            fix,
         )
     return remote
 

@@ -163,15 +163,11 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
     cls = class_of(config, model_class)
     if cls is not None:
         return cls
-    raise CheckpointError(
+    raise CheckpointError.of(
         "no model class for this checkpoint",
-        [
-            Problem(
-                f"model_type {config.model_type!r} with architectures {config.architectures}",
-                f"a class of {getattr(model_class, '__name__', 'transformers')}",
-                "give model_class=, or a checkpoint of an architecture that transformers knows",
-            )
-        ],
+        f"model_type {config.model_type!r} with architectures {config.architectures}",
+        f"a class of {getattr(model_class, '__name__', 'transformers')}",
+        "give model_class=, or a checkpoint of an architecture that transformers knows",
     )
 
 

@@ -19,7 +19,7 @@ from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source, steps
 from isotype.compat.transformers import pinned
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 from isotype.core.formats import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.walk import places
@@ -146,15 +146,11 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
     """
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):
-        raise CheckpointError(
+        raise CheckpointError.of(
             "no plan for this quantization",
-            [
-                Problem(
-                    f"{headers.path}, quantized by {quantization.method}",
-                    "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors, gptq or awq",
-                    "load it with transformers, or take the checkpoint before it was quantized",
-                )
-            ],
+            f"{headers.path}, quantized by {quantization.method}",
+            "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors, gptq or awq",
+            "load it with transformers, or take the checkpoint before it was quantized",
         )
     packed = quantization.format if quantization is not None else "packed"
     matched = match(model, headers)

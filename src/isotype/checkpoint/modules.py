@@ -21,7 +21,7 @@ from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import dense_shape, stored_tensors
 from isotype.checkpoint.values.unpack import Packing, dense, packing_of
 from isotype.core.dtypes import to_safetensors_name
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
 from isotype.model.enforce import dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
@@ -75,9 +75,7 @@ def load_module(
     if blank:
         what = f"{type(model).__name__} with {listed(blank, 6)} on the meta device"
         fix = "build the module with accelerate.init_empty_weights(include_buffers=False), or on the CPU"
-        raise CheckpointError(
-            "buffers without values", [Problem(what, "values: no file has these buffers", fix)]
-        )
+        raise CheckpointError.of("buffers without values", what, "values: no file has these buffers", fix)
     if policy.quantized:
         _quantize(model, policy)
     moments = moments_by_weight(policy)

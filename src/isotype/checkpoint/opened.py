@@ -155,15 +155,11 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
         return open_checkpoint(model, revision).facts
     if is_config(model):
         return facts_of_config(type(model).__name__, model)
-    raise PrecisionError(
+    raise PrecisionError.of(
         "no facts about this object",
-        [
-            Problem(
-                f"a {type(model).__name__}",
-                "an nn.Module, a transformers config, a path, embedded:NAME or a hub id",
-                "give one of these",
-            )
-        ],
+        f"a {type(model).__name__}",
+        "an nn.Module, a transformers config, a path, embedded:NAME or a hub id",
+        "give one of these",
     )
 
 
@@ -201,4 +197,4 @@ def _require_model(directory: Path, no_weights: bool) -> None:
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"
         fix = "give the directory that save_pretrained() wrote"
-        raise CheckpointError("not a checkpoint", [Problem(given, expected, fix)])
+        raise CheckpointError.of("not a checkpoint", given, expected, fix)

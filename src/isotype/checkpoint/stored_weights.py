@@ -19,7 +19,7 @@ from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted, weight_map
 from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import packing_of
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 
 
 class StoredWeights:
@@ -119,9 +119,7 @@ def blank_model(config: Any) -> Any:
         what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
         fix = "take config.json and transformers as the checkpoint was published with"
         expected = "a config that the class can be built from"
-        raise CheckpointError(
-            "the config does not fit its model class", [Problem(what, expected, fix)]
-        ) from error
+        raise CheckpointError.of("the config does not fit its model class", what, expected, fix) from error
     finally:
         torch.set_default_dtype(before)
     model.tie_weights()

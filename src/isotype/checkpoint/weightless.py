@@ -29,7 +29,7 @@ from isotype.checkpoint.load import (
 from isotype.checkpoint.locate import resolve_source
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import set_attention
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 from isotype.model.enforce import enforce_model
 from isotype.model.mixed import store_layers
 from isotype.model.quantize import quantize_blank
@@ -57,15 +57,15 @@ def model_config(source: Any, *, revision: str | None = None) -> Any:
         if weights is None or weights[0].suffix != ".gguf":
             what = f"the directory {location} holds {contents(location)}"
             fix = "give the directory that save_pretrained() wrote"
-            raise CheckpointError("not a model", [Problem(what, "config.json or a .gguf file", fix)])
+            raise CheckpointError.of("not a model", what, "config.json or a .gguf file", fix)
         location = weights[0]
     if location.suffix == ".gguf":
         return gguf_config(location)
     if location.is_dir() or location.name == "config.json":
         return read_config(location if location.is_dir() else location.parent)
     expected = "a checkpoint directory, its config.json or a .gguf file"
-    raise CheckpointError(
-        "not a model", [Problem(f"the file {location}", expected, f"give the directory {location.parent}")]
+    raise CheckpointError.of(
+        "not a model", f"the file {location}", expected, f"give the directory {location.parent}"
     )
 
 
@@ -114,9 +114,8 @@ def skeleton(
     except BUILD_ERRORS as error:
         what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
         fix = "take config.json and transformers as the checkpoint was published with"
-        raise CheckpointError(
-            "the config does not fit its model class",
-            [Problem(what, "a config that the class can be built from", fix)],
+        raise CheckpointError.of(
+            "the config does not fit its model class", what, "a config that the class can be built from", fix
         ) from error
     model.tie_weights()
     return model

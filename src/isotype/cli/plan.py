@@ -8,7 +8,7 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.planning.plan import plan_of_request
 from isotype.planning.request import parse_request
 from isotype.planning.shelf import names_a_model, plans
@@ -43,7 +43,7 @@ def _run_without_model(argv: Sequence[str], console: Console) -> int:
     """Which model: the largest of many sizes that fit."""
     if "--json" in argv or any(each.split("=")[0] == "--html" for each in argv):
         fix = "isotype plan MODEL --json"
-        raise UsageError("no model", [Problem("--json or --html without a model", "a model", fix)])
+        raise UsageError.of("no model", "--json or --html without a model", "a model", fix)
     with interrupts_kept():
         models = list(plans(argv))
     render_models(models, console)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.core.stored_dtypes import STORED
 
 _ALIASES: dict[str, torch.dtype] = {
@@ -82,15 +82,11 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
         return value
     dtype = _ALIASES.get(str(value).removeprefix("torch.").lower())
     if dtype is None:
-        raise PrecisionError(
+        raise PrecisionError.of(
             "unknown dtype",
-            [
-                Problem(
-                    f"dtype {value!r}",
-                    "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto",
-                    "give one of these names",
-                )
-            ],
+            f"dtype {value!r}",
+            "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto",
+            "give one of these names",
         )
     return dtype
 

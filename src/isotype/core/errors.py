@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class IsotypeError(Exception):
         self.problems = tuple(problems)
         self.hint = hint
         super().__init__(str(self))
+
+    @classmethod
+    def of(cls, headline: str, given: str, expected: str, fix: str, *, hint: str | None = None) -> Self:
+        """The error of a single problem, see `Problem`."""
+        return cls(headline, [Problem(given, expected, fix)], hint)
 
     def __str__(self) -> str:
         lines = [self.headline]

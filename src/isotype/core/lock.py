@@ -139,13 +139,11 @@ def _taken(path: Path, holder: bytes) -> UsageError:
         stop = f"wait for it, or stop it (kill {said['pid']} on {said['host']}; it saves a checkpoint)"
     except (ValueError, KeyError, TypeError):
         pass  # it has the lock but has not written yet who it is
-    return UsageError(
+    return UsageError.of(
         "another run writes into the output directory",
-        [
-            Problem(
-                f"{path.parent} is written by {who}", "one run in a folder", f"{stop}, or give another one"
-            )
-        ],
+        f"{path.parent} is written by {who}",
+        "one run in a folder",
+        f"{stop}, or give another one",
     )
 
 

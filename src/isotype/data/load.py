@@ -66,15 +66,11 @@ def load_training_data(
         return load_mixture(dataset_args, job)
     name = script_args.dataset_name
     if not name:
-        raise DataError(
+        raise DataError.of(
             "No training data is named",
-            [
-                Problem(
-                    "neither --dataset_name nor `datasets` in a configuration file",
-                    "a local file or directory, a hub id, or embedded:NAME",
-                    "--dataset_name train.jsonl",
-                )
-            ],
+            "neither --dataset_name nor `datasets` in a configuration file",
+            "a local file or directory, a hub id, or embedded:NAME",
+            "--dataset_name train.jsonl",
         )
     local = find_local(name, test_split=script_args.dataset_test_split)
     if local is None:

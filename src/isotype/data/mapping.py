@@ -67,7 +67,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
     if not pairs or not all(isinstance(name, str) and name for names in pairs.values() for name in names):
         expected = "a list of columns to keep, a preset, or {prompt: question, completion: answer}"
         fix = "columns: {prompt: question, completion: answer}"
-        raise DataError("the columns are not understood", [Problem(f"{origin}: {value!r}", expected, fix)])
+        raise DataError.of("the columns are not understood", f"{origin}: {value!r}", expected, fix)
     return ColumnMap(tuple(pairs.items()), origin)
 
 
@@ -83,14 +83,10 @@ def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | No
         return ColumnMap(tuple(PRESETS[text].items()), origin)
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(target.strip() and source.strip() for target, _, source in pairs):
-        raise DataError(
+        raise DataError.of(
             "the columns are not understood",
-            [
-                Problem(
-                    f"{origin} {text}",
-                    f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs",
-                    "--columns prompt=question,completion=answer",
-                )
-            ],
+            f"{origin} {text}",
+            f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs",
+            "--columns prompt=question,completion=answer",
         )
     return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs), origin)

@@ -15,7 +15,7 @@ import torch
 
 from isotype.compat.hub import asking
 from isotype.compat.transformers import rename
-from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
@@ -55,9 +55,11 @@ def add_lora(
     import peft
 
     if policy.trainable == "full":
-        raise PrecisionError(
+        raise PrecisionError.of(
             "no adapter under a policy that trains every weight",
-            [Problem("trainable='full'", "trainable='lora'", "resolve the policy with trainable='lora'")],
+            "trainable='full'",
+            "trainable='lora'",
+            "resolve the policy with trainable='lora'",
         )
     config = _config(model, config, lora_kwargs)
     remember_base(model, config)
@@ -116,7 +118,7 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
     if config is not None and lora_kwargs:
         settings = f"config=… and {', '.join(lora_kwargs)}"
         fix = "put them into the LoraConfig, or leave the config out"
-        raise UsageError("adapter settings given twice", [Problem(settings, "one of the two", fix)])
+        raise UsageError.of("adapter settings given twice", settings, "one of the two", fix)
     if config is not None:
         return config
     import peft

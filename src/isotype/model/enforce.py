@@ -12,7 +12,7 @@ from torch import nn
 
 from isotype.compat.liger import without_liger
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.norms import returns_float32
@@ -96,16 +96,12 @@ def _check_storage(model: Any, boundaries: Sequence[Place], policy: PrecisionPol
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
     """The error for a model or checkpoint (`found`, with the format it is stored in) that `policy` does not fit."""
-    return PrecisionError(
+    return PrecisionError.of(
         "the policy is for other weights",
-        [
-            Problem(
-                f"{what} under a policy with storage {policy.storage}",
-                "the format the weights are stored in",
-                "resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
-                "checkpoint, give isotype.load its path and the policy",
-            )
-        ],
+        f"{what} under a policy with storage {policy.storage}",
+        "the format the weights are stored in",
+        "resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
+        "checkpoint, give isotype.load its path and the policy",
     )
 
 
@@ -248,16 +244,11 @@ def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
     """The rotary module `module`, called `name` in its model, built again from its config."""
     config = getattr(module, "config", None)
     if config is None:
-        raise PrecisionError(
+        raise PrecisionError.of(
             "rotary frequencies were rounded",
-            [
-                Problem(
-                    f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute "
-                    "it from",
-                    "float32 frequencies",
-                    "do not cast the whole model with .to(dtype); load it with isotype.load",
-                )
-            ],
+            f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from",
+            "float32 frequencies",
+            "do not cast the whole model with .to(dtype); load it with isotype.load",
         )
     return type(module)(config=config)
 

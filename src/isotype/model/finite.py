@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 from isotype.core.names import listed, plural
 
 _MOST = 12
@@ -44,9 +44,11 @@ def refuse(source: object, broken: Mapping[str, str]) -> None:
     half = any(words.endswith("float16") for words in broken.values())
     fix = f"copy, download or train them again: nothing repairs them{overflowed if half else ''}"
     count = plural(len(broken), "tensor")
-    raise CheckpointError(
+    raise CheckpointError.of(
         "weights that are not finite",
-        [Problem(f"{source}: {count} with NaN or infinity: {which}", "finite numbers", fix)],
+        f"{source}: {count} with NaN or infinity: {which}",
+        "finite numbers",
+        fix,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import own_parameters
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import listed
 from isotype.model.walk import kind_of
@@ -43,8 +43,8 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     if unknown:
         layers = f"{listed(unknown)} under a policy that stores them otherwise"
         fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
-        raise PrecisionError(
-            "the policy is for other layers", [Problem(layers, "quantized linear layers of this model", fix)]
+        raise PrecisionError.of(
+            "the policy is for other layers", layers, "quantized linear layers of this model", fix
         )
     for each in policy.layers:
         layer: Any = modules[each.module]

@@ -9,7 +9,7 @@ from torch import nn
 
 from isotype.compat.bitsandbytes import dequantize_by_blocks
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 
 
 def quantization_state(layer: nn.Module) -> Any:
@@ -61,15 +61,11 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
         layer.weight, "quant_storage", layer.quant_storage
     )  # a sharded weight has no attributes
     if layer.weight.dtype != storage:
-        raise PrecisionError(
+        raise PrecisionError.of(
             "packed 4-bit codes were cast",
-            [
-                Problem(
-                    f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}",
-                    "the bytes as they were packed: casting them changes the codes",
-                    "load the model again and do not cast it with .to(dtype), .half() or .bfloat16()",
-                )
-            ],
+            f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}",
+            "the bytes as they were packed: casting them changes the codes",
+            "load the model again and do not cast it with .to(dtype), .half() or .bfloat16()",
         )
     if layer.compute_dtype != compute or not layer.compute_type_is_set:
         changes.append(f"compute dtype {_name(layer.compute_dtype)} -> {dtype_name(compute)}")
@@ -115,15 +111,11 @@ def align_8bit(name: str, layer: Any) -> list[str]:
 
 
 def _lost(name: str, layer: Any, what: str, needed: str) -> PrecisionError:
-    return PrecisionError(
+    return PrecisionError.of(
         "a quantized layer lost its quantization state",
-        [
-            Problem(
-                f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state",
-                f"a weight with {needed} are multiplied with",
-                "load the model again: something replaced or cast the quantized parameter",
-            )
-        ],
+        f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state",
+        f"a weight with {needed} are multiplied with",
+        "load the model again: something replaced or cast the quantized parameter",
     )
 
 

@@ -62,16 +62,12 @@ def mesh_over_all(device: torch.device) -> Any:
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise UsageError(
+        raise UsageError.of(
             "there are no processes to shard over",
-            [
-                Problem(
-                    "a process that was started alone",
-                    "a process group (torch.distributed)",
-                    "start the command with torchrun --nproc_per_node N or accelerate launch, or call "
-                    "torch.distributed.init_process_group() first",
-                )
-            ],
+            "a process that was started alone",
+            "a process group (torch.distributed)",
+            "start the command with torchrun --nproc_per_node N or accelerate launch, or call "
+            "torch.distributed.init_process_group() first",
         )
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -106,7 +102,7 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
     mesh = mesh_over_all(device_of(policy)) if mesh is None else mesh
     if mesh.ndim != 1:
         mesh_text, fix = f"a mesh of {mesh.ndim} dimensions", "give mesh['the dimension to shard over']"
-        raise UsageError("a mesh that cannot be sharded over", [Problem(mesh_text, "one dimension", fix)])
+        raise UsageError.of("a mesh that cannot be sharded over", mesh_text, "one dimension", fix)
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -220,8 +216,8 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
             names = " and ".join(sorted(map(dtype_name, trained[id(module)])))
             what = f"{type(module).__name__} with trained parameters in {names}"
             fix = "train it in one dtype: isotype.enforce(model, policy) before it is sharded"
-            raise PrecisionError(
-                "a module that FSDP2 cannot shard", [Problem(what, "trained parameters of one dtype", fix)]
+            raise PrecisionError.of(
+                "a module that FSDP2 cannot shard", what, "trained parameters of one dtype", fix
             )
     return [module for module in owners if trained[id(module)] - {most}]
 

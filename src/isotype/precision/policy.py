@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from isotype.core.dtypes import dtype_name, parse_dtype
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import plural, starred
@@ -263,13 +263,11 @@ class PrecisionPolicy:
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
+            raise CheckpointError.of(
                 "unreadable precision policy",
-                [
-                    Problem(
-                        f"{path}: {error}", "the JSON that isotype wrote", "delete the file to decide again"
-                    )
-                ],
+                f"{path}: {error}",
+                "the JSON that isotype wrote",
+                "delete the file to decide again",
             ) from error
 
 

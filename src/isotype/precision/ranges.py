@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
 
 FLOAT16_LARGEST = 65504.0
@@ -219,7 +219,9 @@ class Ranges:
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise CheckpointError(
+            raise CheckpointError.of(
                 "unreadable measurement of ranges",
-                [Problem(f"{path}: {error}", "what Ranges.save wrote", "measure again")],
+                f"{path}: {error}",
+                "what Ranges.save wrote",
+                "measure again",
             ) from error

@@ -12,7 +12,7 @@ from torch import nn
 
 from isotype.compat.torch import FakeTensor, own_buffers, own_modules, own_parameters
 from isotype.core.dtypes import dtype_name, parse_dtype
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.core.names import base_name, starred
 from isotype.model.boundary import BoundarySettings, boundary_of, set_boundary
 from isotype.model.enforce import fresh_rotary
@@ -42,15 +42,11 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
         targets = list(_targets(model, action))
         if not targets:
             take_back(done)
-            raise UsageError(
+            raise UsageError.of(
                 "the fix does not fit this model",
-                [
-                    Problem(
-                        f"{action.kind} {action.target!r}",
-                        f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}",
-                        "repair the model that was checked",
-                    )
-                ],
+                f"{action.kind} {action.target!r}",
+                f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}",
+                "repair the model that was checked",
             )
         try:
             for target in targets:
@@ -162,15 +158,11 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
         return _cast_in_place(before, value)  # of a module that is not registered
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
-        raise UsageError(
+        raise UsageError.of(
             "rounded frequencies do not come back by a cast",
-            [
-                Problem(
-                    f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}",
-                    "a module with a config to compute them from",
-                    "load the model again and do not cast its buffers",
-                )
-            ],
+            f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}",
+            "a module with a config to compute them from",
+            "load the model again and do not cast its buffers",
         )
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)

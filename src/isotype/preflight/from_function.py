@@ -37,9 +37,7 @@ def function_arguments(text: str) -> dict[str, Any]:
     except TypeError as error:
         what = f"{text}{inspect.signature(function)}: {error}"
         fix = "give its parameters defaults, or name a function that calls it"
-        raise UsageError(
-            "the function cannot be called", [Problem(what, "no required parameters", fix)]
-        ) from error
+        raise UsageError.of("the function cannot be called", what, "no required parameters", fix) from error
     try:
         result = function()
     except Exception as error:
@@ -72,13 +70,11 @@ def _module(text: str) -> Any:
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
     """The user's own code raised: its error with the line it comes from."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
-    return UsageError(
+    return UsageError.of(
         "the function fails",
-        [
-            Problem(
-                what, f"a function that returns {_RETURNS}", "correct it; --debug shows the whole traceback"
-            )
-        ],
+        what,
+        f"a function that returns {_RETURNS}",
+        "correct it; --debug shows the whole traceback",
     )
 
 
@@ -108,9 +104,7 @@ def _arguments(text: str, result: Any) -> dict[str, Any]:
         return {"model": result[0], "inputs": result[1]}
     if not (isinstance(result, Mapping) and {"model", "inputs"} <= set(result)):
         what = f"{text} returns {_words(result)}"
-        raise UsageError(
-            "the function returns something else", [Problem(what, _RETURNS, "return one of these")]
-        )
+        raise UsageError.of("the function returns something else", what, _RETURNS, "return one of these")
     unknown = list(_unknown(result))
     if unknown:
         raise UsageError(f"{text} returns arguments that isotype.check does not take", unknown)

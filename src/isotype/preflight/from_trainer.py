@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import loss_of
 from isotype.model.recompute import checkpointing
@@ -34,15 +34,11 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         UsageError: it is no trainer, or it has no training data.
     """
     if not hasattr(trainer, "get_train_dataloader") or not hasattr(trainer, "model"):
-        raise UsageError(
+        raise UsageError.of(
             "nothing to check",
-            [
-                Problem(
-                    f"a {type(trainer).__name__}",
-                    "an nn.Module with its inputs, or a transformers or TRL trainer",
-                    "isotype.check(model, inputs)",
-                )
-            ],
+            f"a {type(trainer).__name__}",
+            "an nn.Module with its inputs, or a transformers or TRL trainer",
+            "isotype.check(model, inputs)",
         )
     batch = _first_batch(trainer) if inputs is None else inputs
     own_loss = inputs is None or isinstance(inputs, Mapping)
@@ -172,9 +168,8 @@ def _first_batch(trainer: Any) -> Any:
                 raise
             batch = None
     if batch is None:
-        raise UsageError(
-            "nothing to check",
-            [Problem("an empty train_dataset", "at least one batch", "give the trainer data")],
+        raise UsageError.of(
+            "nothing to check", "an empty train_dataset", "at least one batch", "give the trainer data"
         )
     return batch
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.core.names import plural
 from isotype.preflight.apply import Undo, apply_actions, take_back
 from isotype.records.finding import Action, Finding, Fix, by_preference, marked
@@ -89,15 +89,11 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
         UsageError: the report carries no step to trace again, or is of another model. The model is then unchanged.
     """
     if report.again is None:
-        raise UsageError(
+        raise UsageError.of(
             "this report cannot be repaired from",
-            [
-                Problem(
-                    f"a report of {report.trace.model} without its step",
-                    "the report that isotype.check(model, …) returned in this process",
-                    "call isotype.check again",
-                )
-            ],
+            f"a report of {report.trace.model} without its step",
+            "the report that isotype.check(model, …) returned in this process",
+            "call isotype.check again",
         )
     chosen, left = plan(report, unsafe)
     actions = [action for fix in chosen for action in fix.actions]

@@ -51,7 +51,7 @@ def given_batches(batch: Any) -> Batches:
         kind = f"a {type(batch).__name__}"
         expected = "a dict of the tensors that the model is called with, or a list of such"
         fix = "give one batch of the training data loader"
-        raise UsageError("no batch to measure", [Problem(kind, expected, fix)])
+        raise UsageError.of("no batch to measure", kind, expected, fix)
     said = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
     return Batches(tuple(map(dict, batches)), 0, said, sum(map(_tokens_in, batches)))
 

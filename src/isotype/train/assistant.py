@@ -52,9 +52,7 @@ def labelled_rows(settings: Settings, tokenizer: Any, data: Any, limit: int | No
         return data
     if {"image", "images"} & columns.keys():
         what = "--assistant_only_loss with pictures, and a chat template without {% generation %} markers"
-        raise UsageError(
-            "the assistant's tokens cannot be found in this data", [Problem(what, _MARKED, _FIX)]
-        )
+        raise UsageError.of("the assistant's tokens cannot be found in this data", what, _MARKED, _FIX)
     whole = training.completion_only_loss is False
     labelled = {}
     for name, rows in data.items():
@@ -96,7 +94,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
             ": of a prompt and its completion the completion alone is learned; or --apply_chat_template True"
         )
     expected = "conversations: 'messages', or 'prompt' and 'completion' as lists of messages"
-    raise UsageError("the assistant's tokens cannot be found in this data", [Problem(what, expected, fix)])
+    raise UsageError.of("the assistant's tokens cannot be found in this data", what, expected, fix)
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
@@ -117,7 +115,7 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
     added = [t.content for t in other.added_tokens_decoder.values() if t.content not in words.get_vocab()]
     if added:
         what = f"--assistant_only_loss and --chat_template_path {path}, which adds the tokens {', '.join(added[:3])}"
-        raise UsageError("the assistant's tokens cannot be found", [Problem(what, _MARKED, _FIX)])
+        raise UsageError.of("the assistant's tokens cannot be found", what, _MARKED, _FIX)
     words.eos_token = other.eos_token
     return speaking
 

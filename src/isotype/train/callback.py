@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from isotype.compat.accelerate import mark_as_skipped
 from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.errors import PrecisionError, UsageError
 from isotype.lora.gpu.reductions import float32_reductions
 from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
@@ -66,9 +66,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self, policy: PrecisionPolicy | None = None, check: str | None = "error", watch: bool = True
     ) -> None:
         if check not in ("error", "warning", None):
-            raise UsageError(
-                "unknown check",
-                [Problem(f"check={check!r}", "'error', 'warning' or None", "give one of these")],
+            raise UsageError.of(
+                "unknown check", f"check={check!r}", "'error', 'warning' or None", "give one of these"
             )
         self.policy = policy
         self.check = check
@@ -217,15 +216,11 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
     if not problems:
         return None
     name, dtype, shape = problems[0]
-    return PrecisionError(
+    return PrecisionError.of(
         f"{len(problems)} optimizer tensors are not in {dtype_name(master)}",
-        [
-            Problem(
-                f"{name} of a parameter of shape {shape} is {dtype}",
-                f"{dtype_name(master)}, the policy's master dtype",
-                "build the optimizer after isotype.enforce(model, policy)",
-            )
-        ],
+        f"{name} of a parameter of shape {shape} is {dtype}",
+        f"{dtype_name(master)}, the policy's master dtype",
+        "build the optimizer after isotype.enforce(model, policy)",
     )
 
 
@@ -289,15 +284,11 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     trainable = "lora" if getattr(model, "peft_config", None) else "full"
     others = [dtype for dtype in lying if dtype != torch.float32]
     if trainable == "full" and compute == torch.float32 and others:
-        raise PrecisionError(
+        raise PrecisionError.of(
             "weights of different dtypes and no autocast",
-            [
-                Problem(
-                    f"frozen weights in {dtype_name(others[0])} among float32 masters",
-                    "one dtype, or autocast between them",
-                    "train with bf16=True or fp16=True, or load the model in float32",
-                )
-            ],
+            f"frozen weights in {dtype_name(others[0])} among float32 masters",
+            "one dtype, or autocast between them",
+            "train with bf16=True or fp16=True, or load the model in float32",
         )
     policy = resolve_precision(
         model,
@@ -342,15 +333,11 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
         )
     else:
         what, fix = "a GradScaler", "build the trainer with fp16=False"
-    return PrecisionError(
+    return PrecisionError.of(
         "the trainer and the policy disagree about loss scaling",
-        [
-            Problem(
-                f"{what} with compute dtype {compute}",
-                "a GradScaler with float16 compute and with nothing else",
-                fix,
-            )
-        ],
+        f"{what} with compute dtype {compute}",
+        "a GradScaler with float16 compute and with nothing else",
+        fix,
     )
 
 
@@ -392,17 +379,13 @@ def restore_rounded(
                 )
             logger.info("read again in %s: values of %s", dtype_name(master), checkpoint)
             return None
-    return PrecisionError(
+    return PrecisionError.of(
         "the values this run goes on from were rounded while they were loaded",
-        [
-            Problem(
-                f"trainable parameters hold no more digits than {dtype_name(rounded)}, and none of "
-                f"{', '.join(map(str, checkpoints))} holds the values they come from",
-                f"{dtype_name(master)} values, as they were saved",
-                "give the checkpoint's folder as resume_from_checkpoint in the training arguments too, or keep it "
-                "in output_dir, so that it can be read again",
-            )
-        ],
+        f"trainable parameters hold no more digits than {dtype_name(rounded)}, and none of "
+        f"{', '.join(map(str, checkpoints))} holds the values they come from",
+        f"{dtype_name(master)} values, as they were saved",
+        "give the checkpoint's folder as resume_from_checkpoint in the training arguments too, or keep it "
+        "in output_dir, so that it can be read again",
     )
 
 

@@ -124,24 +124,18 @@ def _check(options: argparse.Namespace) -> None:
 
 def _text_tokenizer(name: str, model: Any, tokenizer: Any) -> Any:
     if not model.can_generate():
-        raise UsageError(
+        raise UsageError.of(
             "this model does not write text",
-            [
-                Problem(
-                    f"{name}: a {_class_name(model)}", "a model with a language head", "give another model"
-                )
-            ],
+            f"{name}: a {_class_name(model)}",
+            "a model with a language head",
+            "give another model",
         )
     if tokenizer is None:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "no tokenizer in the checkpoint",
-            [
-                Problem(
-                    f"{name} has no tokenizer",
-                    "tokenizer.json and tokenizer_config.json beside the weights",
-                    "copy them from the model that the weights come from",
-                )
-            ],
+            f"{name} has no tokenizer",
+            "tokenizer.json and tokenizer_config.json beside the weights",
+            "copy them from the model that the weights come from",
         )
     return getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
 

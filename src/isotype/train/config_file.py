@@ -23,32 +23,33 @@ def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(
-            "unreadable config file",
-            [Problem(f"--config {path}: {error.strerror}", "a YAML file", "check the path")],
+        raise UsageError.of(
+            "unreadable config file", f"--config {path}: {error.strerror}", "a YAML file", "check the path"
         ) from error
     except UnicodeDecodeError as error:
-        raise UsageError(
+        raise UsageError.of(
             "unreadable config file",
-            [
-                Problem(
-                    f"--config {path}: not UTF-8 at byte {error.start}", "a YAML file", "convert it to UTF-8"
-                )
-            ],
+            f"--config {path}: not UTF-8 at byte {error.start}",
+            "a YAML file",
+            "convert it to UTF-8",
         ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         message = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(
+        raise UsageError.of(
             "config file is not YAML",
-            [Problem(f"--config {path}{at}: {message}", "`name: value` lines", "correct that line")],
+            f"--config {path}{at}: {message}",
+            "`name: value` lines",
+            "correct that line",
         ) from error
     if not isinstance(values, dict):
         content = "nothing" if values is None else f"a {type(values).__name__}"
-        raise UsageError(
+        raise UsageError.of(
             "config file is not a mapping",
-            [Problem(f"--config {path} holds {content}", "`name: value` lines", "write learning_rate: 1e-4")],
+            f"--config {path} holds {content}",
+            "`name: value` lines",
+            "write learning_rate: 1e-4",
         )
     for name, value in (values.pop("env", None) or {}).items():
         os.environ[name] = str(value)

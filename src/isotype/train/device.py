@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from isotype.compat.transformers import train_on_first_gpu
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.narrow import wrapped
 from isotype.train.settings import Settings
@@ -21,21 +21,19 @@ def training_device(settings: Settings) -> DeviceProfile:
     device = settings.extra.device
     profile = device_profile(device)
     if not profile.present:
-        raise UsageError(
+        raise UsageError.of(
             f"{profile.title} is not in this machine",
-            [Problem(f"--device {device}", "a device that is here", _other_device(settings))],
+            f"--device {device}",
+            "a device that is here",
+            _other_device(settings),
         )
     index = torch.device(profile.name).index
     if index:
-        raise UsageError(
+        raise UsageError.of(
             "the trainer takes the first GPU it sees",
-            [
-                Problem(
-                    f"--device {settings.extra.device}",
-                    "a device without an index",
-                    f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …",
-                )
-            ],
+            f"--device {settings.extra.device}",
+            "a device without an index",
+            f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …",
         )
     return profile
 

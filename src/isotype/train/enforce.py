@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.model.enforce import Change, enforce_model, policy_of
 from isotype.precision.policy import PrecisionPolicy
 
@@ -24,15 +24,11 @@ def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, 
     is_trainer = hasattr(model, "accelerator") and hasattr(model, "model")
     policy = policy or policy_of(model.model if is_trainer else model)
     if policy is None:
-        raise PrecisionError(
+        raise PrecisionError.of(
             "no policy to enforce",
-            [
-                Problem(
-                    f"{type(model).__name__} without a precision_policy",
-                    "a policy",
-                    "pass one: isotype.enforce(model, isotype.resolve_precision(model, …))",
-                )
-            ],
+            f"{type(model).__name__} without a precision_policy",
+            "a policy",
+            "pass one: isotype.enforce(model, isotype.resolve_precision(model, …))",
         )
     if is_trainer:
         from isotype.train.governed import enforce_trainer

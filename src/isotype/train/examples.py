@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.trainer_utils import IntervalStrategy
 
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
@@ -82,7 +82,7 @@ def hold_back(settings: Settings, data: Any) -> Any:
             else "no --dataset_streaming"
         )
         fix = "--eval_split 0.05 holds back a twentieth"
-        raise UsageError("no rows can be held back", [Problem(f"--eval_split {share:g}", expected, fix)])
+        raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
     parts = rows.train_test_split(test_size=held, seed=training.seed)
     if "eval_strategy" not in settings.explicit:
         training.eval_strategy, training.do_eval = IntervalStrategy.STEPS, True

@@ -18,7 +18,7 @@ import torch
 
 from isotype.checkpoint.written import require_readable
 from isotype.compat.torch import loss_scale
-from isotype.core.errors import PrecisionError, Problem, SaveError
+from isotype.core.errors import PrecisionError, SaveError
 from isotype.core.files import write_whole
 from isotype.core.staging import (
     NO_ROOM,
@@ -314,19 +314,15 @@ class _Governed:
     def _save_error(self: Any, directory: Path, what: str, number: int | None, reason: str) -> SaveError:
         full = number in NO_ROOM
         last = self.last_checkpoint()
-        return SaveError(
+        return SaveError.of(
             f"the disk is full: the {what} could not be saved" if full else f"the {what} could not be saved",
-            [
-                Problem(
-                    f"{directory}: {reason}",
-                    "room for the adapter and twice its size for the optimizer state"
-                    if full
-                    else "a directory that takes files of this size",
-                    "free some room, or give --output_dir on another disk, or --save_total_limit 1"
-                    if full
-                    else "make it writable and lift limits on file sizes, or give another --output_dir",
-                )
-            ],
+            f"{directory}: {reason}",
+            "room for the adapter and twice its size for the optimizer state"
+            if full
+            else "a directory that takes files of this size",
+            "free some room, or give --output_dir on another disk, or --save_total_limit 1"
+            if full
+            else "make it writable and lift limits on file sizes, or give another --output_dir",
             hint=self._way_on(last),
         )
 
@@ -389,15 +385,11 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
     accelerator = trainer.accelerator
     wanted = mixed_precision_name(policy)
     if accelerator.state.mixed_precision != wanted:
-        raise PrecisionError(
+        raise PrecisionError.of(
             "the trainer and the policy disagree",
-            [
-                Problem(
-                    f"a trainer with mixed precision {accelerator.state.mixed_precision!r}",
-                    f"{wanted!r}, for compute {policy.rows()[1][1]}",
-                    f"build it with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments",
-                )
-            ],
+            f"a trainer with mixed precision {accelerator.state.mixed_precision!r}",
+            f"{wanted!r}, for compute {policy.rows()[1][1]}",
+            f"build it with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments",
         )
     if policy.loss_scaling and accelerator.scaler is None:
         # accelerate 1.15 leaves out both autocast and the scaler for float16 on a CPU, without a word

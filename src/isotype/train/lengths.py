@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from isotype.core.errors import DataError, Problem
+from isotype.core.errors import DataError
 from isotype.data.methods import METHODS
 
 UNBOUNDED = "nothing says how long rows can be (--max_length does)"
@@ -72,9 +72,8 @@ def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text")
         except TemplateError as error:
             row = f"row {at + 1}: {' '.join(str(error).split())}"
             fix = "change the row, or give another template with --chat_template_path"
-            raise DataError(
-                "the model's chat template refuses a row",
-                [Problem(row, "turns that the template can write", fix)],
+            raise DataError.of(
+                "the model's chat template refuses a row", row, "turns that the template can write", fix
             ) from error
     return Lengths(tuple(tokens), len(rows))
 

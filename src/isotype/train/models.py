@@ -68,15 +68,11 @@ def adapted_model(
     except TypeError as error:
         if not given or "unexpected keyword argument" not in str(error):
             raise
-        raise UsageError(
+        raise UsageError.of(
             "the model does not take these arguments",
-            [
-                Problem(
-                    f"--model_init_kwargs {', '.join(given)}: {error}",
-                    "arguments of from_pretrained or fields of the model's config",
-                    "leave out the one it names",
-                )
-            ],
+            f"--model_init_kwargs {', '.join(given)}: {error}",
+            "arguments of from_pretrained or fields of the model's config",
+            "leave out the one it names",
         ) from error
     model.config.use_cache = False
     if not late:
@@ -109,9 +105,11 @@ def _adapted(settings: Settings, policy: PrecisionPolicy, start: Adapter | None,
         return _with_reference(settings, add_lora(model, policy, _peft_config(settings, model)))
     except (ValueError, NotImplementedError) as error:
         # PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt.
-        raise UsageError(
+        raise UsageError.of(
             "the adapter cannot be made as asked",
-            [Problem(first_sentence(error), "arguments that PEFT can adapt this model by", "see --lora_*")],
+            first_sentence(error),
+            "arguments that PEFT can adapt this model by",
+            "see --lora_*",
         ) from error
 
 
@@ -216,15 +214,11 @@ def _check_rank(model: Any, config: Any) -> None:
         )
         model.adapter_notes = (*getattr(model, "adapter_notes", ()), note)
         return
-    raise UsageError(
+    raise UsageError.of(
         "a rank above the layers' width",
-        [
-            Problem(
-                f"--lora_r {rank}",
-                f"at most {max(widths)}, the width of the widest adapted layer (the narrowest has {min(widths)})",
-                f"--lora_r {min(16, max(widths))} is common; --use_peft False trains every weight",
-            )
-        ],
+        f"--lora_r {rank}",
+        f"at most {max(widths)}, the width of the widest adapted layer (the narrowest has {min(widths)})",
+        f"--lora_r {min(16, max(widths))} is common; --use_peft False trains every weight",
     )
 
 
@@ -272,13 +266,9 @@ def processing_class(source: Path | str, **kwargs: Any) -> Any:
         with asking(source) as why:
             return AutoProcessor.from_pretrained(source, **kwargs)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "no tokenizer in the checkpoint",
-            [
-                Problem(
-                    f"{source}: {why or str(error).splitlines()[0]}",
-                    "tokenizer.json and tokenizer_config.json beside the weights",
-                    "copy them from the model that the weights come from",
-                )
-            ],
+            f"{source}: {why or str(error).splitlines()[0]}",
+            "tokenizer.json and tokenizer_config.json beside the weights",
+            "copy them from the model that the weights come from",
         ) from error

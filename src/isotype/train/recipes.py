@@ -21,7 +21,7 @@ from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.transformers import name_of, rename
-from isotype.core.errors import IsotypeError, Problem, TrainingError, UsageError
+from isotype.core.errors import IsotypeError, TrainingError, UsageError
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover
 from isotype.lora.fuse import FusionReport, fuse
@@ -218,15 +218,11 @@ def _make_outputs(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
+        raise UsageError.of(
             "cannot write to the output directory",
-            [
-                Problem(
-                    f"--output_dir {root}: {error.strerror}",
-                    "a directory that can be made",
-                    "give another one",
-                )
-            ],
+            f"--output_dir {root}: {error.strerror}",
+            "a directory that can be made",
+            "give another one",
         ) from error
 
 
@@ -326,9 +322,11 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
         trainer, message = settings.method.trainer, first_sentence(error)
         values = {**vars(settings.model), **vars(settings.training)}
         fix = cure_by_name(message, settings.explicit, values, f"isotype {settings.method.name}")
-        raise UsageError(
+        raise UsageError.of(
             f"{trainer} does not take these arguments",
-            [Problem(message, f"arguments that {trainer} takes together", fix)],
+            message,
+            f"arguments that {trainer} takes together",
+            fix,
         ) from error
 
 

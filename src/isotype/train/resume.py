@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 from isotype.core.staging import recover
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import JSON_NAME
@@ -42,15 +42,11 @@ def resume_point(settings: Settings) -> Path | None:
     if reason is None:
         return path
     others = ", ".join(p.name for p in reversed(whole))
-    raise CheckpointError(
+    raise CheckpointError.of(
         "no checkpoint to go on from",
-        [
-            Problem(
-                f"--resume_from_checkpoint {asked}: {reason}",
-                "a folder checkpoint-N that was saved to the end",
-                f"whole in {root}: {others}" if whole else f"there is none in {root}: leave the argument out",
-            )
-        ],
+        f"--resume_from_checkpoint {asked}: {reason}",
+        "a folder checkpoint-N that was saved to the end",
+        f"whole in {root}: {others}" if whole else f"there is none in {root}: leave the argument out",
     )
 
 

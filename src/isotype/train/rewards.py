@@ -58,16 +58,12 @@ def _explained(function: Any) -> Any:
     name = getattr(function, "__name__", type(function).__name__)
 
     def failed(error: Exception) -> TrainingError:
-        return TrainingError(
+        return TrainingError.of(
             "a reward function failed",
-            [
-                Problem(
-                    f"{name}: {type(error).__name__}: {first_line(error)}   at {_line_in(function, error)}",
-                    "a list with a float for each completion",
-                    "correct the function; a chat's completions are lists of messages, whose text is "
-                    'completion[0]["content"]',
-                )
-            ],
+            f"{name}: {type(error).__name__}: {first_line(error)}   at {_line_in(function, error)}",
+            "a list with a float for each completion",
+            "correct the function; a chat's completions are lists of messages, whose text is "
+            'completion[0]["content"]',
         )
 
     @wraps(function)

@@ -112,9 +112,11 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         conflict = Problem(message, f"arguments that trl {method.name} takes together", fix)
         raise UsageError("arguments that cannot work", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
-        raise UsageError(
+        raise UsageError.of(
             "an argument needs a package that is not installed",
-            [Problem(_missing_package(error), "the package", "install it, or leave the argument out")],
+            _missing_package(error),
+            "the package",
+            "install it, or leave the argument out",
         ) from error
     script, training, model, dataset, extra = parsed
     model.load_in_8bit = eight_bit
@@ -200,15 +202,11 @@ def _check_json(name: str, value: Any) -> None:
     except (TypeError, ValueError) as error:
         wrong = str(error)
     if wrong is not None:
-        raise UsageError(
+        raise UsageError.of(
             "an argument is not JSON",
-            [
-                Problem(
-                    f"--{name} {value}: {wrong}",
-                    "a JSON object",
-                    f"""write it like '{_JSON[name]}'""",
-                )
-            ],
+            f"--{name} {value}: {wrong}",
+            "a JSON object",
+            f"""write it like '{_JSON[name]}'""",
         )
 
 

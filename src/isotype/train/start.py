@@ -42,7 +42,7 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
     if adapter.base is None:
         path = adapter.directory / CONFIG_FILE
         expected, fix = "the model that it was trained on", "correct base_model_name_or_path in that file"
-        raise CheckpointError("the adapter names no base model", [Problem(str(path), expected, fix)])
+        raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
     problems = [*_other_task(settings, adapter), *_other_adapter(settings, adapter)]
     problems += part_of_base_problems(
         settings, getattr(adapter.config, "init_lora_weights", None), adapter.directory

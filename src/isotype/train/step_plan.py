@@ -289,7 +289,7 @@ def _refuse_second_model(first: str, arguments: Sequence[str]) -> None:
         return
     near = difflib.get_close_matches(first.lower(), METHODS, n=1)
     fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
-    raise UsageError("two models", [Problem(f"{first} and --model_name_or_path", "one model", fix)])
+    raise UsageError.of("two models", f"{first} and --model_name_or_path", "one model", fix)
 
 
 def _light_plan(options: Options, light: argparse.Namespace) -> StepPlan:

@@ -329,15 +329,11 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
         return
     flag = {"bfloat16": "bf16", "float16": "fp16"}[name]
     other = {"bfloat16": "float16", "float16": "bfloat16"}[name]
-    raise PrecisionError(
+    raise PrecisionError.of(
         "the arguments disagree about precision",
-        [
-            Problem(
-                f"--dtype auto, which is {name} here, and --{flag} False",
-                "a compute dtype that is not ruled out",
-                f"--dtype float32, or --dtype {other}",
-            )
-        ],
+        f"--dtype auto, which is {name} here, and --{flag} False",
+        "a compute dtype that is not ruled out",
+        f"--dtype float32, or --dtype {other}",
     )
 
 
@@ -349,15 +345,11 @@ def check_weights(checkpoint: Checkpoint) -> None:
     """
     source = checkpoint.source
     if isinstance(source, Path) and checkpoint.files is None:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "a checkpoint without weights",
-            [
-                Problem(
-                    f"the directory {checkpoint.name} holds {contents(source)}",
-                    "model.safetensors, or shards with model.safetensors.index.json",
-                    "copy the weights there, or give the directory that save_pretrained() wrote",
-                )
-            ],
+            f"the directory {checkpoint.name} holds {contents(source)}",
+            "model.safetensors, or shards with model.safetensors.index.json",
+            "copy the weights there, or give the directory that save_pretrained() wrote",
         )
 
 
@@ -411,15 +403,11 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
     largest = max([words.vocab_size - 1, *special])
     if size is not None and largest >= size:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "the tokenizer is larger than the model's vocabulary",
-            [
-                Problem(
-                    f"a tokenizer with ids up to {largest} and a model with {size} embeddings",
-                    f"ids below {size}",
-                    "copy the tokenizer from the model that the weights come from",
-                )
-            ],
+            f"a tokenizer with ids up to {largest} and a model with {size} embeddings",
+            f"ids below {size}",
+            "copy the tokenizer from the model that the weights come from",
         )
 
 
@@ -452,8 +440,10 @@ def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: A
         return None
     why = f"{settings.method.dropped} max_length {limit}"
     if len(prepared) == 0:
-        raise DataError(
+        raise DataError.of(
             "no example is left to train on",
-            [Problem(f"all {len(given)} examples were dropped: {why}", "shorter examples", "--max_length N")],
+            f"all {len(given)} examples were dropped: {why}",
+            "shorter examples",
+            "--max_length N",
         )
     return f"{dropped} of {len(given)} examples were dropped: {why}"

@@ -12,7 +12,7 @@ import torch
 
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.weightless import model_config, skeleton, skipped_modules, store
-from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.adapters import add_lora
 from isotype.model.fold import fold as fold_layers
 from isotype.precision.policy import PrecisionPolicy
@@ -52,9 +52,11 @@ def weightless_model(
         UsageError: an adapter that cannot be made on this model.
     """
     if lora is not None and policy.trainable == "full":
-        raise PrecisionError(
+        raise PrecisionError.of(
             "no adapter under a policy that trains every weight",
-            [Problem("trainable='full'", "trainable='lora'", "resolve the policy with trainable='lora'")],
+            "trainable='full'",
+            "trainable='lora'",
+            "resolve the policy with trainable='lora'",
         )
     config = model_config(source, revision=revision)
     model = skeleton(
@@ -108,7 +110,9 @@ def _adapter_arguments() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        raise UsageError(
+        raise UsageError.of(
             "the adapter cannot be made as asked",
-            [Problem(first_sentence(error), "arguments that PEFT can adapt this model by", "see --lora_*")],
+            first_sentence(error),
+            "arguments that PEFT can adapt this model by",
+            "see --lora_*",
         ) from error

@@ -12,7 +12,7 @@ import torch
 
 from isotype.checkpoint.export.gguf_tokenizer import add_tokenizer
 from isotype.core.dtypes import GGUF_BLOCKS
-from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.errors import PrecisionError, UsageError
 
 Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
 
@@ -95,15 +95,12 @@ def check_exportable(config: Any) -> Architecture:
     if architecture is None:
         known = ", ".join(ARCHITECTURES)
         kind_of_model = f"a model of the type {config.model_type}"
-        raise UsageError(
-            "this model cannot be exported to GGUF", [Problem(kind_of_model, f"one of {known}", _FIX)]
-        )
+        raise UsageError.of("this model cannot be exported to GGUF", kind_of_model, f"one of {known}", _FIX)
     kind = _rope(text).get("rope_type", "default")
     if kind not in ("default", "linear", "llama3"):
         kind_of_model = f"rotary positions of the kind {kind}"
-        raise UsageError(
-            "this model cannot be exported to GGUF",
-            [Problem(kind_of_model, "default, linear or llama3", _FIX)],
+        raise UsageError.of(
+            "this model cannot be exported to GGUF", kind_of_model, "default, linear or llama3", _FIX
         )
     scalar, head = getattr(text, "query_pre_attn_scalar", None), _head(text)
     # llama.cpp knows Gemma's scale of attention by the size alone: these are the layers of its 27B models.
@@ -113,7 +110,7 @@ def check_exportable(config: Any) -> Architecture:
     }
     if scalar is not None and scalar not in scales:
         kind_of_model, expected = f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head"
-        raise UsageError("this model cannot be exported to GGUF", [Problem(kind_of_model, expected, _FIX)])
+        raise UsageError.of("this model cannot be exported to GGUF", kind_of_model, expected, _FIX)
     return architecture
 
 
@@ -213,7 +210,7 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
         more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
         unnamed_text = f"parameters that GGUF has no name for: {', '.join(unnamed[:3])}{more}"
         expected = f"those of a plain {architecture.name}"
-        raise UsageError("this model cannot be exported to GGUF", [Problem(unnamed_text, expected, _FIX)])
+        raise UsageError.of("this model cannot be exported to GGUF", unnamed_text, expected, _FIX)
     return called_names
 
 
@@ -288,9 +285,8 @@ def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
         largest = float(wide.abs().max())
         if largest > torch.finfo(torch.float16).max:
             overflow = f"{name}: values up to {largest:.4g}"
-            raise PrecisionError(
-                "f16 cannot hold the merged weights",
-                [Problem(overflow, "at most 65504", "give --gguf bf16 or f32")],
+            raise PrecisionError.of(
+                "f16 cannot hold the merged weights", overflow, "at most 65504", "give --gguf bf16 or f32"
             )
         return wide.half().numpy()
     if kind == "F32":

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 
 # llama.cpp's names for how text is split before the merges, by the pattern of the tokenizer (its llama-vocab.cpp).
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -127,4 +127,4 @@ def _split_name(pre_tokenizer: Mapping[str, Any] | None) -> str:
 
 def _unknown(what: str, expected: str) -> UsageError:
     fix = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
-    return UsageError("this tokenizer cannot be written to GGUF", [Problem(what, expected, fix)])
+    return UsageError.of("this tokenizer cannot be written to GGUF", what, expected, fix)

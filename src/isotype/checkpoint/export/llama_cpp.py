@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.core.dtypes import LLAMA_CPP_TYPES
-from isotype.core.errors import Problem, SaveError, UsageError
+from isotype.core.errors import SaveError, UsageError
 
 PROGRAM = "llama-quantize"
 
@@ -29,15 +29,11 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
         ("isotype", "merge", str(adapter), "-o", str(dense), "--gguf", "f32"),
         (PROGRAM, str(dense), str(final), kind.upper()),
     )
-    raise UsageError(
+    raise UsageError.of(
         f"{kind} is written by llama.cpp alone",
-        [
-            Problem(
-                f"--gguf {kind}, and no {PROGRAM} on the PATH",
-                f"{PROGRAM} of https://github.com/ggml-org/llama.cpp, or a type that is written without it (--gguf q8_0, q4_0)",
-                f"put it on the PATH; or, where it is: {' && '.join(map(shlex.join, commands))}",
-            )
-        ],
+        f"--gguf {kind}, and no {PROGRAM} on the PATH",
+        f"{PROGRAM} of https://github.com/ggml-org/llama.cpp, or a type that is written without it (--gguf q8_0, q4_0)",
+        f"put it on the PATH; or, where it is: {' && '.join(map(shlex.join, commands))}",
     )
 
 
@@ -58,7 +54,7 @@ def quantize(dense: Path, output: Path, kind: str) -> list[str]:
         lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
         failure = f"{shlex.join(command)}: exit status {result.returncode}; {' / '.join(lines[-3:])}"
         fix = "look at its message; --gguf f32 writes the file that it was given"
-        raise SaveError(f"{PROGRAM} has failed", [Problem(failure, "exit status 0", fix)])
+        raise SaveError.of(f"{PROGRAM} has failed", failure, "exit status 0", fix)
     counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
     return [f"{kind} is a mixture of {PROGRAM}'s: {types}"]

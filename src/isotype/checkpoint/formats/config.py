@@ -55,7 +55,7 @@ def read_config(directory: Path) -> Any:
             fix = "update transformers"
         what = f"{path}: model_type {model_type!r}" if model_type else f"{path} has no model_type"
         expected = f"a model_type that transformers {version} knows"
-        raise CheckpointError("unknown model", [Problem(what, expected, fix)])
+        raise CheckpointError.of("unknown model", what, expected, fix)
     for key in ("dtype", "torch_dtype"):
         torch_dtype(content.get(key), f"{key} in {path}")
     try:
@@ -77,30 +77,22 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
     """
     cls = model_class(config)
     if cls is None:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "no model class for this config",
-            [
-                Problem(
-                    f"{source}: model_type {config.model_type!r}, architectures {config.architectures}",
-                    "a model class that transformers has",
-                    "update transformers, or give the model itself (an nn.Module)",
-                )
-            ],
+            f"{source}: model_type {config.model_type!r}, architectures {config.architectures}",
+            "a model class that transformers has",
+            "update transformers, or give the model itself (an nn.Module)",
         )
     try:
         with torch.device("meta"), NoDraws():
             # A copy: building a model writes its choices (attention implementation, dtype) into the config.
             model: nn.Module = cls(copy.deepcopy(config))
     except BUILD_ERRORS as error:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "the config does not fit its model class",
-            [
-                Problem(
-                    f"{source}: {cls.__name__} fails with {type(error).__name__}: {error}",
-                    "a config that the class can be built from",
-                    "take config.json and transformers as the checkpoint was published with",
-                )
-            ],
+            f"{source}: {cls.__name__} fails with {type(error).__name__}: {error}",
+            "a config that the class can be built from",
+            "take config.json and transformers as the checkpoint was published with",
         ) from error
     return model
 
@@ -156,13 +148,11 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
+        raise CheckpointError.of(
             "unknown dtype in the config",
-            [
-                Problem(
-                    f"{what} is {value!r}", "a torch dtype such as 'bfloat16'", "correct it in config.json"
-                )
-            ],
+            f"{what} is {value!r}",
+            "a torch dtype such as 'bfloat16'",
+            "correct it in config.json",
         )
     return dtype
 

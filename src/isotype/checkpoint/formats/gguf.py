@@ -176,8 +176,8 @@ def _tensors(
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
         fix = "pip install gguf"
-        raise CheckpointError(
-            "gguf is not installed", [Problem(str(path), "the library gguf, which knows its types", fix)]
+        raise CheckpointError.of(
+            "gguf is not installed", str(path), "the library gguf, which knows its types", fix
         ) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     problems: list[Problem] = []

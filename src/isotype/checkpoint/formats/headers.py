@@ -78,15 +78,11 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
     if file.name.endswith(_TORCH_SUFFIXES):
         return CheckpointHeaders(path, "torch", kind, by_name(read_torch_header(file)), {})
     if file.suffix != ".safetensors" and file.exists():
-        raise CheckpointError(
+        raise CheckpointError.of(
             "not a checkpoint",
-            [
-                Problem(
-                    f"the file {file}",
-                    f"a directory, or a file ending in .safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}",
-                    "give the directory or file that holds the weights",
-                )
-            ],
+            f"the file {file}",
+            f"a directory, or a file ending in .safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}",
+            "give the directory or file that holds the weights",
         )
     tensors, metadata = read_safetensors(file)
     return CheckpointHeaders(path, "safetensors", kind, by_name(tensors), metadata)
@@ -112,15 +108,11 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
     weights = find_weights(path)
     if weights is not None:
         return weights
-    raise CheckpointError(
+    raise CheckpointError.of(
         "not a checkpoint",
-        [
-            Problem(
-                f"the directory {path} holds {contents(path)}",
-                f"one of {', '.join(name for name, _ in _LAYOUTS)} or a .gguf file",
-                "give the directory that holds the weights",
-            )
-        ],
+        f"the directory {path} holds {contents(path)}",
+        f"one of {', '.join(name for name, _ in _LAYOUTS)} or a .gguf file",
+        "give the directory that holds the weights",
     )
 
 
@@ -139,27 +131,19 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
     if len(ggufs) == 1:
         return ggufs[0], "model"
     if ggufs:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "more than one GGUF file",
-            [
-                Problem(
-                    f"the directory {directory} holds {_listed(ggufs)}",
-                    "one GGUF file",
-                    f"give one: {ggufs[0]}",
-                )
-            ],
+            f"the directory {directory} holds {_listed(ggufs)}",
+            "one GGUF file",
+            f"give one: {ggufs[0]}",
         )
     stray = sorted(directory.glob("*.safetensors"))
     if stray:
-        raise CheckpointError(
+        raise CheckpointError.of(
             "which safetensors files belong to the model cannot be told",
-            [
-                Problem(
-                    f"the directory {directory} holds {_listed(stray)}",
-                    "model.safetensors, or shards listed in model.safetensors.index.json",
-                    "copy the index along with the shards, or name a single file model.safetensors",
-                )
-            ],
+            f"the directory {directory} holds {_listed(stray)}",
+            "model.safetensors, or shards listed in model.safetensors.index.json",
+            "copy the index along with the shards, or name a single file model.safetensors",
         )
     pickles = sorted(
         file

@@ -29,16 +29,12 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
             return AutoConfig.from_pretrained(model_id, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = why or (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
+        raise CheckpointError.of(
             "the model cannot be read from the hub",
-            [
-                Problem(
-                    f"hub id {model_id}{f' at revision {revision}' if revision else ''}: {reason}",
-                    "a model on the hub (or in its local cache); no local path has this name either",
-                    "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
-                    "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache at once",
-                )
-            ],
+            f"hub id {model_id}{f' at revision {revision}' if revision else ''}: {reason}",
+            "a model on the hub (or in its local cache); no local path has this name either",
+            "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
+            "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache at once",
         ) from error
 
 

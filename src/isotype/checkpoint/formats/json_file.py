@@ -23,9 +23,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name} is not JSON", [problem]) from error
     if not isinstance(content, dict):
         what = f"{path}: a JSON {type(content).__name__}"
-        raise CheckpointError(
-            f"{path.name} is not an object",
-            [Problem(what, "a JSON object", "copy or download the file again")],
+        raise CheckpointError.of(
+            f"{path.name} is not an object", what, "a JSON object", "copy or download the file again"
         )
     return content
 

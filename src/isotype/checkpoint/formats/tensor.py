@@ -78,7 +78,7 @@ def file_size(path: Path) -> int:
         CheckpointError: there is no such file.
     """
     if not path.is_file():
-        raise CheckpointError(
-            "no such file", [Problem(str(path), "an existing file", "check the path, or download the file")]
+        raise CheckpointError.of(
+            "no such file", str(path), "an existing file", "check the path, or download the file"
         )
     return path.stat().st_size

@@ -117,7 +117,7 @@ class Merging:
             what = (
                 f"{adapter.directory}: a {type(self._peft.base_model).__name__}, which PEFT has no merge for"
             )
-            raise UsageError("this adapter cannot be merged", [Problem(what, _MERGEABLE, _BESIDE)])
+            raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE)
         own = _own_trained(self._peft)
         fill(self._peft, adapter)
         self._rounding = Rounding(
@@ -282,9 +282,8 @@ def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
     try:
         layer.merge(safe_merge=True)
     except (NotImplementedError, ValueError) as error:
-        raise UsageError(
-            "this adapter cannot be merged",
-            [Problem(f"{name}: {error}", _MERGEABLE, _BESIDE)],
+        raise UsageError.of(
+            "this adapter cannot be merged", f"{name}: {error}", _MERGEABLE, _BESIDE
         ) from error
     after = {f"{name}.{each}": parameter for each, parameter in layer.get_base_layer().named_parameters()}
     losses = _losses(

@@ -166,15 +166,11 @@ def _check_mergeable(adapter: Adapter) -> None:
     elif getattr(config, "layer_replication", None):
         why = "it replicates layers of the base, which would have to be merged with different updates"
     if why:
-        raise UsageError(
+        raise UsageError.of(
             "this adapter cannot be merged",
-            [
-                Problem(
-                    f"{adapter.directory}: a {kind} adapter; {why}",
-                    "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …",
-                    f"use it beside its base: isotype chat {adapter.directory}",
-                )
-            ],
+            f"{adapter.directory}: a {kind} adapter; {why}",
+            "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …",
+            f"use it beside its base: isotype chat {adapter.directory}",
         )
 
 
@@ -203,13 +199,11 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     if dtype != "auto":
         asked = parse_dtype(dtype)
         if asked not in COMPUTE_DTYPES:
-            raise PrecisionError(
+            raise PrecisionError.of(
                 "no dtype for a merged model",
-                [
-                    Problem(
-                        f"--dtype {dtype_name(asked)}", "float32, bfloat16 or float16", "give one of these"
-                    )
-                ],
+                f"--dtype {dtype_name(asked)}",
+                "float32, bfloat16 or float16",
+                "give one of these",
             )
         return asked, "as asked"
     stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None

@@ -25,7 +25,7 @@ from isotype.compat.torch import own_state
 from isotype.compat.transformers import name_of, never_saved
 from isotype.core.cache import why_unusable
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
-from isotype.core.errors import Problem, SaveError, UsageError
+from isotype.core.errors import SaveError, UsageError
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.staging import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
 from isotype.model.boundary import original_class
@@ -43,25 +43,23 @@ def check_output(output: Path) -> None:
     """
     file = is_file(output)
     if why := why_unusable(output.parent):
-        raise UsageError(
+        raise UsageError.of(
             "cannot write to the output directory",
-            [Problem(f"--output {output}: {why}", "a directory that can be made", "give another one")],
+            f"--output {output}: {why}",
+            "a directory that can be made",
+            "give another one",
         )
     if output.is_dir() and not file and not any(output.iterdir()):
         return
     if output.exists():
         kind = "a file" if not output.is_dir() else "a directory" if file else "a directory with files in it"
-        raise UsageError(
+        raise UsageError.of(
             f"the output {'file' if file else 'directory'} is taken",
-            [
-                Problem(
-                    f"--output {output}: {kind}",
-                    "a file that does not exist yet"
-                    if file
-                    else "a directory that does not exist yet, or an empty one",
-                    "give another one, or remove it first",
-                )
-            ],
+            f"--output {output}: {kind}",
+            "a file that does not exist yet"
+            if file
+            else "a directory that does not exist yet, or an empty one",
+            "give another one, or remove it first",
         )
 
 
@@ -133,7 +131,7 @@ def write_merged(
         if words is None or not getattr(words, "is_fast", False):
             what = "no tokenizer that can be read as tokenizer.json"
             fix = "copy tokenizer.json beside the adapter"
-            raise UsageError("a GGUF file holds its tokenizer", [Problem(what, "a fast tokenizer", fix)])
+            raise UsageError.of("a GGUF file holds its tokenizer", what, "a fast tokenizer", fix)
         name = Path(str(name_of(config))).stem or "model"
         values = (each for part in merging.parts() for each in part.items())
         tensors = Tensors(config, shapes, values)
@@ -250,8 +248,10 @@ def disk_errors(output: Path) -> Iterator[None]:
 
 def _no_room(place: Path, what: str, expected: str) -> SaveError:
     fix = "free some space, or give --output on another disk"
-    return SaveError(
+    return SaveError.of(
         "the merged model cannot be written",
-        [Problem(f"{place}: {what}", expected, fix)],
+        f"{place}: {what}",
+        expected,
+        fix,
         hint="the adapter and its base are as they were, and nothing is left behind: the same command goes on",
     )

@@ -13,7 +13,7 @@ import torch
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.values.gguf_values import unpack_blocks
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 
 Read = Callable[[TensorHeader], torch.Tensor]
 
@@ -84,16 +84,12 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype, packing: Packing
     scaled = weight.dtype == torch.int8 or (weight.dtype.itemsize == 1 and weight.is_floating_point())
     if scaled and len(scales) == 1 and packing.symmetric:
         return _scaled(weight, scales[0], dtype, packing.block)
-    raise CheckpointError(
+    raise CheckpointError.of(
         "a quantization that isotype cannot undo",
-        [
-            Problem(
-                f"{tensor.weight.name} ({tensor.weight.dtype_name}) with {', '.join(constants) or 'no constants'} "
-                f"in {tensor.weight.file.name}",
-                "mxfp4 with scales, FP8 or int8 with scales, or packed integers without zero points",
-                "load it with transformers and save_pretrained() it dense, or take the checkpoint before it was quantized",
-            )
-        ],
+        f"{tensor.weight.name} ({tensor.weight.dtype_name}) with {', '.join(constants) or 'no constants'} "
+        f"in {tensor.weight.file.name}",
+        "mxfp4 with scales, FP8 or int8 with scales, or packed integers without zero points",
+        "load it with transformers and save_pretrained() it dense, or take the checkpoint before it was quantized",
     )
 
 

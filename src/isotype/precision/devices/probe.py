@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from isotype.core.dtypes import COMPUTE_DTYPES
-from isotype.core.errors import PrecisionError, Problem, first_line
+from isotype.core.errors import PrecisionError, first_line
 from isotype.precision.devices.profile import device_profile
 
 _FIRST_SIDE = 64
@@ -83,7 +83,7 @@ def _real_device(device: str | torch.device) -> torch.device:
     if not profile.present:
         given, expected = f"device {str(device)!r}", "a device of this machine"
         fix = "give auto, cpu or a device that torch sees here"
-        raise PrecisionError("only a device that is here can be measured", [Problem(given, expected, fix)])
+        raise PrecisionError.of("only a device that is here can be measured", given, expected, fix)
     return torch.device(profile.name)
 
 

@@ -431,7 +431,7 @@ def _named_profile(name: str) -> DeviceProfile:
     close = difflib.get_close_matches(name, _names(), n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(close)}?" if close else "give one of these names"
     expected = f"auto, cpu, cuda, cuda:N, mps, xpu, or a profile: {', '.join(profile_names())}"
-    raise PrecisionError("unknown device", [Problem(f"device {name!r}", expected, fix)])
+    raise PrecisionError.of("unknown device", f"device {name!r}", expected, fix)
 
 
 def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
@@ -444,6 +444,6 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
         else f"use auto (a CPU, where there is no other), or install a torch built for {kind}; to plan for one with "
         f"isotype check, name a profile such as {profile}"
     )
-    return PrecisionError(
-        "device not in this machine", [Problem(f"device {name!r}", f"a device that torch sees; {seen}", fix)]
+    return PrecisionError.of(
+        "device not in this machine", f"device {name!r}", f"a device that torch sees; {seen}", fix
     )
