@@ -6,10 +6,10 @@ process of its own. The targets are 20 s, 45 s and 1 GiB on two cores; on a mach
 steps, besides the weights that were there before) beside `Row.peak`, and tokens a second of the faster of two more steps beside
 `Row.tokens_per_second`, with rates measured on this machine; Kendall's tau of the two orders. With OMP_NUM_THREADS=1 a step's seconds are
 those of the CPU, so that what else runs on the machine counts for less.
-`commands`: the printed commands of plans for `--device cpu` are run for two steps each, and the command of a small model for every
+`commands`: ten printed commands of plans for `--device cpu` are run for a step each; `checks`: the command of a small model for every
 device profile is judged by `isotype check`.
 
-Run: python benchmarks/plan.py [--parts time rows commands]. Prints tables and one line of JSON; ends with 1 where a row's memory is off by
+Run: python benchmarks/plan.py [--parts time rows commands checks]. Prints tables and one line of JSON; ends with 1 where a row's memory is off by
 more than five percent, tau is below 0.8, a speed is off by more than 1.5 times, or a command fails.
 """
 
@@ -293,9 +293,7 @@ def _step(model: Any, batch: dict[str, torch.Tensor], optimizer: torch.optim.Opt
 
 
 def command_results() -> list[dict[str, Any]]:
-    """Each printed command, with its exit status: of this machine run, of the other profiles checked."""
-    from isotype.precision.devices.profile import device_profile, profile_names
-
+    """Each printed command of this machine, run, with its exit status."""
     results = []
     for goal, arguments in (
         ("balanced", []),
@@ -309,6 +307,14 @@ def command_results() -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder:
                 ends = ["--max_steps", "1", "--save_strategy", "no", "--output_dir", folder, "-q"]
                 results.append(_run([*row.command, *ends], f"cpu, {goal} {shlex.join(arguments)}"))
+    return results
+
+
+def check_results() -> list[dict[str, Any]]:
+    """The printed command of every profile, judged by `isotype check`, with its exit status."""
+    from isotype.precision.devices.profile import device_profile, profile_names
+
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({**_LLAMA, **_SMALL, "vocab_size": 4096}), encoding="utf-8")
@@ -337,7 +343,9 @@ def _run(command: list[str], what: str) -> dict[str, Any]:
 def main() -> int:
     """Run the parts that are asked for and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--parts", nargs="+", choices=("time", "rows", "commands"), default=["time", "rows"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=("time", "rows", "commands", "checks"), default=["time", "rows"]
+    )
     parser.add_argument("--child-plan", nargs=argparse.REMAINDER)
     parser.add_argument("--child-row", type=int)
     options = parser.parse_args()
@@ -347,7 +355,7 @@ def main() -> int:
     if options.child_row is not None:
         print(json.dumps(row_here(CASES[options.child_row])))
         return 0
-    parts = {"time": plan_times, "rows": row_figures, "commands": command_results}
+    parts = {"time": plan_times, "rows": row_figures, "commands": command_results, "checks": check_results}
     results = {part: parts[part]() for part in options.parts}
     print(json.dumps(results))
     rows = results.get("rows", [])
@@ -358,7 +366,9 @@ def main() -> int:
         bad |= (
             kendall([each["foreseen_speed"] for each in rows], [each["speed"] for each in rows]) < LEAST_TAU
         )
-    return int(bad or any(each["status"] for each in results.get("commands", [])))
+    return int(
+        bad or any(each["status"] for each in (*results.get("commands", []), *results.get("checks", [])))
+    )
 
 
 if __name__ == "__main__":

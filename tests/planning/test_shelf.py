@@ -77,3 +77,15 @@ def test_the_shelf_goes_from_the_largest_down() -> None:
         for config in SHELF.values()
     ]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_model_may_be_named_after_the_flags(config: Path, formula: object) -> None:
+    flags = ["--device", "t4", "--max-memory", "6MiB", "--quantization", "nf4"]
+    assert not names_a_model(flags)
+    assert names_a_model([*flags[:4], str(config), *flags[4:]])
+    assert main(["plan", *flags[:4], str(config), *flags[4:]]) == 0
+
+
+def test_an_unknown_damage_has_no_column(sizes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "t4", "--max-memory", "6MiB", "--quantization", "nf4"]) == 0
+    assert "damage" not in capsys.readouterr().out

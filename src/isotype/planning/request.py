@@ -135,6 +135,8 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
         raise SystemExit(0)
     model = tokens.pop(0) if tokens and not tokens[0].startswith("-") and tokens[0] not in METHODS else None
     known, rest = flags.parse_known_args(tokens)
+    if model is None and rest and not rest[0].startswith("-") and rest[0] not in METHODS:
+        model, *rest = rest
     problems = [*flags.problems, *_number_problems(known)]
     if model is None and not rest:
         fix = "isotype plan MODEL --device t4"

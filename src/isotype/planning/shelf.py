@@ -14,7 +14,7 @@ from typing import Any
 
 from isotype.planning.plan import Plan, plan_of_request
 from isotype.planning.record import Device, Row
-from isotype.planning.request import parse_request
+from isotype.planning.request import parse_request, parser
 from isotype.train.command import set_flag, value_of
 
 ENOUGH = 3
@@ -53,7 +53,8 @@ SHELF: Mapping[str, Mapping[str, Any]] = {
 
 def names_a_model(argv: Sequence[str]) -> bool:
     """Whether the arguments of `isotype plan` name a model, or ask for something else than a plan."""
-    first = bool(argv) and not argv[0].startswith("-")
+    rest = parser().parse_known_args(list(argv))[1]
+    first = bool(rest) and not rest[0].startswith("-")
     return (
         first or value_of(argv, "--model_name_or_path") is not None or value_of(argv, "--config") is not None
     )

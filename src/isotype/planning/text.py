@@ -116,9 +116,11 @@ def _models(plans: Sequence[Record], at: int) -> Table:
     """A row for each model, with the settings that the goal picks on the device with this number."""
     rows = [plan.devices[at].chosen for plan in plans]
     heads = ["model", *heads_of([row for row in rows if row is not None])[1:]]
+    if all(row is None or row.damage is None for row in rows):
+        heads.remove("damage")  # nobody measures a model that is not here
     table = _columns(heads)
     for plan, row in zip(plans, rows, strict=True):
-        cells = {"storage": "does not fit"} if row is None else cells_of(row, chosen=False)
+        cells = {"rows": "does not fit"} if row is None else cells_of(row, chosen=False)
         name = plan.model.rpartition("/")[2]
         table.add_row(*(name if head == "model" else cells.get(head, "") for head in heads))
     return table
