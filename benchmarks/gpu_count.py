@@ -4,7 +4,7 @@ Both run on fake tensors of a device without a CPU's branches (`tests/fake_gpu.p
 with the bytes that it reads and writes. A layer is the difference between a model of two layers and one of one layer. Attention is one
 operator forward and one backward; dequantization counts the bytes that it writes.
 
-Run: python benchmarks/gpu_count.py [--storage none nf4] [--tokens 2048]
+Run: python benchmarks/gpu_count.py [--storage none nf4] [--tokens 2048] [--dropout 0.1]
 Prints a table and one line of JSON. No GPU and no Triton is needed: nothing is computed.
 """
 
@@ -46,13 +46,15 @@ class Row:
     dequantized: int
 
 
-def rows(storage: str, path: str, tokens: int) -> list[Row]:
+def rows(storage: str, path: str, tokens: int, dropout: float) -> list[Row]:
     """The rows of one storage and path, in this process."""
     from tests import fake_gpu
 
     fake_gpu.one_attention()
     models = [
-        fake_gpu.adapted(storage, {}, sizes=SIZES, layers=layers, fused=path == "isotype")
+        fake_gpu.adapted(
+            storage, {"lora_dropout": dropout}, sizes=SIZES, layers=layers, fused=path == "isotype"
+        )
         for layers in (1, 2)
     ]
     fake_gpu.start()
@@ -72,11 +74,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--storage", nargs="+", default=["none", "nf4"], choices=["none", "nf4", "int8"])
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters")
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
         warnings.simplefilter("ignore")
-        print(json.dumps([vars(row) for row in rows(options.part[0], options.part[1], options.tokens)]))
+        storage, path = options.part
+        print(json.dumps([vars(row) for row in rows(storage, path, options.tokens, options.dropout)]))
         return
     table: list[Row] = []
     print(
@@ -86,6 +90,7 @@ def main() -> None:
         for path in ("PEFT", "isotype"):
             # A process each: the fake device replaces the machine's own.
             command = [sys.executable, __file__, "--part", storage, path, "--tokens", str(options.tokens)]
+            command += ["--dropout", str(options.dropout)]
             ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
             if ended.returncode:
                 sys.exit(ended.stderr[-2000:])
