@@ -212,17 +212,17 @@ def test_repair_keeps_the_loss(place: str, k: int, autocast: bool) -> None:
 
 
 def test_a_folded_layer_stands_for_all() -> None:
-    """One layer of eight overflows: a trace in which the last stands for six others names it all the same."""
+    """One layer of six overflows: a trace in which the last stands for four others names it all the same."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         layer = model.model.layers[3].mlp
         layer.up_proj.weight.mul_(2.0**22)
         layer.down_proj.weight.mul_(2.0**-22)
-    whole, exact = foretold(model, BATCH, autocast=True)
+    whole, exact = foretold(model, BATCH, autocast=True, verify=False)
     ranges = whole.trace.setup.ranges
     _, folded = foretold(model, BATCH, autocast=True, fold=True, ranges=ranges)
     assert exact is not None
