@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _PROCESS = """
 import atexit
 from torch import distributed
@@ -26,6 +28,7 @@ def _said(tmp_path: Path, times: int) -> list[str]:
     return [line for line in ended.stdout.splitlines() if line.startswith("in a group")]  # gloo prints, too
 
 
+@pytest.mark.exhaustive  # what the next test would say if nothing left the group
 def test_a_group_lasts_until_python_is_torn_down(tmp_path: Path) -> None:
     assert _said(tmp_path, 0) == ["in a group: True", "in a group: True"]
 
