@@ -69,7 +69,9 @@ def run(
         if process.exitcode is None:
             process.kill()
             raise TimeoutError(f"{timeout} s: {stdout.read_text()}\n{stderr.read_text()}")
-        return Ended(process.exitcode, stdout.read_text(), stderr.read_text())
+        return Ended(
+            process.exitcode, stdout.read_text("utf-8", "replace"), stderr.read_text("utf-8", "replace")
+        )
 
 
 def start(
