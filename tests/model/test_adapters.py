@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import isotype
 from isotype.model.boundary import Boundary
 from isotype.model.enforce import enforce_model
 from isotype.model.quantized import keep_training_layout
-from tests.models import tiny_batch
+from tests.models import tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, autocast, train
 from tests.train.test_matrix import generate
@@ -333,3 +334,11 @@ def test_no_adapter_where_every_weight_is_trained(saved: Saved) -> None:
         "    expected  trainable='lora'\n"
         "    fix       resolve the policy with trainable='lora'"
     )
+
+
+def test_nothing_is_said_of_names_that_libraries_have_for_each_other() -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    policy = isotype.resolve_precision(model, dtype="bfloat16", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        isotype.add_lora(model, policy, r=4)

@@ -69,7 +69,10 @@ def add_lora(
         model.set_adapter(adapter_name)
     else:
         model.requires_grad_(False)
-        model = peft.get_peft_model(model, config, adapter_name=adapter_name)
+        with warnings.catch_warnings():
+            # PEFT 0.21 asks transformers (5.23) for it by its former name (`PeftModel.__init__`).
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            model = peft.get_peft_model(model, config, adapter_name=adapter_name)
     model.adapter_notes = notes
     save_policy_too(model)
     _magnitudes_again(model, adapter_name)

@@ -351,7 +351,7 @@ class Trace:
         modules: fully qualified name -> class name.
         memory: peaks.
         failure: where it ended early, or None.
-        notes: what was not traced, and why.
+        notes: what was not traced, and why; what else is to be known of the step, such as what a setting decided.
         left: what the trace could not put back as it was, a sentence each.
         model: name of the model or its class.
         input_dtypes: float dtypes of the step's inputs.

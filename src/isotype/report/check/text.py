@@ -181,7 +181,7 @@ def ranges_words(report: Record) -> str:
 
 
 def trust(report: Record) -> list[tuple[str, str]]:
-    """(label, sentence) for whatever the verdict rests on without having been measured or seen."""
+    """(label, sentence) for what the verdict rests on: what was not measured or seen, and what else is to be known of the step."""
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
@@ -199,7 +199,8 @@ def trust(report: Record) -> list[tuple[str, str]]:
                 f"whatever follows {_where(failure.phase, failure.module)}{at}: {failure.error}{mixed}",
             )
         )
-    rows += [("not seen", note) for note in (*sharding_notes(report.trace.setup), *report.trace.notes)]
+    rows += [("not seen", note) for note in sharding_notes(report.trace.setup)]
+    rows += [("note", note) for note in report.trace.notes]
     if report.ranges in ("known", "unknown"):
         known = report.trace.setup.family_ranges
         family = f"; of its family it is known that {known}" if known else ""
