@@ -18,7 +18,8 @@ from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.checkpoint.measured import fingerprint, kept_damages
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import UsageError
-from isotype.precision.damages import FITTED, FORMATS, Damages, stored_bytes
+from isotype.core.formats import FITTED
+from isotype.precision.damages import MEASURED, Damages, stored_bytes
 from isotype.precision.moments import read
 from tests.models import save_tiny, tiny_batch, tiny_model
 
@@ -43,7 +44,7 @@ def reference(weight: torch.Tensor, form: str) -> torch.Tensor:
     ).float()
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form not in FITTED])
+@pytest.mark.parametrize("form", [form for form in MEASURED if form not in FITTED])
 def test_rounded_weights(form: str) -> None:
     weight = torch.randn(200, 72, generator=torch.Generator().manual_seed(0))
     # bitsandbytes divides by 127 at another place.
@@ -114,7 +115,7 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
             atol=0.26,
             check_dtype=False,
         )
-        for form in FORMATS:
+        for form in MEASURED:
             stored = rounded(weight, form, read(layer.moments)) if form in FITTED else reference(weight, form)
             off = (stored - weight).double()
             wanted = 0.5 * float((gradient.square().T @ x.square() * off.square()).sum()) / tokens

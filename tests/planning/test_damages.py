@@ -10,7 +10,7 @@ import pytest
 from isotype.checkpoint.measured import fingerprint, keep_damages
 from isotype.checkpoint.opened import open_checkpoint, open_model
 from isotype.planning.plan import measured_layers, totals
-from isotype.precision.damages import FORMATS, Damages, LayerDamage
+from isotype.precision.damages import MEASURED, Damages, LayerDamage
 
 
 def test_what_was_measured_and_kept(
@@ -19,7 +19,7 @@ def test_what_was_measured_and_kept(
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     path = saved("llama")
     assert measured_layers(open_model(path)) is None
-    layer = LayerDamage("model.layers.0.mlp.up_proj", 64, 64, dict.fromkeys(FORMATS, 0.5))
+    layer = LayerDamage("model.layers.0.mlp.up_proj", 64, 64, dict.fromkeys(MEASURED, 0.5))
     key = fingerprint(open_checkpoint(path))
     assert key is not None
     keep_damages(Damages("llama", key, "", "float32", "", 1, (layer, layer), {"nf4": 0.25}))

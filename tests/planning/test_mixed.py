@@ -12,10 +12,11 @@ import pytest
 import isotype
 from isotype.checkpoint.measured import fingerprint, keep_damages
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.core.formats import FITTED
 from isotype.planning.auto import filled
 from isotype.planning.plan import Plan
 from isotype.precision.by_damage import base_bytes
-from isotype.precision.damages import FITTED, FORMATS, Damages, LayerDamage
+from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.records.memory import Memory
 from isotype.records.request import StepRequest
 from isotype.records.trace import Trace
@@ -38,7 +39,7 @@ def path(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         LayerDamage(
             name,
             *module.weight.shape,
-            {form: _NATS.get(form, 0.0) / (1 + at) for form in FORMATS},
+            {form: _NATS.get(form, 0.0) / (1 + at) for form in MEASURED},
             moments="_" * module.weight.shape[1],
         )
         for at, (name, module) in enumerate(linear(model).items())

@@ -9,7 +9,7 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
-from isotype.precision.damages import FORMATS
+from isotype.precision.damages import MEASURED
 
 
 def quality_parser() -> Parser:
@@ -30,7 +30,7 @@ def quality_parser() -> Parser:
     add(
         "--exact",
         nargs="*",
-        choices=FORMATS,
+        choices=MEASURED,
         default=["nf4"],
         help="formats of all layers together that are measured, a forward each; of the others, layers are summed up (default nf4)",
     )

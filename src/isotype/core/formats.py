@@ -1,4 +1,4 @@
-"""Quantization formats that a frozen weight can be stored in, one record each (bitsandbytes computes them)."""
+"""Quantization formats that a frozen weight can be stored in, one record each (bitsandbytes has their code books)."""
 
 from __future__ import annotations
 
@@ -12,30 +12,45 @@ class Format:
 
     Attributes:
         name: as `--quantization` and a policy's layers name it.
+        code: bitsandbytes' name of its code book (`quant_type`), which files name it by as well.
         bits: of one weight, without its constants.
-        whole: whether a model can be stored in it as a whole; else only layers of a mixed base.
+        block: weights that share a constant; 0 where those of a row do.
+        whole: whether a model can be stored in it as a whole; else only layers of a mixed base can.
+        fitted: whether its constants are fitted to the layer's inputs (`isotype.model.fitted`).
+        measured: whether `isotype quality` measures layers in it.
     """
 
     name: str
+    code: str
     bits: int
+    block: int = 0
     whole: bool = True
+    fitted: bool = False
+    measured: bool = True
 
 
-FORMATS: Mapping[str, Format] = {
-    each.name: each
-    for each in (
-        Format("nf4", 4),
-        Format(
-            "nf4-32", 4, whole=False
-        ),  # transformers' `BitsAndBytesConfig` has no word for the size of blocks
-        Format("fp4", 4),
-        Format("int8", 8),
-    )
-}
+# transformers' `BitsAndBytesConfig` has no word for the size of blocks, nor for constants: those are for layers of a mixed base.
+_RECORDS = (
+    Format("nf4", "nf4", 4, block=64),
+    Format("nf4-32", "nf4", 4, block=32, whole=False, measured=False),
+    Format("fp4", "fp4", 4, block=64),
+    Format("nf4-fitted", "nf4", 4, block=64, whole=False, fitted=True),
+    Format("nf4-32-fitted", "nf4", 4, block=32, whole=False, fitted=True),
+    Format("int8", "int8", 8),
+)
+FORMATS: Mapping[str, Format] = {each.name: each for each in _RECORDS}
 """Every format by its name."""
 
-QUANTIZATIONS: tuple[str, ...] = tuple(name for name, each in FORMATS.items() if each.whole)
+QUANTIZATIONS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole)
 """Formats of a whole model: what `--quantization` takes, beside `mixed`."""
 
-FOUR_BITS: tuple[str, ...] = tuple(name for name, each in FORMATS.items() if each.bits == 4)
-"""Formats in blocks of 4-bit codes: whose constants can be quantized, too, and whose codes can lie under another dtype."""
+FOUR_BITS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole and each.bits == 4)
+"""Those in blocks of 4-bit codes: their constants can be quantized, too, and their codes can lie under another dtype."""
+
+FITTED: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.fitted)
+"""Formats whose constants are fitted to the layer's inputs."""
+
+
+def code_of(storage: str) -> str:
+    """The code book that a layer of a storage has; a float dtype's name is its own."""
+    return FORMATS[storage].code if storage in FORMATS else storage

@@ -13,6 +13,7 @@ from torch import nn
 from isotype.compat.liger import without_liger
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError
+from isotype.core.formats import code_of
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.norms import returns_float32
@@ -79,8 +80,7 @@ def _check_storage(model: Any, boundaries: Sequence[Place], policy: PrecisionPol
     formats = {
         form
         for place in quantized
-        if (form := _FORMATS[place.kind](place.module))
-        != policy.storage_of(base_name(place.name)).partition("-")[0]
+        if (form := _FORMATS[place.kind](place.module)) != code_of(policy.storage_of(base_name(place.name)))
     }
     other = sorted(form for form in formats if form is not None)
     # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.

@@ -12,15 +12,14 @@ from torch import nn
 
 from isotype.compat.torch import own_parameters
 from isotype.core.errors import PrecisionError
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import FORMATS
 from isotype.core.names import listed
 from isotype.model.walk import kind_of
-from isotype.precision.damages import FITTED, block_of
 from isotype.precision.policy import PrecisionPolicy
 
 _OUTLIERS = 6.0
 """Inputs above it are multiplied in 16 bits: transformers' `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
-_KINDS = {"linear4bit": ("nf4", "nf4-32", *FITTED, "fp4"), "linear8bit": ("int8",)}
+_BITS = {"linear4bit": 4, "linear8bit": 8}
 
 
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
@@ -37,9 +36,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
         PrecisionError: the policy names layers that the model has not.
     """
     modules = dict(model.named_modules())
-    unknown = [
-        each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _KINDS
-    ]
+    unknown = [each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _BITS]
     if unknown:
         layers = f"{listed(unknown)} under a policy that stores them otherwise"
         fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
@@ -48,13 +45,13 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
         )
     for each in policy.layers:
         layer: Any = modules[each.module]
-        if each.storage in _KINDS[kind_of(layer)]:
-            layer.weight.quant_type = each.storage.partition("-")[0]
-            layer.weight.blocksize = block_of(each.storage)
-        elif each.storage in QUANTIZATIONS:
-            model.set_submodule(each.module, _int8(layer))
-        else:
+        form = FORMATS.get(each.storage)
+        if form is None:
             model.set_submodule(each.module, _plain(layer, policy.plain))
+        elif form.bits != _BITS[kind_of(layer)]:
+            model.set_submodule(each.module, _int8(layer))
+        elif form.block:
+            layer.weight.quant_type, layer.weight.blocksize = form.code, form.block
     return frozenset(f"{each.module}.weight" for each in policy.layers if each.storage == "int8")
 
 

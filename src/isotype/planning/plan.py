@@ -24,7 +24,7 @@ from isotype.planning.record import Device, Record, Row
 from isotype.planning.request import PlanRequest, parse_request, require_known_goal
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text
-from isotype.precision.damages import FORMATS, Damages
+from isotype.precision.damages import MEASURED, Damages
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.files import write_report
 from isotype.train.recompute_choice import Room, room_of
@@ -159,7 +159,7 @@ def measured_layers(checkpoint: Checkpoint) -> Damages | None:
 
 def totals(damages: Damages | None) -> dict[str, float]:
     """Nats with all layers in one storage, by its name."""
-    return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in FORMATS}}
+    return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in MEASURED}}
 
 
 def _room(request: PlanRequest, profile: DeviceProfile) -> Room:

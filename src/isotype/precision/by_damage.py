@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import FITTED, FOUR_BITS, QUANTIZATIONS
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
-from isotype.precision.damages import FITTED, Damages
+from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.mixed import Option, choose
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
@@ -67,7 +67,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
         request,
         quantization=policy.storage if policy.quantized else None,
         double_quant=policy.double_quant or None,
-        quant_storage=policy.quant_storage if policy.storage in ("nf4", "fp4") else None,
+        quant_storage=policy.quant_storage if policy.storage in FOUR_BITS else None,
         layers=policy.layers,
         base_memory=None,
     )

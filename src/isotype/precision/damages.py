@@ -12,14 +12,12 @@ from typing import Any
 
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import write_whole
+from isotype.core.formats import FORMATS
 from isotype.core.names import plural, starred
 from isotype.core.units import format_bytes
 
-FITTED = ("nf4-fitted", "nf4-32-fitted")
-"""nf4 in blocks of 64 or 32 weights, with constants fitted to the layer's inputs (`isotype.model.fitted`)."""
-
-FORMATS = ("nf4", "fp4", *FITTED, "int8", "bfloat16", "float16")
-"""What a linear layer is measured in: `nf4` and `fp4` in blocks of 64 weights; float32 changes nothing."""
+MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
+"""What a linear layer is measured in; float32 changes nothing."""
 
 LAYOUT = 2
 """Number of the layout of a saved measurement: one of another layout is measured again."""
@@ -27,11 +25,6 @@ LAYOUT = 2
 _NESTED = 256
 _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHOWN = 12
-
-
-def block_of(form: str) -> int:
-    """Weights that share a constant in a 4-bit format."""
-    return 32 if "-32" in form else 64
 
 
 def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
@@ -45,7 +38,7 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
         return values * _FLOATS[form]
     if form == "int8":
         return values + 4 * rows
-    blocks = math.ceil(values / block_of(form))
+    blocks = math.ceil(values / FORMATS[form].block)
     constants = blocks + 4 * math.ceil(blocks / _NESTED) + 4 if double_quant else 4 * blocks
     return math.ceil(values / 2) + constants
 
@@ -141,24 +134,24 @@ class Damages:
             "",
             f"{'all layers in':<14}{'nats a token':>14}{'bytes':>12}",
         ]
-        for form in FORMATS:
+        for form in MEASURED:
             how = "" if form in self.measured else "  (sum of layers)"
             lines.append(f"{form:<14}{self.total(form):>14.4g}{format_bytes(self.bytes(form)):>12}{how}")
         worst = sorted(self.layers, key=lambda layer: -layer.damage["nf4"])[:_SHOWN]
         width = max((len(layer.module) for layer in worst), default=0)
-        lines += ["", f"{'largest in nf4':<{width}}" + "".join(f"{form:>15}" for form in FORMATS)]
+        lines += ["", f"{'largest in nf4':<{width}}" + "".join(f"{form:>15}" for form in MEASURED)]
         lines += [
-            f"{layer.module:<{width}}" + "".join(f"{layer.damage[form]:>15.3g}" for form in FORMATS)
+            f"{layer.module:<{width}}" + "".join(f"{layer.damage[form]:>15.3g}" for form in MEASURED)
             for layer in worst
         ]
         kinds: dict[str, list[LayerDamage]] = {}
         for layer in self.layers:
             kinds.setdefault(starred(layer.module), []).append(layer)
         width = max((len(kind) for kind in kinds), default=0)
-        lines += ["", f"{'by kind':<{width}}{'count':>8}" + "".join(f"{form:>15}" for form in FORMATS)]
+        lines += ["", f"{'by kind':<{width}}{'count':>8}" + "".join(f"{form:>15}" for form in MEASURED)]
         lines += [
             f"{kind:<{width}}{len(group):>8}"
-            + "".join(f"{self._sum((each, form) for each in group):>15.3g}" for form in FORMATS)
+            + "".join(f"{self._sum((each, form) for each in group):>15.3g}" for form in MEASURED)
             for kind, group in kinds.items()
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -179,7 +172,7 @@ class Damages:
             if values.pop("layout") != LAYOUT:
                 raise ValueError(f"not a measurement of layout {LAYOUT}")
             layers = tuple(LayerDamage(**layer) for layer in values.pop("layers"))
-            if any(set(FORMATS) - set(layer.damage) for layer in layers):
+            if any(set(MEASURED) - set(layer.damage) for layer in layers):
                 raise ValueError("not a measurement: a layer lacks a format")
             return cls(**{**values, "layers": layers, "notes": tuple(values["notes"])})
         except (KeyError, TypeError, AttributeError) as error:

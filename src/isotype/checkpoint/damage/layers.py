@@ -12,9 +12,10 @@ from torch import nn
 
 from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.compat.torch import UncompiledMode
+from isotype.core.formats import FITTED
 from isotype.core.operators import operator_name
 from isotype.model.walk import kind_of
-from isotype.precision.damages import FITTED, FORMATS
+from isotype.precision.damages import MEASURED
 from isotype.precision.moments import read, written
 from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
 
@@ -131,16 +132,16 @@ class Layers:
         sums.squares = gradients @ squares + (0 if sums.squares is None else sums.squares)
         sums.tokens += int((gradients > 0).sum())  # a padded token has none
         moments = read(sums.moments)
-        damage = dict.fromkeys(FORMATS, 0.0)
-        error = dict.fromkeys(FORMATS, 0.0)
+        damage = dict.fromkeys(MEASURED, 0.0)
+        error = dict.fromkeys(MEASURED, 0.0)
         for rows in pieces(*weight.shape):
             part = weight[rows]
             fisher = above[:, rows].T @ squares
-            for form in FORMATS:
+            for form in MEASURED:
                 off = rounded(part, form, moments).sub_(part).square_()
                 error[form] += float(off.sum())
                 damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
-        for form in FORMATS:
+        for form in MEASURED:
             sums.damage[form] = sums.damage.get(form, 0.0) + damage[form]
         sums.error = error
 

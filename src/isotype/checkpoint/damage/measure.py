@@ -136,7 +136,7 @@ def measure_divergence(
 
     Args:
         model, data, tokens, device, progress, revision: as of `measure_quality`.
-        storages: by a name of the caller's, the format (of `isotype.precision.damages.FORMATS`) of each layer by its name; layers that
+        storages: by a name of the caller's, the format (of `isotype.precision.damages.MEASURED`) of each layer by its name; layers that
             are not named stay in float32.
 
     Raises:

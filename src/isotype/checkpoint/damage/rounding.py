@@ -8,9 +8,9 @@ import torch
 
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.core.dtypes import parse_dtype
+from isotype.core.formats import FORMATS
 from isotype.model.fitted import quantize_fitted
 from isotype.model.quantize import quantize_4bit, quantize_int8
-from isotype.precision.damages import FITTED, block_of
 
 _PIECE = 1 << 20
 _BLOCKS = 64  # rows in whole blocks of 4 bits, however wide a row is
@@ -21,7 +21,7 @@ def rounded(weight: torch.Tensor, form: str, moments: torch.Tensor | None = None
 
     Args:
         weight: `[rows, columns]`.
-        form: one of `isotype.precision.damages.FORMATS`.
+        form: one of `isotype.precision.damages.MEASURED`.
         moments: `[columns]`, of the layer's input channels; what constants are fitted to in a format that says so.
     """
     if form == "int8":
@@ -29,8 +29,8 @@ def rounded(weight: torch.Tensor, form: str, moments: torch.Tensor | None = None
         return codes.float() * (scales.float() / 127).to(weight.device).unsqueeze(1)
     if form in ("bfloat16", "float16"):
         return weight.to(parse_dtype(form)).float()
-    name, size = form.partition("-")[0], block_of(form)
-    if form in FITTED:
+    name, size = FORMATS[form].code, FORMATS[form].block
+    if FORMATS[form].fitted:
         assert moments is not None
         codes, state = quantize_fitted(weight, name, moments, blocksize=size)
     else:

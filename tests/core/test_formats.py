@@ -1,0 +1,32 @@
+"""Quantization formats are told apart by their records."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import isotype
+from isotype.core.formats import FITTED, FORMATS, FOUR_BITS, QUANTIZATIONS, code_of
+
+SOURCE = Path(isotype.__file__).parent
+
+
+def test_what_follows_from_the_records() -> None:
+    assert QUANTIZATIONS == ("nf4", "fp4", "int8")
+    assert FOUR_BITS == ("nf4", "fp4")
+    assert FITTED == ("nf4-fitted", "nf4-32-fitted")
+    assert [code_of(name) for name in ("nf4-32-fitted", "fp4", "bfloat16")] == ["nf4", "fp4", "bfloat16"]
+    assert all(form.block or form.bits == 8 for form in FORMATS.values())
+
+
+def test_no_other_file_lists_formats() -> None:
+    """`planning/goal.py` ranks them by precision, `mixed` among them; colours are those of the pages."""
+    listing = {
+        file.relative_to(SOURCE).as_posix()
+        for file in SOURCE.rglob("*.py")
+        if '"fp4"' in (text := file.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set))
+        and len({each.value for each in node.elts if isinstance(each, ast.Constant)} & FORMATS.keys()) > 1
+    }
+    assert listing <= {"planning/goal.py"}
