@@ -314,7 +314,7 @@ def test_a_script_with_accelerate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "   = cause  model.norm.1.weight is bfloat16" in after
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # TRL's trainer is one
 def test_a_script_with_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *_script("trained", "healthy", str(tmp_path)))
     assert status == 0
