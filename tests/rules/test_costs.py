@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,8 @@ from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Call, Operand, Origin
 from isotype.rules.kit import costs
+from isotype.rules.kit.step_time import step_time
+from tests.rules.samples import trace
 from tests.rules.traces import BF16, FP32, on, traced
 
 
@@ -91,3 +95,25 @@ def test_sizes_in_every_finding_and_report() -> None:
         "1.50 KiB",
         "3.00 GiB",
     ]
+
+
+def test_memory_that_nothing_is_written_to_moves_no_bytes() -> None:
+    origin = Origin("input", FP32, "x")
+    operands = (Operand("self", FP32, (64, 64), origin),)
+    for name, moved in (("new_empty.default", 0), ("_unsafe_view.default", 0), ("zeros_like.default", 32768)):
+        call = Call(f"aten.{name}", "forward", "", "", operands, ((FP32, (64, 64)),))
+        assert costs.bytes_moved(call) == moved
+
+
+def test_random_values_take_what_their_device_draws_in_a_second() -> None:
+    origin = Origin("input", torch.float16, "x")
+    mask = Operand("self", torch.uint8, (512, 512), origin)
+    drawn = Call("aten.bernoulli_.float", "forward", "", "", (mask,), ((torch.uint8, (512, 512)),), repeats=2)
+    step = on(trace(calls=[matmul(torch.float16, 512, 512, 512), drawn], compute=torch.float16), "t4")
+    slow = replace(step, setup=replace(step.setup, profile=replace(step.setup.profile, random_rate=1e6)))
+    before, after = step_time(step), step_time(slow)
+    assert before is not None
+    assert after is not None
+    traffic = 2 * 2 * 512**2 / device_profile("t4").memory_bandwidth  # type: ignore[operator]
+    assert after.traced_seconds - before.traced_seconds == pytest.approx(2 * 512**2 / 1e6 - traffic)
+    assert after.seconds == before.seconds  # what lies between products is in no bound

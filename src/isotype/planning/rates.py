@@ -15,7 +15,9 @@ _SECONDS = 1.0
 """Of the products of all dtypes."""
 _MOST_BYTES = 64 * 2**20
 """Of what is copied: past the caches of most CPUs, and of GPUs."""
-_COPIES = 5
+_TRIES = 5
+_DRAWN = 1 << 21
+_PART = 0.9
 _ELEMENT = 4
 
 
@@ -31,7 +33,10 @@ def with_rates(profile: DeviceProfile) -> tuple[DeviceProfile, str]:
     peaks = {
         dtype: rate.flops_per_second for dtype, rate in rates.items() if rate.flops_per_second is not None
     }
-    measured = replace(profile, peak_flops=peaks, memory_bandwidth=copy_rate(torch.device(profile.name)))
+    device = torch.device(profile.name)
+    measured = replace(
+        profile, peak_flops=peaks, memory_bandwidth=copy_rate(device), random_rate=draw_rate(device)
+    )
     return measured, "rates measured on this machine"
 
 
@@ -39,14 +44,26 @@ def copy_rate(device: torch.device, clock: Callable[[], float] = time.perf_count
     """Bytes a second that a large copy reads and writes, the best of a few."""
     source = torch.zeros(_MOST_BYTES // _ELEMENT, device=device)
     target = torch.empty_like(source)
+    return 2 * _MOST_BYTES / _fastest(lambda: target.copy_(source), device, clock)
+
+
+def draw_rate(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Random values a second of a dropout's mask, the best of a few: a CPU draws them one after another, in one thread."""
+    mask = torch.empty(_DRAWN, dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(0)  # the process's own stays as it is
+    return _DRAWN / _fastest(lambda: mask.bernoulli_(_PART, generator=generator), device, clock)
+
+
+def _fastest(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    """Seconds."""
     took = []
-    for _ in range(_COPIES):
+    for _ in range(_TRIES):
         _wait(device)
         began = clock()
-        target.copy_(source)
+        run()
         _wait(device)
         took.append(clock() - began)
-    return 2 * _MOST_BYTES / min(took)
+    return min(took)
 
 
 def _wait(device: torch.device) -> None:

@@ -66,6 +66,7 @@ class DeviceProfile:
         contracts: name of the contract table of such a device where its kind has several (`"cpu-avx2"`), else "".
         unlike: why that table was not measured on such a device, as a clause; "" where it was.
         repacks_4bit: whether bitsandbytes repacks 4-bit weights there when they are evaluated.
+        random_rate: random values that one thread draws in a second (dropout's masks), where that was measured, else None.
     """
 
     name: str
@@ -85,6 +86,7 @@ class DeviceProfile:
     contracts: str = ""
     unlike: str = ""
     repacks_4bit: bool = False
+    random_rate: float | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
         """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""

@@ -15,13 +15,18 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import operator_schema
+from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace
 from isotype.rules.kit.per_trace import per_trace
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
+_UNWRITTEN = (
+    *(f"aten.{name}." for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
+    str(UNNAMED_VIEW),
+)
+"""Beginnings of operators that return memory as it lies."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 # What a cast is called where Python asks for it; under any other function's name autocast asked.
 _CAST_FUNCTIONS = frozenset(
@@ -139,8 +144,8 @@ def is_view(op: str) -> bool:
 
 
 def bytes_moved(call: Call) -> int:
-    """Bytes that the calls it stands for read and write; 0 for views."""
-    if is_view(call.op):
+    """Bytes that the calls it stands for read and write; 0 for views, and for memory that is returned as it lies."""
+    if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
     read = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)
     written = sum(elements(shape) * dtype.itemsize for dtype, shape in call.results)

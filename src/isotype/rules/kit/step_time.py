@@ -4,6 +4,7 @@ The roofline of `costs`, as a bound: a product takes no less than its FLOPs at t
 and results at the memory's bandwidth. Attention counts half of its FLOPs, since a causal kernel leaves out the scores above the
 diagonal. What lies between products can be fused with more or fewer kernels than a trace has, so that it is in no bound: it is
 in the time of the step as it was traced, one operator after another. No card reaches these rates: the real step is slower.
+Random values of a device that was measured take what one thread takes to draw them: on a CPU, ten times what their bytes do.
 A 16-bit dtype that the device emulates is multiplied in float32 units, and converted on the way there: at float32's rate at best.
 How long the host takes for a launch is on no data sheet. What it may take before the device waits for it follows from the rest.
 """
@@ -17,6 +18,7 @@ from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.per_trace import per_trace
 
+_RANDOM = ("aten.bernoulli", "aten.native_dropout", "aten.rand", "aten.uniform_", "aten.normal_")
 _ATTENTION = (
     "_scaled_dot_product_",
     ".scaled_dot_product_attention",
@@ -50,6 +52,8 @@ def step_time(trace: Trace) -> StepTime | None:
             flops[dtype] = flops.get(dtype, 0) + count
             least = max(least, count / peaks[dtype])
             seconds += least
+        if profile.random_rate is not None and call.op.startswith(_RANDOM):
+            least = max(least, _values(call) / profile.random_rate)
         traced += least
         moved += traffic
         launches += call.repeats if traffic else 0
@@ -60,6 +64,11 @@ def step_time(trace: Trace) -> StepTime | None:
         for dtype, count in flops.items()
     }
     return StepTime(seconds, traced, products, moved, bandwidth, launches, _tokens(trace))
+
+
+def _values(call: Call) -> int:
+    """Random values that the calls draw: those of the first result."""
+    return costs.elements(call.results[0][1]) * call.repeats if call.results else 0
 
 
 def _least_flops(call: Call) -> float:
