@@ -22,6 +22,7 @@ from isotype.core.errors import PrecisionError
 from isotype.model.adapters import add_lora
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
+from isotype.precision.by_damage import with_constants_of
 from isotype.precision.moments import written
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 from tests.adapters import save_trained
@@ -289,3 +290,17 @@ def test_a_module_of_ones_own(saved: Callable[..., Path]) -> None:
         if name.endswith("proj"):
             assert form(model.get_submodule(name)) == form(module)
             assert torch.equal(weight(model.get_submodule(name)), weight(module))
+
+
+def test_a_resumed_run_keeps_the_constants_it_was_begun_with(saved: Callable[..., Path]) -> None:
+    begun = mixed(saved("llama"))
+    measured_anew = replace(
+        begun,
+        layers=tuple(replace(layer, moments=layer.moments and layer.moments[::-1]) for layer in begun.layers),
+    )
+    assert measured_anew != begun
+    assert with_constants_of(measured_anew, begun) == begun
+    assert with_constants_of(measured_anew, None) == measured_anew
+    # Other formats are refused where the runs are compared: they stay as they are.
+    other = replace(measured_anew, layers=measured_anew.layers[1:])
+    assert with_constants_of(other, begun) == other

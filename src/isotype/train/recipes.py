@@ -26,6 +26,7 @@ from isotype.core.lock import only_writer
 from isotype.core.staging import recover
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.gpu.reductions import float32_reductions
+from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
@@ -147,7 +148,7 @@ def _decided(
     saved = None if resume is None else PrecisionPolicy.read(resume)
     when = settings.extra.ranges if saved is None else "known"
     policy, _ = policy_of_run(checkpoint, settings.precision, settings.extra.device, when=when)
-    policy = with_ranges_of(policy, saved)
+    policy = with_constants_of(with_ranges_of(policy, saved), saved)
     check_policy(settings, policy)
     check_weights(checkpoint)
     rows = data[settings.script.dataset_train_split]
