@@ -187,7 +187,7 @@ def test_a_config_that_contradicts_the_weights(capsys, folder, monkeypatch, tmp_
     other = shutil.copytree(folder / "chat", tmp_path / "other")
     config = (other / "config.json").read_text()
     (other / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 128'))
-    message = said(capsys, folder, monkeypatch, command.format(other))
+    message = said(capsys, folder, monkeypatch, command.format(shlex.quote(str(other))))
     assert "config.json contradicts the weights" in message
     part = "model.layers.*.mlp.down_proj.weight (2 tensors) are of shape [64, 96]"
     assert f"{part}, in model.safetensors expected shape [64, 128], as config.json says" in message
@@ -201,7 +201,7 @@ def test_a_weight_under_another_name(capsys, folder, monkeypatch, tmp_path, comm
     weights = load_file(other / "model.safetensors")
     weights["model.nrom.weight"] = weights.pop("model.norm.weight")
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    message = said(capsys, folder, monkeypatch, command.format(other))
+    message = said(capsys, folder, monkeypatch, command.format(shlex.quote(str(other))))
     assert "model.norm.weight is in no file" in message
     assert "fix model.safetensors has model.nrom.weight of this shape: rename it there" in message
     assert not (folder / "other").exists()

@@ -208,8 +208,8 @@ def test_sarif_and_html_are_written(capsys, config, tmp_path):
     status, out, _ = run(capsys, *argv, "--sarif", tmp_path / "a.sarif", "--html", tmp_path / "a.html")
     assert status == 0
     assert "runs clean" in out
-    assert json.loads((tmp_path / "a.sarif").read_text())["version"] == "2.1.0"
-    assert (tmp_path / "a.html").read_text().lstrip().lower().startswith("<!doctype html>")
+    assert json.loads((tmp_path / "a.sarif").read_text(encoding="utf-8"))["version"] == "2.1.0"
+    assert (tmp_path / "a.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
     status, out, _ = run(capsys, *argv, "--sarif", "-")
     assert json.loads(out)["version"] == "2.1.0"
 

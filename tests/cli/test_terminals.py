@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-import os
 import sys
 from pathlib import Path
 
@@ -189,7 +188,7 @@ def test_no_word_is_cut_in_40_columns(
 
 
 def test_reports_are_utf_8_whatever_the_locale_could_not_decode(tmp_path: Path) -> None:
-    asked = os.fsencode("é").decode("ascii", "surrogateescape")
+    asked = "é".encode().decode("ascii", "surrogateescape")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
         assert command_line(["sft", "--ask", asked]) == "isotype sft --ask 'é'"

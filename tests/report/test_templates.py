@@ -55,7 +55,11 @@ def test_every_file_of_the_package_is_shipped() -> None:
     package = ROOT / "src" / "isotype"
     patterns = content["tool"]["setuptools"]["package-data"]["isotype"]
     shipped = {path for pattern in patterns for path in package.glob(pattern)}
-    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    others = {
+        path
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+    }
     assert sorted(others - shipped) == []
     assert {path.name for path in shipped} > {"base.html.j2", "check.html.j2", "run.html.j2", "check.js"}
 
