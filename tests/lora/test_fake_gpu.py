@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cpus import no_compiler
 from tests.fake_gpu import CASES, OFTEN
 from tests.pairwise import few
 from tests.processes import run_module
@@ -36,9 +37,12 @@ def test_nothing_meets_the_cpu_or_waits(launches: dict[str, Any], case: str) -> 
 def test_what_lies_between_the_products_is_one_kernel_each(launches: dict[str, Any]) -> None:
     """Two layers: two norms each and the last one; queries and keys rotated forward and back; one gated product each way."""
     kernels = launches["LoRA"]["kernels"]
-    expected = {"rms_norm": 5, "rms_norm_backward": 5, "rotate": 8, "gated": 2, "gated_backward": 2}
+    expected = {"rms_norm": 5, "rms_norm_backward": 5, "gated": 2, "gated_backward": 2}
+    # The model is fused on the CPU before it moves: attention rotates in one function where that CPU has compiled loops.
+    expected |= {} if no_compiler() else {"rotate": 8}
     assert {name: kernels[f"isotype.gpu_{name}"] for name in expected} == expected
-    assert not {name for name in kernels if "silu" in name or "rsqrt" in name or "neg" in name}
+    assert not {name for name in kernels if "silu" in name or "rsqrt" in name}
+    assert no_compiler() or not {name for name in kernels if "neg" in name}
 
 
 @pytest.mark.parametrize("case", CASES)
