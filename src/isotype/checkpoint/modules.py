@@ -141,9 +141,9 @@ def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.dtype], frozenset[str]]:
     """The dtypes of a module's float tensors (see `Placement.dtypes`), and the names of its quantized weights."""
-    boundaries = tuple(places(model))
-    quantized = {f"{each.name}.weight" for each in boundaries if each.kind in ("linear4bit", "linear8bit")}
-    wanted = dtypes_to_load(model, boundaries, policy)
+    all_places = tuple(places(model))
+    quantized = {f"{each.name}.weight" for each in all_places if each.kind in ("linear4bit", "linear8bit")}
+    wanted = dtypes_to_load(model, all_places, policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in quantized:

@@ -188,13 +188,13 @@ def _require_gguf(file: Path) -> None:
 def _require_model(directory: Path, no_weights: bool) -> None:
     """Whether a directory holds a model's config, and not an adapter alone."""
     adapter = directory / "adapter_config.json"
-    given = f"the directory {directory} holds {contents(directory)}"
+    held = f"the directory {directory} holds {contents(directory)}"
     if adapter.is_file() and no_weights:
         base = read_json(adapter).get("base_model_name_or_path")
         fix = f"give {base}" if base else f"give the base model; {adapter.name} does not name it"
-        problem = Problem(given, "the model that the adapter was trained on", fix)
+        problem = Problem(held, "the model that the adapter was trained on", fix)
         raise CheckpointError("an adapter, not a model", [problem])
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"
         fix = "give the directory that save_pretrained() wrote"
-        raise CheckpointError.of("not a checkpoint", given, expected, fix)
+        raise CheckpointError.of("not a checkpoint", held, expected, fix)

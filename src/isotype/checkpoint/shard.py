@@ -238,7 +238,7 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
             if parameter.is_meta:
                 full = base_name(f"{place.name}.{name}" if place.name else name)
                 owners.setdefault(parameter, []).append((full, place, name))
-    sources = {parameter: _source(placements, rows) for parameter, placements in owners.items()}
+    sources = {parameter: _source(sharing, rows) for parameter, sharing in owners.items()}
     copies = Counter(name for name, _, _ in sources.values())
     read: dict[str, torch.Tensor] = {}  # rows that a second parameter, a trained copy of the first, takes too
     for parameter, (name, place, own) in sources.items():

@@ -58,8 +58,8 @@ def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None =
     from bitsandbytes import functional
 
     dequantize_by_blocks()
-    made: torch.Tensor = functional.dequantize_4bit(weight, state, out=out)
-    return made
+    weights: torch.Tensor = functional.dequantize_4bit(weight, state, out=out)
+    return weights
 
 
 def with_float32_constants(state: Any) -> Any:
@@ -118,8 +118,8 @@ class _ByBlocks:
         self.library = library
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.library, name)
-        return _by_blocks(found) if _KERNEL.fullmatch(name) else found
+        attribute = getattr(self.library, name)
+        return _by_blocks(attribute) if _KERNEL.fullmatch(name) else attribute
 
 
 def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 def drop(
-    x: torch.Tensor, given: torch.Tensor, probability: float
+    x: torch.Tensor, source: torch.Tensor, probability: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(what dropout leaves of X, scaled up; the mask `[rows, in]`, None where it drops nothing).
 
@@ -23,7 +23,7 @@ def drop(
 
     Args:
         x: X as a matrix `[rows, in]` in the dtype of the products.
-        given: the tensor that X was made from, of any shape and strides.
+        source: the tensor that X was flattened from, of any shape and strides.
         probability: with which a number is dropped.
     """
     if not probability:
@@ -31,8 +31,8 @@ def drop(
     if _has_kernel(x):
         kept, mask = _aten.native_dropout(x, probability, True)
         return kept, mask
-    drawn = torch.empty_like(given, dtype=torch.bool).bernoulli_(1 - probability)
-    mask = drawn.reshape(-1, given.shape[-1])
+    drawn = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - probability)
+    mask = drawn.reshape(-1, source.shape[-1])
     return dropped(x, mask, probability), mask
 
 

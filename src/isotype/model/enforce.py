@@ -61,11 +61,11 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
             its quantization state.
     """
     changes = [Change(name, _LIGER) for name in without_liger(model)]
-    boundaries = tuple(places(model))
-    _check_storage(model, boundaries, policy)
-    by_ranges = range_boundaries(model, boundaries, policy)
-    wanted = _wanted_dtypes(boundaries, policy, by_ranges)
-    for place in boundaries:
+    all_places = tuple(places(model))
+    _check_storage(model, all_places, policy)
+    by_ranges = range_boundaries(model, all_places, policy)
+    wanted = _wanted_dtypes(all_places, policy, by_ranges)
+    for place in all_places:
         changes += _parameters(place, wanted)
         changes += _quantization(place, policy, by_ranges.get(place.name))
         changes += _buffers(place, policy)
@@ -74,9 +74,9 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     return tuple(changes)
 
 
-def _check_storage(model: Any, boundaries: Sequence[Place], policy: PrecisionPolicy) -> None:
+def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
     """Refuse a policy whose storage is not the model's: quantizing, or undoing it, is not a matter of a cast."""
-    quantized = [place for place in boundaries if place.kind in _FORMATS]
+    quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = {
         form
         for place in quantized
@@ -86,7 +86,7 @@ def _check_storage(model: Any, boundaries: Sequence[Place], policy: PrecisionPol
     # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.
     left_dense = policy.quantized and not quantized and not _quantization_configured(model)
     dense = (
-        [place for place in boundaries if place.kind == "linear" and not place.adapter] if left_dense else []
+        [place for place in all_places if place.kind == "linear" and not place.adapter] if left_dense else []
     )
     if not other and not dense:
         return
@@ -95,7 +95,7 @@ def _check_storage(model: Any, boundaries: Sequence[Place], policy: PrecisionPol
 
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
-    """The error for a model or checkpoint (`found`, with the format it is stored in) that `policy` does not fit."""
+    """The error for a model or checkpoint (`what`, with the format it is stored in) that `policy` does not fit."""
     return PrecisionError.of(
         "the policy is for other weights",
         f"{what} under a policy with storage {policy.storage}",
@@ -135,33 +135,33 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 
 
 def dtypes_to_load(
-    model: nn.Module, boundaries: Sequence[Place], policy: PrecisionPolicy
+    model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
     """The dtype that each unquantized float parameter is to be loaded in: under the policy at once.
 
     Args:
         model: that is about to get its weights; adapters come later.
-        found: its `places`.
+        all_places: its `places`.
         policy: from `isotype.resolve_precision`.
     """
-    by_ranges = range_boundaries(model, boundaries, policy)
-    return _wanted_dtypes(boundaries, policy, by_ranges, frozen=policy.trainable == "lora")
+    by_ranges = range_boundaries(model, all_places, policy)
+    return _wanted_dtypes(all_places, policy, by_ranges, frozen=policy.trainable == "lora")
 
 
 def _wanted_dtypes(
-    boundaries: Sequence[Place],
+    all_places: Sequence[Place],
     policy: PrecisionPolicy,
     by_ranges: Mapping[str, BoundarySettings],
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """The dtype that `policy` wants for each unquantized float parameter of the modules at `found`.
+    """The dtype that `policy` wants for each unquantized float parameter of the modules of `all_places`.
 
     A parameter that several modules share takes float32 if one of them wants it. `by_ranges` are the boundaries that
     value ranges need, by the place's name; `frozen` says that what is not an adapter is going to be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
-    for place in boundaries:
+    for place in all_places:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():
             if wanted.get(parameter) != torch.float32:
                 wanted[parameter] = dtype

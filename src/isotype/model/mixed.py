@@ -57,8 +57,11 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 def moments_by_weight(policy: PrecisionPolicy) -> dict[str, torch.Tensor]:
     """Name of a weight -> `[in]`, for layers whose constants are fitted to the moments of their input channels."""
-    found = {f"{each.module}.weight": policy.moments_of(each.module) for each in policy.layers}
-    return {name: moments for name, moments in found.items() if moments is not None}
+    return {
+        f"{layer.module}.weight": moments
+        for layer in policy.layers
+        if (moments := policy.moments_of(layer.module)) is not None
+    }
 
 
 def _int8(layer: Any) -> nn.Module:

@@ -21,7 +21,7 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy
 
 
 def range_boundaries(
-    model: nn.Module, boundaries: Sequence[Place], policy: PrecisionPolicy
+    model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
     """The boundaries that ranges need, by the place's name; nothing where the policy has neither exceptions nor a
     float32 residual stream."""
@@ -29,10 +29,10 @@ def range_boundaries(
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
     blocks = {id(block) for block in blocks_in(model)}
-    root = max((place.name for place in boundaries if not base_name(place.name)), key=len, default="")
+    root = max((place.name for place in all_places if not base_name(place.name)), key=len, default="")
     wanted: dict[str, BoundarySettings] = {}
     inside = ""  # the block around the current place: modules come depth first
-    for place in boundaries:
+    for place in all_places:
         if not f"{place.name}.".startswith(f"{inside}."):
             inside = ""
         if id(place.module) in blocks:
@@ -57,11 +57,11 @@ def computes_float32(settings: BoundarySettings | None) -> bool:
 
 def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
     """Names of the parameters of `model` that `policy` keeps in float32 because of value ranges."""
-    boundaries = tuple(places(model))
-    wanted = range_boundaries(model, boundaries, policy)
+    all_places = tuple(places(model))
+    wanted = range_boundaries(model, all_places, policy)
     return {
         f"{place.name}.{name}"
-        for place in boundaries
+        for place in all_places
         if computes_float32(wanted.get(place.name))
         for name, _ in place.module.named_parameters(recurse=False)
     }

@@ -76,13 +76,9 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
     """`policy` with the moments that `saved` has for the same layers in the same formats: a run goes on with the constants of 4 bits
     that it was begun with, whatever was measured since."""
-    if saved is None or _formats(policy) != _formats(saved):
+    if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
     return replace(policy, layers=saved.layers)
-
-
-def _formats(policy: PrecisionPolicy) -> dict[str, str]:
-    return {layer.module: layer.storage for layer in policy.layers}
 
 
 def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:

@@ -135,6 +135,11 @@ class PrecisionPolicy:
         layer = self._layers_by_name.get(module)
         return self.storage if layer is None else layer.storage
 
+    @property
+    def layer_formats(self) -> dict[str, str]:
+        """Format of each layer that is stored otherwise than `storage` says, by its module."""
+        return {layer.module: layer.storage for layer in self.layers}
+
     def moments_of(self, module: str) -> torch.Tensor | None:
         """`[in]`, of the input channels of a linear layer whose constants are fitted to them; None of another."""
         layer = self._layers_by_name.get(module)
@@ -221,7 +226,7 @@ class PrecisionPolicy:
         return {
             **plain,
             "reasons": dict(self.reasons),
-            "layers": {layer.module: layer.storage for layer in self.layers},
+            "layers": self.layer_formats,
             "exceptions": [asdict(exception) for exception in self.exceptions],
         }
 

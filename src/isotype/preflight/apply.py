@@ -267,10 +267,10 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
         wide_residual=wanted.wide_residual,
         exceptions=tuple(_exceptions(model, wanted)),
     )
-    boundaries = tuple(places(model))
-    by_ranges = range_boundaries(model, boundaries, policy)
+    all_places = tuple(places(model))
+    by_ranges = range_boundaries(model, all_places, policy)
     undos: list[Undo] = []
-    for place in boundaries:
+    for place in all_places:
         settings = by_ranges.get(place.name)
         if settings is None:
             continue

@@ -87,7 +87,7 @@ def identity_of(
         "num_train_epochs": training.num_train_epochs,
         **{name: getattr(training, name) for name in (*_DECISIVE, *sorted(own)) if name in names},
         **{name: getattr(policy, name) for name in _POLICY},
-        "layers": {layer.module: layer.storage for layer in policy.layers},
+        "layers": policy.layer_formats,
         "use_peft": policy.trainable == "lora",
         **(_lora(settings, start) if policy.trainable == "lora" else {}),
     }

@@ -77,12 +77,12 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 def _fields(text: str) -> dict[str, str]:
     """`key : value` lines; the first occurrence of a key wins (cpuinfo repeats itself for every core)."""
-    found: dict[str, str] = {}
+    fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon:
-            found.setdefault(key.strip(), value.strip())
-    return found
+            fields_read.setdefault(key.strip(), value.strip())
+    return fields_read
 
 
 def parse_cpuinfo(text: str) -> CpuFeatures:

@@ -26,7 +26,7 @@ _UNWRITTEN = (
     *(f"aten.{name}." for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
     str(UNNAMED_VIEW),
 )
-"""Beginnings of operators that return memory as it lies."""
+"""Beginnings of operators that return memory without writing it."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 # What a cast is called where Python asks for it; under any other function's name autocast asked.
 _CAST_FUNCTIONS = frozenset(
@@ -144,7 +144,7 @@ def is_view(op: str) -> bool:
 
 
 def bytes_moved(call: Call) -> int:
-    """Bytes that the calls it stands for read and write; 0 for views, and for memory that is returned as it lies."""
+    """Bytes that the calls it stands for read and write; 0 for views, and for memory that is returned unwritten."""
     if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
     read = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)

@@ -371,7 +371,7 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
         parameters: the twin's trainable parameters.
         learning_rate: None for the optimizer's own default.
     """
-    rate = {} if learning_rate is None else {"lr": learning_rate}
+    options = {} if learning_rate is None else {"lr": learning_rate}
     if isinstance(asked, torch.optim.Optimizer):
         closure = inspect.signature(type(asked).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -385,7 +385,7 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
     make = OPTIMIZERS.get(asked)
     if make is None:
         return f"the step of optimizer {asked} is not traced: it runs in kernels of its own"
-    return make(parameters, **rate)
+    return make(parameters, **options)
 
 
 def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:

@@ -58,7 +58,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         stop: raise `FoundError` at the first; else the step goes on, since other processes wait for its end.
 
     Attributes:
-        found: the first; None while there is none.
+        finding: the first; None while there is none.
         suspect: a value that the code wrote, or that no operator made; it is at fault if the loss is not finite and
             nothing else was found.
     """
