@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.load import wanted_quantization
+from isotype.checkpoint.weightless import wanted_quantization
 from isotype.model.boundary import original_class
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 from tests.models import quiet

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers import PreTrainedModel, Trainer
 
@@ -17,6 +18,7 @@ from isotype.compat.transformers import (
     PREPARE_INPUTS,
     TrainerSteps,
     attention_of,
+    class_for_load,
     incompatibilities,
     is_auto_class,
     mapping_of,
@@ -24,11 +26,11 @@ from isotype.compat.transformers import (
     may_be_surplus,
     name_of,
     never_saved,
+    own_class_again,
     pinned,
     pinned_strictly,
     rename,
     set_attention,
-    subclass,
     takes_attention,
 )
 
@@ -98,7 +100,14 @@ def test_steps_reach_the_trainer_below_and_a_class_between() -> None:
     assert calls == ["mine", "trainer"]
 
 
-def test_a_class_for_one_load_has_the_name_of_the_other() -> None:
-    below = subclass(transformers.LlamaModel, post_init=len)
+def test_a_class_for_one_load_has_the_name_of_the_other_and_leaves_the_model() -> None:
+    below = class_for_load(transformers.LlamaModel, lambda _: {"norm.weight"})
     assert (below.__name__, below.__module__) == ("LlamaModel", transformers.LlamaModel.__module__)
-    assert below.post_init is len
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = below(config)
+    assert getattr(model, DTYPE_PLAN)(torch.float16) == {"norm.weight": torch.float32}
+    assert getattr(model, DTYPE_PLAN)(torch.float32) == {}
+    own_class_again(model)
+    assert type(model) is transformers.LlamaModel

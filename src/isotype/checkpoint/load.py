@@ -1,33 +1,47 @@
-"""Load a checkpoint so that every weight is stored as the policy says."""
+"""Load a checkpoint so that every weight is stored as the policy says.
+
+transformers' `from_pretrained` builds the model; its weights are streamed in between from the files.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.formats.config import model_class as class_of
+from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
-from isotype.checkpoint.formats.headers import CheckpointHeaders
+from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_file_headers
 from isotype.checkpoint.formats.hub import commit_of
+from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.opened import Checkpoint, config_of, open_checkpoint, require_complete_gguf
-from isotype.checkpoint.streaming import can_stream, headers_of, stream
+from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import Packing, packing_of
+from isotype.checkpoint.weightless import (
+    concrete_class,
+    forget_quantization,
+    note_quantization,
+    wanted_quantization,
+)
 from isotype.compat.hub import asking
-from isotype.compat.transformers import DTYPE_PLAN, LOAD, is_auto_class, pin, pinned, pinned_strictly, rename
-from isotype.compat.transformers import subclass as loading_class
-from isotype.core.errors import CheckpointError, PrecisionError, Problem
-from isotype.model.enforce import contradiction, enforce_model
+from isotype.compat.transformers import class_for_load, mark_as_loaded, own_class_again, rename
+from isotype.core.errors import PrecisionError, Problem
+from isotype.core.formats import QUANTIZATIONS
+from isotype.model.enforce import contradiction, dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
+from isotype.model.mixed import moments_by_weight, store_layers
+from isotype.model.quantized import holds_turned
 from isotype.model.range_boundaries import float32_by_ranges
+from isotype.model.walk import places
 from isotype.precision.facts import ModelFacts
-from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
 def load(
@@ -94,14 +108,14 @@ def load_checkpoint(
         del keywords["quantization_config"]
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
-    streaming = _streaming(
+    loading = _class(
         cls, policy, checkpoint.name, broken, headers=headers, packing=packing, deferred=deferred
     )
     with without_bars(), asking(source):
-        model = streaming.from_pretrained(
+        model = loading.from_pretrained(
             name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **keywords
         )
-    model.__class__ = cls
+    own_class_again(model)
     refuse(checkpoint.name, broken)
     if policy.trainable == "lora":
         model.requires_grad_(False)
@@ -127,12 +141,6 @@ def saved_format(facts: ModelFacts) -> str | None:
     return None if quantization is None or quantization.dequantized else quantization.format
 
 
-def forget_quantization(config: Any) -> None:
-    """Take out of a config (and those inside of it) how the checkpoint was quantized: the model is dense."""
-    for each in (config, config.get_text_config()):
-        vars(each).pop("quantization_config", None)
-
-
 def _took(config: Any, name: str, value: Any) -> bool:
     """Whether an argument of `from_pretrained` is a field of the config, which then has it."""
     if not hasattr(config, name) or name in ("attn_implementation", "experts_implementation"):
@@ -152,85 +160,34 @@ def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
     return checkpoint.source
 
 
-def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """The model class for `config`: the auto class's choice, or the one that the config itself names.
-
-    Raises:
-        CheckpointError: the config names no class that transformers has.
-    """
-    if model_class is not None and not is_auto_class(model_class):
-        return model_class
-    cls = class_of(config, model_class)
-    if cls is not None:
-        return cls
-    raise CheckpointError.of(
-        "no model class for this checkpoint",
-        f"model_type {config.model_type!r} with architectures {config.architectures}",
-        f"a class of {getattr(model_class, '__name__', 'transformers')}",
-        "give model_class=, or a checkpoint of an architecture that transformers knows",
-    )
-
-
-def pinning(cls: Any, policy: PrecisionPolicy | None = None) -> Any:
-    """A subclass that keeps every pinned parameter in float32 while it is being loaded, and all that `policy` keeps in
-    float32 because of value ranges.
-
-    transformers casts the patterns of `_keep_in_fp32_modules` to bfloat16 when bfloat16 is asked for; rounding
-    them and casting back would not bring the digits back, so the choice is made before the first byte is read.
-    """
-
-    def post_init(self: Any) -> None:
-        super(subclass, self).post_init()
-        # The quantizer skips the modules named here; a strict pin must not be quantized either.
-        strict = {name.removesuffix(".weight") for name in pinned_strictly(self)}
-        pin(self, pinned(self) | strict)
-
-    def dtype_plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        if dtype == torch.float32:
-            return {}
-        names = pinned(self) | pinned_strictly(self)
-        if policy is not None:
-            names |= float32_by_ranges(self, policy)
-        return dict.fromkeys(names, torch.float32)
-
-    subclass = loading_class(cls, **{"post_init": post_init, DTYPE_PLAN: dtype_plan})
-    return subclass
-
-
-def _streaming(
+def _class(
     cls: Any,
     policy: PrecisionPolicy,
-    source: object,
+    source: str,
     broken: dict[str, str],
     *,
-    headers: CheckpointHeaders | None = None,
+    headers: CheckpointHeaders | None,
     packing: Packing,
-    deferred: DeferredBlocks | None = None,
+    deferred: DeferredBlocks | None,
 ) -> Any:
-    """`pinning(cls, policy)` whose weights are streamed: from `headers`, else from the files that transformers finds.
+    """`cls` for one load, its weights streamed: from `headers`, else from the files that transformers finds.
 
     `broken` takes the names of parameters that are not finite.
     """
 
-    def load_weights(model: Any, state_dict: Any, files: Any, settings: Any, *rest: Any, **more: Any) -> Any:
-        if headers is not None:
-            info, infinite = stream(model, headers, settings, policy, packing, deferred)
-            loaded = info, None
-        elif can_stream(state_dict, files, settings):
-            info, infinite = stream(model, headers_of(source, files), settings, policy, packing, deferred)
-            loaded = info, None
-        else:
-            if policy.layers:
-                raise _not_mixed(source)
-            theirs = getattr(super(subclass, subclass), LOAD)
-            loaded = theirs(model, state_dict, files, settings, *rest, **more)
-            # Not the buffers: a mask may well hold infinity.
-            infinite = not_finite(model.named_parameters())
-        broken.update(infinite)
+    def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
+        if headers is not None or can_stream(state_dict, files, settings):
+            held = _headers_of(source, files) if headers is None else headers
+            info, infinite = stream(model, held, settings, policy, packing, deferred)
+            broken.update(infinite)
+            return info, None
+        if policy.layers:
+            raise _not_mixed(source)
+        loaded = theirs()
+        broken.update(not_finite(model.named_parameters()))  # not the buffers: a mask may well hold infinity
         return loaded
 
-    subclass = loading_class(pinning(cls, policy), **{LOAD: staticmethod(load_weights)})
-    return subclass
+    return class_for_load(cls, partial(float32_by_ranges, policy=policy), read)
 
 
 def _not_mixed(source: object) -> PrecisionError:
@@ -248,30 +205,6 @@ def _default_device_map(policy: PrecisionPolicy) -> Any:
     return None
 
 
-def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
-    if saved is not None or not policy.quantized:
-        return None
-    from transformers import BitsAndBytesConfig
-
-    if policy.storage == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=policy.storage,
-        bnb_4bit_compute_dtype=policy.compute,
-        bnb_4bit_use_double_quant=policy.double_quant,
-        bnb_4bit_quant_storage=policy.quant_storage,
-    )
-
-
-def note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """The config that is saved with the model says the compute dtype that is really in force."""
-    config = getattr(model.config, "quantization_config", None)
-    if config is not None and hasattr(config, "bnb_4bit_compute_dtype"):
-        config.bnb_4bit_compute_dtype = policy.compute
-
-
 @contextmanager
 def without_bars() -> Iterator[None]:
     """transformers' progress bars off, and on again afterwards if they were."""
@@ -284,3 +217,122 @@ def without_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
+
+
+# ------------------------------------------------------------------------------------------------------ streaming
+# transformers does what it is best at: finding and downloading files, building the class, its quantizer's choice of layers,
+# tied weights, buffers that are computed, generation settings. In between, `isotype.checkpoint.fill` reads.
+
+
+def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -> bool:
+    """Whether what `from_pretrained` is about to load is streamed; else it loads on its own.
+
+    Args:
+        state_dict: weights that were given in memory.
+        files: the files of weights.
+        settings: transformers' `LoadStateDictConfig`.
+    """
+    from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
+
+    elsewhere = "disk" in (settings.device_map or {}).values() or settings.device_mesh is not None
+    foreign = settings.hf_quantizer is not None and not _is_bnb(settings.hf_quantizer)
+    return (
+        state_dict is None
+        and bool(files)
+        and all(str(file).endswith((".safetensors", ".bin")) for file in files or ())
+        and not (elsewhere or foreign or settings.ignore_mismatched_sizes or settings.disable_mmap)
+        and not (is_deepspeed_zero3_enabled() or is_fsdp_enabled())
+    )
+
+
+def _headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
+    """The headers of the files that `from_pretrained` has found for `source`."""
+    tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
+    form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
+    return CheckpointHeaders(Path(str(source)), form, "model", tensors, {})
+
+
+def stream(
+    model: Any,
+    headers: CheckpointHeaders,
+    settings: Any,
+    policy: PrecisionPolicy,
+    packing: Packing,
+    deferred: DeferredBlocks | None = None,
+) -> tuple[Any, dict[str, str]]:
+    """Fill `model` from a checkpoint's files.
+
+    Args:
+        model: of transformers, on the meta device, with bitsandbytes' layers where it is quantized.
+        headers: of the checkpoint.
+        settings: transformers' `LoadStateDictConfig`.
+        policy: decides the dtypes.
+        packing: what the checkpoint's config says of its own quantization.
+        deferred: takes what is to be read block by block.
+
+    Returns:
+        transformers' `LoadStateDictInfo`, and the names of parameters that are not finite with what is wrong.
+
+    Raises:
+        CheckpointError: tensors are missing, of another shape than the model's or there twice, or a file is damaged.
+    """
+    store_layers(model, policy)
+    matched = match(model, headers)
+    matched = replace(matched, wrong=tuple(wrong for wrong in matched.wrong if not _is_turned(model, wrong)))
+    matched.require_complete()
+    expected = set(model.state_dict())  # quantized layers have more of them afterwards
+    placement = replace(_placement(model, settings, policy), packing=packing, turn=turning(model, headers))
+    weights = matched.weights
+    if deferred is not None:
+        weights = deferred.take(model, weights, placement, headers.path)
+    filled, broken = fill(model, weights, placement)
+    filled |= set() if deferred is None else deferred.names
+    for name in filled:
+        # transformers draws values for what has not this mark.
+        mark_as_loaded(model.get_parameter_or_buffer(name))
+    return _info(expected - filled, matched), broken
+
+
+def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
+    from transformers.integrations.accelerate import get_device
+
+    quantizer, plan = settings.hf_quantizer, tuple(settings.dtype_plan)
+    wanted = dtypes_to_load(model, tuple(places(model)), policy)
+    dtypes = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            pinned = torch.float32 if is_pinned(name, plan) else value.dtype
+            dtypes[name] = pinned if policy.keep_frozen else wanted.get(value, pinned)  # type: ignore[call-overload]
+    other = {f"{each.module}.weight" for each in policy.layers if each.storage in QUANTIZATIONS}
+    quantized = {
+        name
+        for name in model.state_dict()
+        if quantizer is not None and (quantizer.param_needs_quantization(model, name) or name in other)
+    }
+    device_map = settings.device_map or {"": "cpu"}
+    return Placement(
+        dtypes | dict.fromkeys(quantized, policy.plain),
+        frozenset(quantized),
+        lambda name: get_device(device_map, name, valid_torch_device=True),
+        moments=moments_by_weight(policy),
+    )
+
+
+def _is_bnb(quantizer: Any) -> bool:
+    return str(getattr(quantizer.quantization_config.quant_method, "value", "")) == "bitsandbytes"
+
+
+def _is_turned(model: Any, wrong: Any) -> bool:
+    """Whether a tensor fits once it is turned: those of GPT-2's layers, where bitsandbytes' take their place."""
+    layer = model.get_submodule(wrong.name.rpartition(".")[0])
+    return holds_turned(layer) and wrong.found == wrong.wanted[::-1]
+
+
+def _info(missing: set[str], matched: Match) -> Any:
+    from transformers.modeling_utils import LoadStateDictInfo
+
+    empty = {"error_msgs": list, "conversion_errors": dict}
+    info = {each.name: empty.get(each.name, set)() for each in fields(LoadStateDictInfo)}
+    info["missing_keys"] = missing
+    info["unexpected_keys"] = {tensor.weight.name for tensor in matched.surplus}
+    return LoadStateDictInfo(**info)

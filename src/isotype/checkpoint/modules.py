@@ -15,11 +15,11 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.load import wanted_quantization
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import dense_shape, stored_tensors
 from isotype.checkpoint.values.unpack import Packing, dense, packing_of
+from isotype.checkpoint.weightless import wanted_quantization
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError
 from isotype.core.names import listed

@@ -15,11 +15,10 @@ from accelerate import PartialState
 from torch import nn
 
 from isotype.checkpoint.blank import KeepsValues
-from isotype.checkpoint.load import forget_quantization
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
-from isotype.checkpoint.weightless import skeleton, store
+from isotype.checkpoint.weightless import forget_quantization, skeleton, store
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError, Problem

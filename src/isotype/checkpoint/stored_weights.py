@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.blank import building
 from isotype.checkpoint.fill import read_source
-from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.load import concrete_class
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted, weight_map
 from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import packing_of
-from isotype.core.errors import CheckpointError
+from isotype.checkpoint.weightless import concrete_class
 
 
 class StoredWeights:
@@ -113,13 +111,8 @@ def blank_model(config: Any) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with init_empty_weights(include_buffers=False), no_init_weights(), NoDraws():
+        with building(cls), init_empty_weights(include_buffers=False), no_init_weights():
             model = cls(config)
-    except BUILD_ERRORS as error:
-        what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
-        fix = "take config.json and transformers as the checkpoint was published with"
-        expected = "a config that the class can be built from"
-        raise CheckpointError.of("the config does not fit its model class", what, expected, fix) from error
     finally:
         torch.set_default_dtype(before)
     model.tie_weights()

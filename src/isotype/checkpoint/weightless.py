@@ -14,21 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.blank import building
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.formats.config import BUILD_ERRORS, gguf_config, read_config
+from isotype.checkpoint.formats.config import gguf_config, read_config
+from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.formats.hub import hub_config
-from isotype.checkpoint.load import (
-    concrete_class,
-    forget_quantization,
-    note_quantization,
-    pinning,
-    wanted_quantization,
-)
 from isotype.checkpoint.locate import resolve_source
 from isotype.compat.torch import own_parameters
-from isotype.compat.transformers import set_attention
+from isotype.compat.transformers import class_for_load, is_auto_class, own_class_again, set_attention
 from isotype.core.errors import CheckpointError
 from isotype.model.enforce import enforce_model
 from isotype.model.mixed import store_layers
@@ -69,6 +63,25 @@ def model_config(source: Any, *, revision: str | None = None) -> Any:
     )
 
 
+def concrete_class(config: Any, model_class: type | None = None) -> Any:
+    """The model class for `config`: the auto class's choice, or the one that the config itself names.
+
+    Raises:
+        CheckpointError: the config names no class that transformers has.
+    """
+    if model_class is not None and not is_auto_class(model_class):
+        return model_class
+    cls = class_of(config, model_class)
+    if cls is not None:
+        return cls
+    raise CheckpointError.of(
+        "no model class for this checkpoint",
+        f"model_type {config.model_type!r} with architectures {config.architectures}",
+        f"a class of {getattr(model_class, '__name__', 'transformers')}",
+        "give model_class=, or a checkpoint of an architecture that transformers knows",
+    )
+
+
 def skeleton(
     config: Any,
     policy: PrecisionPolicy,
@@ -101,22 +114,15 @@ def skeleton(
     if attn_implementation is not None:
         set_attention(config, attn_implementation)
     config.dtype = policy.plain
-    pinned = pinning(cls)
-    try:
-        with ExitStack() as stack, NoDraws():
-            for context in pinned.get_init_context(policy.plain, policy.quantized, False, None):
-                if not (buffers and isinstance(context, torch.device)):
-                    stack.enter_context(context)
-            if buffers:
-                stack.enter_context(init_empty_weights(include_buffers=False))
-                stack.enter_context(no_init_weights())
-            model = pinned(config)
-    except BUILD_ERRORS as error:
-        what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
-        fix = "take config.json and transformers as the checkpoint was published with"
-        raise CheckpointError.of(
-            "the config does not fit its model class", what, "a config that the class can be built from", fix
-        ) from error
+    loading = class_for_load(cls)
+    with building(cls), ExitStack() as stack:
+        for context in loading.get_init_context(policy.plain, policy.quantized, False, None):
+            if not (buffers and isinstance(context, torch.device)):
+                stack.enter_context(context)
+        if buffers:
+            stack.enter_context(init_empty_weights(include_buffers=False))
+            stack.enter_context(no_init_weights())
+        model = loading(config)
     model.tie_weights()
     return model
 
@@ -131,7 +137,7 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
         forget_quantization(model.config)
     if policy.quantized:
         _quantize(model, policy, getattr(model.config, "quantization_config", None))
-    model.__class__ = type(model).__mro__[1]  # `pinning` made the subclass
+    own_class_again(model)
     if policy.trainable == "lora":
         model.requires_grad_(False)
     model.eval()
@@ -167,3 +173,33 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 
 def _has_weight(module: nn.Module) -> bool:
     return isinstance(own_parameters(module).get("weight"), nn.Parameter)
+
+
+def forget_quantization(config: Any) -> None:
+    """Take out of a config (and those inside of it) how the checkpoint was quantized: the model is dense."""
+    for each in (config, config.get_text_config()):
+        vars(each).pop("quantization_config", None)
+
+
+def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
+    """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
+    if saved is not None or not policy.quantized:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if policy.storage == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=policy.storage,
+        bnb_4bit_compute_dtype=policy.compute,
+        bnb_4bit_use_double_quant=policy.double_quant,
+        bnb_4bit_quant_storage=policy.quant_storage,
+    )
+
+
+def note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """The config that is saved with the model says the compute dtype that is really in force."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is not None and hasattr(config, "bnb_4bit_compute_dtype"):
+        config.bnb_4bit_compute_dtype = policy.compute

@@ -7,11 +7,13 @@ tests/compat/test_transformers.py fails where one is gone or means something els
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, Final
+
+import torch
 
 from isotype.compat.replaced import replaced
 from isotype.compat.standard import frame_above
@@ -32,11 +34,6 @@ def pinned(model: Any) -> Any:
 def pinned_strictly(model: Any) -> Any:
     """Patterns of what a model, or its class, keeps in float32 whatever is asked for; None without any."""
     return getattr(model, "_keep_in_fp32_modules_strict", None)
-
-
-def pin(model: Any, patterns: set[str]) -> None:
-    """Set the patterns of `pinned`, which the quantizer leaves alone, too."""
-    model._keep_in_fp32_modules = patterns
 
 
 def is_auto_class(cls: Any) -> bool:
@@ -119,6 +116,55 @@ def takes_attention(model: Any) -> bool:
 def mark_as_sharded(model: Any) -> None:
     """`generate` then goes on until every process has its end."""
     model._is_fsdp_managed_module = True
+
+
+# ------------------------------------------------------------------------------------------------- a class for one load
+
+Names = Callable[[Any], set[str]]
+"""Names of parameters of a model."""
+Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
+"""`(model, weights in memory, files, transformers' settings, transformers' own reading)` to what `from_pretrained` goes on with."""
+
+
+def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
+    """A class below `cls` under the same name and module, for one load; `own_class_again` ends it.
+
+    It keeps every pinned parameter in float32 while a model is loaded. transformers casts the patterns of `_keep_in_fp32_modules` to
+    bfloat16 when bfloat16 is asked for; rounding them and casting back would not bring the digits back, so the choice is made before the
+    first byte is read.
+
+    Args:
+        cls: a model class of transformers.
+        float32: names of parameters of a model that stay float32 besides; none by default.
+        read: fills a model; by default transformers does.
+    """
+
+    def post_init(self: Any) -> None:
+        super(derived, self).post_init()
+        # The quantizer skips the modules named here; a strict pin must not be quantized either.
+        strict = {name.removesuffix(".weight") for name in pinned_strictly(self)}
+        self._keep_in_fp32_modules = pinned(self) | strict
+
+    def dtype_plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        if dtype == torch.float32:
+            return {}
+        more = set() if float32 is None else float32(self)
+        return dict.fromkeys(pinned(self) | pinned_strictly(self) | more, torch.float32)
+
+    def load(model: Any, state_dict: Any, files: Any, settings: Any, *rest: Any, **more: Any) -> Any:
+        theirs = getattr(super(derived, derived), LOAD)
+        own = partial(theirs, model, state_dict, files, settings, *rest, **more)
+        return own() if read is None else read(model, state_dict, files, settings, own)
+
+    members = {"post_init": post_init, DTYPE_PLAN: dtype_plan, LOAD: staticmethod(load)}
+    derived: Any = type(cls.__name__, (cls,), members)
+    derived.__module__ = cls.__module__
+    return derived
+
+
+def own_class_again(model: Any) -> None:
+    """Give a model of a `class_for_load` the class that it was made from."""
+    model.__class__ = type(model).__mro__[1]
 
 
 # ------------------------------------------------------------------------------------------------------- Trainer
@@ -231,13 +277,6 @@ OVERRIDDEN: Final = tuple(
 def incompatibilities(trainer: type) -> list[str]:
     """What `TrainerSteps` overrides and a trainer's class does not have: its steps would be left out without a word."""
     return [f"{trainer.__name__} has no method {name}" for name in OVERRIDDEN if not hasattr(trainer, name)]
-
-
-def subclass(cls: Any, **members: Any) -> Any:
-    """A class below `cls` under the same name and module, for one load: the model is given `cls` again when it has been filled."""
-    derived: Any = type(cls.__name__, (cls,), members)
-    derived.__module__ = cls.__module__
-    return derived
 
 
 # ------------------------------------------------------------------------------------------------------ replaced for a time

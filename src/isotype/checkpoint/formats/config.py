@@ -11,23 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.blank import BUILD_ERRORS, building
 from isotype.checkpoint.formats.gguf import read_gguf_header, without_vocabulary
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem
-
-# How building a model class from a config that does not fit it fails.
-BUILD_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 def read_config(directory: Path) -> Any:
@@ -83,17 +71,9 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
             "a model class that transformers has",
             "update transformers, or give the model itself (an nn.Module)",
         )
-    try:
-        with torch.device("meta"), NoDraws():
-            # A copy: building a model writes its choices (attention implementation, dtype) into the config.
-            model: nn.Module = cls(copy.deepcopy(config))
-    except BUILD_ERRORS as error:
-        raise CheckpointError.of(
-            "the config does not fit its model class",
-            f"{source}: {cls.__name__} fails with {type(error).__name__}: {error}",
-            "a config that the class can be built from",
-            "take config.json and transformers as the checkpoint was published with",
-        ) from error
+    with building(cls, source), torch.device("meta"):
+        # A copy: building a model writes its choices (attention implementation, dtype) into the config.
+        model: nn.Module = cls(copy.deepcopy(config))
     return model
 
 
