@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import isotype
-from isotype.core.formats import FITTED, FORMATS, FOUR_BITS, QUANTIZATIONS, code_of
+from isotype.core.formats import FITTED, FORMATS, FOUR_BITS, QUANTIZATIONS
 
 SOURCE = Path(isotype.__file__).parent
 
@@ -15,7 +15,6 @@ def test_what_follows_from_the_records() -> None:
     assert QUANTIZATIONS == ("nf4", "fp4", "int8")
     assert FOUR_BITS == ("nf4", "fp4")
     assert FITTED == ("nf4-fitted", "nf4-32-fitted")
-    assert [code_of(name) for name in ("nf4-32-fitted", "fp4", "bfloat16")] == ["nf4", "fp4", "bfloat16"]
     assert all(form.block or form.bits == 8 for form in FORMATS.values())
 
 

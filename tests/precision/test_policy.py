@@ -15,7 +15,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import device_profile, profile_names
 from isotype.precision.facts import ModelFacts, QuantizationFacts
-from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
+from isotype.precision.policy import POLICY_FILE, LayerStorage, PrecisionPolicy
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 T4, A100, CPU = device_profile("t4"), device_profile("a100"), device_profile("cpu-generic")
@@ -339,3 +339,9 @@ def test_no_policy_and_a_broken_one(tmp_path):
     (tmp_path / POLICY_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match="unreadable precision policy"):
         PrecisionPolicy.read(tmp_path)
+
+
+def test_the_code_book_of_a_layer_is_that_of_its_format():
+    layers = (LayerStorage("a", "nf4-32-fitted"), LayerStorage("b", "fp4"), LayerStorage("c", "bfloat16"))
+    policy = PrecisionPolicy(BF16, "int8", layers=layers)
+    assert [policy.code_book_of(module) for module in "abcd"] == ["nf4", "fp4", "bfloat16", "int8"]

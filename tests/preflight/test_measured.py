@@ -15,7 +15,7 @@ from isotype.preflight.check import check
 from isotype.preflight.run import run
 from isotype.records.request import LossOf, StepRequest
 from isotype.report.check.report import Report
-from tests.model.test_range_boundaries import llama
+from tests.model.test_boundary_choice import llama
 
 IDS = torch.arange(24).reshape(2, 12)
 BATCH = {"input_ids": IDS, "labels": IDS}

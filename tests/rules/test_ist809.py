@@ -27,7 +27,7 @@ from isotype.model.boundary import original_class
 from isotype.preflight.check import check
 from isotype.records.finding import Finding
 from isotype.report.check.report import Report
-from tests.model.test_range_boundaries import llama
+from tests.model.test_boundary_choice import llama
 from tests.pairwise import pairwise
 
 FP16 = torch.float16

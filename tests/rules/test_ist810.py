@@ -12,7 +12,7 @@ from isotype.preflight.check import check
 from isotype.report.check.report import Report
 from isotype.rules.ist810_underflow import find
 from isotype.rules.kit.value_ranges import flushed
-from tests.model.test_range_boundaries import llama
+from tests.model.test_boundary_choice import llama
 
 IDS = torch.arange(24).reshape(2, 12)
 

@@ -34,11 +34,11 @@ from isotype.compat.hub import asking
 from isotype.compat.transformers import class_for_load, mark_as_loaded, own_class_again, rename
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import QUANTIZATIONS
+from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
-from isotype.model.mixed import moments_by_weight, store_layers
+from isotype.model.mixed import store_layers
 from isotype.model.quantized import holds_turned
-from isotype.model.range_boundaries import float32_by_ranges
 from isotype.model.walk import places
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy, is_pinned
@@ -314,7 +314,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
         dtypes | dict.fromkeys(quantized, policy.plain),
         frozenset(quantized),
         lambda name: get_device(device_map, name, valid_torch_device=True),
-        moments=moments_by_weight(policy),
+        moments=policy.moments_by_weight(),
     )
 
 

@@ -25,7 +25,7 @@ from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
 from isotype.model.enforce import dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
-from isotype.model.mixed import moments_by_weight, store_layers
+from isotype.model.mixed import store_layers
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
@@ -78,7 +78,7 @@ def load_module(
         raise CheckpointError.of("buffers without values", what, "values: no file has these buffers", fix)
     if policy.quantized:
         _quantize(model, policy)
-    moments = moments_by_weight(policy)
+    moments = policy.moments_by_weight()
     placement = Placement(*_dtypes(model, policy), lambda name: device, packing, moments=moments)
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)

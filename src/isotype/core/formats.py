@@ -49,8 +49,3 @@ FOUR_BITS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole 
 
 FITTED: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
-
-
-def code_of(storage: str) -> str:
-    """The code book that a layer of a storage has; a float dtype's name is its own."""
-    return FORMATS[storage].code if storage in FORMATS else storage

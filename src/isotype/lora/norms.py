@@ -20,7 +20,7 @@ from isotype.compat.torch import PARAMETERS, own_modules, own_parameters
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
-from isotype.model.norms import returns_float32
+from isotype.model.boundary_choice import returns_float32
 from isotype.model.shard import is_sharded
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -13,12 +13,10 @@ from torch import nn
 from isotype.compat.liger import without_liger
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError
-from isotype.core.formats import code_of
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
-from isotype.model.norms import returns_float32
+from isotype.model.boundary_choice import boundary_of_dtypes, computes_float32, range_boundaries
 from isotype.model.quantized import align_4bit, align_8bit, quantization_state
-from isotype.model.range_boundaries import computes_float32, range_boundaries
 from isotype.model.walk import Place, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
@@ -80,7 +78,7 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
     formats = {
         form
         for place in quantized
-        if (form := _FORMATS[place.kind](place.module)) != code_of(policy.storage_of(base_name(place.name)))
+        if (form := _FORMATS[place.kind](place.module)) != policy.code_book_of(base_name(place.name))
     }
     other = sorted(form for form in formats if form is not None)
     # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.
@@ -254,40 +252,7 @@ def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
 
 
 def _boundary(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:
-    wanted = by_ranges or _of_dtypes(place, policy)
+    wanted = by_ranges or boundary_of_dtypes(place, policy)
     if not set_boundary(place.module, wanted):
         return []
     return [Change(place.name, f"{wanted.kind} boundary set" if wanted else "boundary removed")]
-
-
-def _of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
-    """The boundary that the dtypes of a module's own parameters need."""
-    kind = _kind_of_boundary(place, policy)
-    if kind is None:
-        return None
-    # Neighbours take what a boundary returns: float weights lie in the plain dtype, which is the compute dtype
-    # except under autocast. The kinds that choose their own dtype are set where the two are the same.
-    return BoundarySettings(kind, policy.plain if kind == "float32" else policy.compute)
-
-
-def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
-    if place.kind == "linear8bit":
-        return "int8"
-    if place.tuner:
-        return None
-    own = own_float_parameters(place.module)
-    pinned = any(is_pinned(f"{place.name}.{name}", policy.pinned) for name in own)
-    if policy.plain == torch.float32:
-        # Autocast would compute a pinned linear layer in 16 bits.
-        return "float32" if pinned and place.kind == "linear" else None
-    high = [p for p in own.values() if p.dtype == torch.float32]
-    if not high:
-        return "float32" if place.kind == "norm" and returns_float32(place.module, policy.plain) else None
-    if place.kind == "linear4bit":
-        return "bias"
-    trained = place.adapter or any(p.requires_grad for p in high)
-    if place.kind == "other":
-        # Of modules that we know nothing about, the author's own code handles the pinned parameters.
-        return "compute" if trained else None
-    # An unpinned frozen linear layer in float32 is accidental (`keep_frozen`): compute as its neighbours do.
-    return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"

@@ -55,15 +55,6 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     return frozenset(f"{each.module}.weight" for each in policy.layers if each.storage == "int8")
 
 
-def moments_by_weight(policy: PrecisionPolicy) -> dict[str, torch.Tensor]:
-    """Name of a weight -> `[in]`, for layers whose constants are fitted to the moments of their input channels."""
-    return {
-        f"{layer.module}.weight": moments
-        for layer in policy.layers
-        if (moments := policy.moments_of(layer.module)) is not None
-    }
-
-
 def _int8(layer: Any) -> nn.Module:
     """bitsandbytes' int8 layer, as transformers makes it, in the place of a 4-bit one."""
     from bitsandbytes.nn import Linear8bitLt

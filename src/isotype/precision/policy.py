@@ -16,7 +16,7 @@ import torch
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import FORMATS, QUANTIZATIONS
 from isotype.core.names import plural, starred
 from isotype.precision.moments import read
 
@@ -135,6 +135,11 @@ class PrecisionPolicy:
         layer = self._layers_by_name.get(module)
         return self.storage if layer is None else layer.storage
 
+    def code_book_of(self, module: str) -> str:
+        """The code book of the same layer's format, as bitsandbytes names it; a float dtype's name is its own."""
+        storage = self.storage_of(module)
+        return FORMATS[storage].code if storage in FORMATS else storage
+
     @property
     def layer_formats(self) -> dict[str, str]:
         """Format of each layer that is stored otherwise than `storage` says, by its module."""
@@ -144,6 +149,11 @@ class PrecisionPolicy:
         """`[in]`, of the input channels of a linear layer whose constants are fitted to them; None of another."""
         layer = self._layers_by_name.get(module)
         return read(layer.moments) if layer is not None and layer.moments else None
+
+    def moments_by_weight(self) -> dict[str, torch.Tensor]:
+        """Name of a weight -> `[in]`, for every layer of which `moments_of` knows them."""
+        moments = {layer.module: self.moments_of(layer.module) for layer in self.layers}
+        return {f"{module}.weight": each for module, each in moments.items() if each is not None}
 
     @property
     def plain(self) -> torch.dtype:

@@ -15,10 +15,10 @@ from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import UsageError
 from isotype.core.names import base_name, starred
 from isotype.model.boundary import BoundarySettings, boundary_of, set_boundary
+from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.enforce import fresh_rotary
 from isotype.model.fold import stands_for
 from isotype.model.quantized import keep_training_layout, quantization_state, restore_layout
-from isotype.model.range_boundaries import computes_float32, range_boundaries
 from isotype.model.walk import own_float_parameters, places, plain_tensors
 from isotype.precision.policy import ModuleException, PrecisionPolicy
 from isotype.records.finding import Action, RangeBoundaries

@@ -1,14 +1,16 @@
-"""Boundaries that a policy asks for because of value ranges: a float32 residual stream, and modules that are exceptions."""
+"""Which boundary each module of a model needs under a policy: because of value ranges (a float32 residual stream, modules that are
+exceptions), of its own float32 weights, or of what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from isotype.compat.torch import PARAMETERS, own_parameters
 from isotype.core.names import base_name
-from isotype.model.boundary import BoundarySettings
+from isotype.model.boundary import BoundarySettings, original_class
 from isotype.model.walk import (
     LINEAR_KINDS,
     Place,
@@ -17,7 +19,11 @@ from isotype.model.walk import (
     own_float_parameters,
     places,
 )
-from isotype.precision.policy import ModuleException, PrecisionPolicy
+from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
+
+_PLAIN = (bool, int, float, str, torch.dtype)
+_ANSWERS: dict[Hashable, bool] = {}
+"""A class, the dtypes and shapes of its weights and its plain attributes decide: a model asks for each of its hundred norms."""
 
 
 def range_boundaries(
@@ -115,3 +121,77 @@ def _of_linear(place: Place, own: ModuleException, compute: torch.dtype) -> Boun
     if place.kind == "linear8bit" or (own.how == "scale" and scalable):
         return BoundarySettings("scale", compute, wide, own.exponent)
     return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)
+
+
+# ------------------------------------------------------------------------------------------------------ a module's own dtypes
+
+
+def boundary_of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
+    """The boundary that the dtypes of a module's own parameters need."""
+    kind = _kind_of_boundary(place, policy)
+    if kind is None:
+        return None
+    # Neighbours take what a boundary returns: float weights lie in the plain dtype, which is the compute dtype
+    # except under autocast. The kinds that choose their own dtype are set where the two are the same.
+    return BoundarySettings(kind, policy.plain if kind == "float32" else policy.compute)
+
+
+def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
+    if place.kind == "linear8bit":
+        return "int8"
+    if place.tuner:
+        return None
+    own = own_float_parameters(place.module)
+    pinned = any(is_pinned(f"{place.name}.{name}", policy.pinned) for name in own)
+    if policy.plain == torch.float32:
+        # Autocast would compute a pinned linear layer in 16 bits.
+        return "float32" if pinned and place.kind == "linear" else None
+    high = [p for p in own.values() if p.dtype == torch.float32]
+    if not high:
+        return "float32" if place.kind == "norm" and returns_float32(place.module, policy.plain) else None
+    if place.kind == "linear4bit":
+        return "bias"
+    trained = place.adapter or any(p.requires_grad for p in high)
+    if place.kind == "other":
+        # Of modules that we know nothing about, the author's own code handles the pinned parameters.
+        return "compute" if trained else None
+    # An unpinned frozen linear layer in float32 is accidental (`keep_frozen`): compute as its neighbours do.
+    return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"
+
+
+def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a norm with weights returns float32 for an input in a 16-bit dtype, which what follows it in 16 bits would refuse.
+
+    The norm is run on the meta device, where nothing is computed.
+
+    Args:
+        norm: with or without a boundary; its class is asked without. One that takes something else than a single tensor
+            `[…, n]`, as gated norms do, is known to nobody: False.
+        dtype: of the input.
+    """
+    weights = {name: each for name, each in own_parameters(norm).items() if each is not None}
+    if all(each.dim() != 1 for each in weights.values()):
+        return False
+    settings = tuple((name, value) for name, value in vars(norm).items() if isinstance(value, _PLAIN))
+    shapes = tuple((name, each.shape, each.dtype) for name, each in weights.items())
+    key = (original_class(norm), settings, shapes, dtype)
+    if key not in _ANSWERS:
+        _ANSWERS[key] = _run_on_meta(norm, weights, dtype)
+    return _ANSWERS[key]
+
+
+def _run_on_meta(norm: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bool:
+    plain = original_class(norm)
+    twin = object.__new__(plain)
+    blank = {
+        name: nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"), requires_grad=False)
+        for name, each in weights.items()
+    }
+    twin.__dict__.update(norm.__dict__, **{PARAMETERS: {**own_parameters(norm), **blank}})
+    size = next(each.shape[0] for each in weights.values() if each.dim() == 1)
+    try:
+        with torch.no_grad():
+            output = plain.forward(twin, torch.empty(1, size, dtype=dtype, device="meta"))
+    except Exception:  # noqa: BLE001 - a norm of something else than one tensor raises whatever it likes
+        return False
+    return isinstance(output, torch.Tensor) and output.dtype == torch.float32
