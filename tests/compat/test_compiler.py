@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import printed
 
 IMPORTED = "sys.modules.get('torch._dynamo.convert_frame') is not None"
 
@@ -24,14 +24,6 @@ CONFIG = {
 }
 
 
-def printed(code: str, *arguments: str) -> str:
-    """What a new interpreter prints."""
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_check_of_a_checkpoint_imports_no_compiler_and_no_data_libraries(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     code = """if True:
@@ -42,7 +34,7 @@ def test_a_check_of_a_checkpoint_imports_no_compiler_and_no_data_libraries(tmp_p
         print()
         print(json.dumps([status, [name for name in heavy if name in sys.modules]]))
     """
-    *_, last = printed(code, str(tmp_path)).splitlines()
+    *_, last = printed(code, tmp_path).splitlines()
     assert json.loads(last) == [0, []]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import isotype
 from isotype.core import random_states
 from isotype.core.random_states import random_states_kept
 from tests.pairwise import few
+from tests.processes import printed
 
 _PROCESS = """
 import random, sys
@@ -36,9 +35,7 @@ print([one == other for one, other in zip(before, states())])
 @few("names", {"check": (), "every name": isotype.__all__}, "check")
 def test_the_first_call_of_a_process_leaves_every_generator_as_it_was(names: tuple[str, ...]) -> None:
     """A check, which imports what it needs; with every public name, which imports the rest."""
-    command = [sys.executable, "-c", _PROCESS, *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["[True, True, True]"], done.stderr
+    assert printed(_PROCESS, *names).splitlines()[-1] == "[True, True, True]"
 
 
 @pytest.fixture

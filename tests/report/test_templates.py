@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from html import unescape
 from pathlib import Path
@@ -13,6 +11,7 @@ import jinja2
 import pytest
 
 from isotype.report.html import _environment, render
+from tests.processes import printed
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,8 +44,7 @@ def test_a_report_in_a_terminal_loads_no_templates() -> None:
         "report = crash(); str(report), report.to_json(), report.to_sarif(); print('jinja2' in sys.modules);"
         "to_html(report); print('jinja2' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.split() == ["False", "True"]
+    assert printed(code).split() == ["False", "True"]
 
 
 def test_every_file_of_the_package_is_shipped() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import printed
 
 _PROCESS = """
 import atexit
@@ -24,8 +24,9 @@ print("in a group:", distributed.is_initialized())
 
 def _said(tmp_path: Path, times: int) -> list[str]:
     script = _PROCESS.format(store=tmp_path / f"store{times}", times=times)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return [line for line in ended.stdout.splitlines() if line.startswith("in a group")]  # gloo prints, too
+    return [
+        line for line in printed(script).splitlines() if line.startswith("in a group")
+    ]  # gloo prints, too
 
 
 @pytest.mark.exhaustive  # what the next test would say if nothing left the group
