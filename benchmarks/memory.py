@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 import isotype
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.weightless import weightless_model
+from isotype.train.models import weightless_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

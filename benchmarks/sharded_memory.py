@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import isotype
 from isotype.checkpoint.shard import load_sharded
-from isotype.train.weightless import weightless_model
+from isotype.train.models import weightless_model
 
 TOLERANCE = 0.10
 ROWS, LENGTH = 1, 128

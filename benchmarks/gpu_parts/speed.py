@@ -82,7 +82,7 @@ def foreseen(options: Options, row: Row) -> int:
 
     import isotype
     from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
-    from isotype.train.weightless import weightless_model
+    from isotype.train.models import weightless_model
 
     source = str(options.scratch / "speed-model")
     quantization = None if row["storage"] == "none" else row["storage"]

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from isotype.checkpoint.formats.headers import read_headers
+from isotype.checkpoint.formats.headers import read_headers, read_sharded_headers
 from isotype.checkpoint.formats.safetensors import read_safetensors_header
-from isotype.checkpoint.formats.sharded import read_sharded_headers
 from isotype.core.errors import CheckpointError
 
 DTYPES = [
@@ -282,7 +281,7 @@ def test_any_json_index_is_read_or_refused(tmp_path: Path, content: Any) -> None
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError):
-        read_sharded_headers(path, read_safetensors_header)
+        read_sharded_headers(path)
 
 
 def test_an_adapter_directory(tmp_path: Path) -> None:

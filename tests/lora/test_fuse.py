@@ -21,7 +21,7 @@ from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.weightless import weightless_model
+from isotype.train.models import weightless_model
 from tests import processes
 from tests.cpus import pretend
 from tests.lora.watched import copies_of

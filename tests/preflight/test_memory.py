@@ -22,7 +22,7 @@ from isotype.lora import fused as fused_layers
 from isotype.lora.attention import registered
 from isotype.model.fold import fold
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.weightless import weightless_model
+from isotype.train.models import weightless_model
 from tests.cpus import pretend
 from tests.models import quiet
 

@@ -17,7 +17,7 @@ from isotype.report.check.record import Record
 from isotype.report.check.text import cost_clauses, to_text
 from isotype.rules.ist605_memory import unquantized_experts
 from isotype.rules.kit.step_time import step_time
-from isotype.train.weightless import weightless_model
+from isotype.train.models import weightless_model
 from tests.report.check_samples import clean
 from tests.rules.samples import call, operand, trace
 from tests.rules.traces import on

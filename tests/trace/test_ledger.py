@@ -22,7 +22,7 @@ from isotype.records.trace import Setup
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.ledger import Ledger
-from isotype.train.weightless import weightless_model
+from isotype.train.models import weightless_model
 from tests.pairwise import few
 from tests.small import BF16, FP32, WIDTH, Block, ids, net
 

@@ -123,7 +123,7 @@ def test_a_check_takes_it(path: Path) -> None:
 
 
 def test_a_base_that_comes_quantized_is_refused_when_the_policy_is_known(path: Path) -> None:
-    from isotype.train.initial import check_initial
+    from isotype.train.start import check_initial
 
     settings: Any = parse_settings(
         METHODS["sft"], ["--model_name_or_path", str(path), "--init_lora_weights", "pissa"]

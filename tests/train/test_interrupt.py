@@ -19,8 +19,9 @@ from rich.console import Console
 from isotype.compat.interrupt import terminate
 from isotype.data.methods import METHODS
 from isotype.train.own_arguments import IsotypeArguments
+from isotype.train.resume import resume_command
 from isotype.train.settings import Settings
-from isotype.train.stop import graceful_stop, resume_command
+from isotype.train.stop import graceful_stop
 from tests.pairwise import few
 from tests.processes import run_module
 from tests.train.tiny import arguments, rows, save_chat_model, save_rows

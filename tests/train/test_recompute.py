@@ -26,7 +26,7 @@ from isotype.train import launched, recipes, recompute_choice, step
 from isotype.train.lengths import Lengths, longest_possible
 from isotype.train.models import processing_class
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose, room_of, steady_peak
-from isotype.train.same_run import RUN_FILE
+from isotype.train.resume import RUN_FILE
 from isotype.train.settings import Settings, parse_settings
 from isotype.train.step_plan import StepPlan, parse_options, plan_of, training_plan
 from tests.train.tiny import rows, save_chat_model, save_rows

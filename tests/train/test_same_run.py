@@ -17,7 +17,7 @@ from isotype.core.errors import CheckpointError
 from isotype.data.methods import METHODS
 from isotype.report.run.json import from_json, to_json
 from isotype.train import recipes
-from isotype.train.same_run import RUN_FILE
+from isotype.train.resume import RUN_FILE
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from isotype.records.request import DEFAULT_PHASES
-from isotype.train import step, weightless
+from isotype.train import models, step
 from isotype.train.step_plan import parse_options, plan_of
 from tests.models import CONFIGS
 from tests.pairwise import few
@@ -66,7 +66,7 @@ def test_layers_are_folded_as_they_are_checkpointed(
     config.write_text(json.dumps(deep), encoding="utf-8")
     folded = traced(config, given)
     monkeypatch.setattr(step, "fold", lambda model: model)
-    monkeypatch.setattr(weightless, "fold_layers", lambda model: model)
+    monkeypatch.setattr(models, "fold_layers", lambda model: model)
     whole = traced(config, given)
     assert len(folded.calls) < len(whole.calls)
     assert folded.flops == whole.flops

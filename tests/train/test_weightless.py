@@ -10,7 +10,7 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.adapters import add_lora
 from isotype.model.fold import stands_for
-from isotype.train.weightless import weightless_model
+from isotype.train.models import weightless_model
 from tests.checkpoint.test_weightless import facts
 from tests.models import CONFIGS
 from tests.pairwise import pairwise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from isotype.core.allocator import allocator_setting
 from isotype.core.dtypes import dtype_name
-from isotype.core.terminal import as_typed
+from isotype.core.terminal import as_typed, command_line
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
 from isotype.model.quantized import constant_bytes
@@ -351,8 +350,3 @@ def _allocator(profile: DeviceProfile) -> tuple[tuple[str, str], ...]:
     """How torch reserves the memory of an NVIDIA GPU, where that is set."""
     setting = allocator_setting() if profile.kind == "cuda" else None
     return () if setting is None else (("allocator", setting),)
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """`isotype …` as it can be pasted into a shell."""
-    return as_typed(shlex.join(["isotype", *argv]))

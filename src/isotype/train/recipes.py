@@ -24,6 +24,7 @@ from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, TrainingError, UsageError
 from isotype.core.lock import only_writer
 from isotype.core.staging import recover
+from isotype.core.terminal import command_line
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.gpu.reductions import float32_reductions
 from isotype.precision.by_damage import with_constants_of
@@ -37,7 +38,6 @@ from isotype.train import describe
 from isotype.train.assistant import labelled_rows, labels_kept
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import take_one_gpu, training_device, wait_less
-from isotype.train.early import early_stopping, not_the_best
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
@@ -52,10 +52,16 @@ from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
 from isotype.train.ranges import policy_of_run
 from isotype.train.recompute_choice import Choice
-from isotype.train.resume import check_resume, resume_point, say_what_is_overwritten, say_where
+from isotype.train.resume import (
+    check_resume,
+    identity_of,
+    resume_command,
+    resume_point,
+    say_what_is_overwritten,
+    say_where,
+)
 from isotype.train.run import Run
 from isotype.train.run_files import earlier_report, files_of_checkpoint, report_failure, write_report
-from isotype.train.same_run import identity_of
 from isotype.train.saved import (
     remove_other_kind,
     trained_kind,
@@ -63,7 +69,7 @@ from isotype.train.saved import (
 from isotype.train.settings import Settings, cure_by_name
 from isotype.train.start import start_of
 from isotype.train.step import SAVED_AS, take_choice
-from isotype.train.stop import graceful_stop, resume_command
+from isotype.train.stop import early_stopping, graceful_stop, not_the_best
 from isotype.train.validate import (
     check_policy,
     check_read_later,
@@ -175,7 +181,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
     if not settings.training.should_save:
         yield
         return
-    command = describe.command_line([settings.method.name, *settings.argv])
+    command = command_line([settings.method.name, *settings.argv])
     with only_writer(Path(settings.training.output_dir), command) as unlocked:
         if unlocked is not None:
             console.print(wrapped(f"note: {unlocked}", console), highlight=False, markup=False)

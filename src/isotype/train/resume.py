@@ -1,26 +1,39 @@
-"""Where a run goes on from: the checkpoint, whether it fits, and what is overwritten."""
+"""Going on with a run: from which checkpoint, whether it is of the same run, what is overwritten, and the command for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from isotype.core.errors import CheckpointError
+from isotype.checkpoint.adapter import Adapter
+from isotype.checkpoint.measured import fingerprint
+from isotype.checkpoint.opened import Checkpoint
+from isotype.core.dtypes import dtype_name
+from isotype.core.errors import CheckpointError, Problem
+from isotype.core.files import write_whole
 from isotype.core.staging import recover
+from isotype.core.terminal import command_line
+from isotype.data.fingerprint import fingerprint_of_rows
+from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import JSON_NAME
-from isotype.train.same_run import changed_length, differences
+from isotype.train.launched import under_launcher
 from isotype.train.saved import (
     RESULT_FILES,
     all_checkpoints,
     damage,
+    read_json,
     whole_checkpoints,
 )
 from isotype.train.settings import Settings
+from isotype.train.start import MADE_BY
 
 _NO_RESUME = (None, False, "False", "false")
 
@@ -102,3 +115,243 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
         changed = changed_length(resume, identity)
         if changed is not None:
             say(wrapped(f"note: {changed}", console))
+
+
+def resume_command(settings: Settings, checkpoint: Path) -> str:
+    """The command that goes on from `checkpoint`."""
+    argv: list[str] = []
+    flag = re.compile(r"--resume[_-]from[_-]checkpoint(=.*)?")
+    tokens = iter(settings.argv)
+    for token in tokens:
+        match = flag.fullmatch(token)
+        if match is None:
+            argv.append(token)
+        elif match[1] is None:
+            next(tokens, None)
+    if "output_dir" not in settings.explicit:
+        argv += ["--output_dir", settings.training.output_dir]
+    launcher, argv = under_launcher(argv)
+    command = command_line([settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)])
+    return launcher + command
+
+
+# ------------------------------------------------------------------------------------------------------ the same run
+
+
+RUN_FILE = "isotype_run.json"
+"""File in a checkpoint with the settings that its run was made by."""
+
+# Arguments of transformers' trainer that decide which numbers come out. TRL's own arguments do, except those below.
+_DECISIVE = (
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
+    "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
+    "data_seed", "dataloader_drop_last", "train_sampling_strategy", "label_smoothing_factor", "neftune_noise_alpha",
+    "average_tokens_across_devices",
+)  # fmt: skip
+_INDECISIVE = frozenset(
+    {
+        "activation_offloading", "cache_implementation", "dataset_num_proc", "eval_packing", "log_completions",
+        "log_completions_hub_repo", "log_multimodal", "log_unique_prompts", "model_init_kwargs",
+        "num_completions_to_print", "num_generations_eval", "precompute_ref_batch_size", "trust_remote_code",
+    }
+)  # fmt: skip
+_POLICY = {
+    "storage": "--quantization",
+    "compute": "--dtype",
+    "master": None,
+    "double_quant": "--use_bnb_nested_quant",
+    "layers": "--quantization",
+}
+_BATCH = "rows in an optimizer step"
+_NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
+_OPEN_ENDED = frozenset({"lora_target_modules"})
+
+
+def identity_of(
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any, start: Adapter | None
+) -> dict[str, Any]:
+    """The run as plain JSON values: the arguments that decide its numbers by their names, and four more.
+
+    `weights` and `rows` are fingerprints of the model and of the training rows (None where there are none to be had),
+    `rows in an optimizer step` counts over accumulation and processes.
+
+    Args:
+        settings: before the trainer is built.
+        checkpoint: the model.
+        policy: of the run.
+        rows: the training split.
+        start: the adapter that is trained further.
+    """
+    from transformers import TrainingArguments
+
+    training, model, script = settings.training, settings.model, settings.script
+    names = {each.name for each in dataclasses.fields(training)}
+    own = names - {each.name for each in dataclasses.fields(TrainingArguments)} - _INDECISIVE
+    own = {name for name in own if not name.startswith(("vllm_", "use_vllm"))}
+    steps = training.gradient_accumulation_steps
+    found = {
+        "method": settings.method.name,
+        "model_name_or_path": str(model.model_name_or_path),
+        "model_revision": model.model_revision,
+        "weights": fingerprint(checkpoint),
+        "dataset_name": script.dataset_name,
+        "dataset_config": script.dataset_config,
+        "rows": fingerprint_of_rows(rows),
+        "reward_funcs": getattr(script, "reward_funcs", None),
+        _BATCH: training.per_device_train_batch_size * steps * training.world_size,
+        "gradient_accumulation_steps": steps,
+        "processes": training.world_size,
+        "max_steps": training.max_steps,
+        "num_train_epochs": training.num_train_epochs,
+        **{name: getattr(training, name) for name in (*_DECISIVE, *sorted(own)) if name in names},
+        **{name: getattr(policy, name) for name in _POLICY},
+        "layers": policy.layer_formats,
+        "use_peft": policy.trainable == "lora",
+        **(_lora(settings, start) if policy.trainable == "lora" else {}),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
+    return plain
+
+
+def save_identity(identity: Mapping[str, Any], checkpoint: Path) -> None:
+    """Write the run's settings into a checkpoint that is being built."""
+    write_whole(checkpoint / RUN_FILE, json.dumps(identity, indent=2) + "\n")
+
+
+def differences(checkpoint: Path, identity: Mapping[str, Any]) -> list[Problem]:
+    """Where a checkpoint was made by another run than the one that is to go on from it.
+
+    What a checkpoint does not say is not compared; one that isotype's training commands have not made says little. The
+    number of steps and epochs, and of processes with the same rows in a step, may be another one.
+
+    Args:
+        checkpoint: a whole checkpoint.
+        identity: `identity_of` this run.
+    """
+    return [_problem(name, was, now, checkpoint) for name, was, now in _different(checkpoint, identity)]
+
+
+def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
+    """What to say where the run is to be longer or shorter than it was begun, and its learning rate follows that."""
+    saved = read_json(checkpoint / RUN_FILE)
+    schedule = str(identity["lr_scheduler_type"])
+    if saved is None or schedule.startswith("constant"):
+        return None
+    changed = [name for name in ("max_steps", "num_train_epochs") if saved.get(name) != identity[name]]
+    if not changed:
+        return None
+    said = ", ".join(f"--{name} {identity[name]:g} instead of {saved.get(name):g}" for name in changed)
+    return f"{said}: the {schedule} schedule goes on as one of that length"
+
+
+def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    saved = read_json(checkpoint / RUN_FILE)
+    foreign = saved is None
+    saved = _said_by_others(checkpoint) if saved is None else saved
+    skipped = {"max_steps", "num_train_epochs", "processes"}
+    for told, names in _NAMED_BY.items():
+        known = saved.get(told) is not None and identity[told] is not None
+        skipped |= set(names) if known else {told}
+    if saved.get("processes") != identity["processes"] or saved.get(_BATCH) != identity[_BATCH]:
+        skipped.add("gradient_accumulation_steps")  # what counts, and is told, is the rows in a step
+    if saved.get("use_peft") != identity["use_peft"]:
+        skipped |= {name for name in saved if name.startswith(("lora_", "use_dora", "use_rslora", "master"))}
+    for name, was in saved.items():
+        if name in skipped or name not in identity:
+            continue
+        now = identity[name]
+        if foreign and name in _OPEN_ENDED and (isinstance(was, str) or isinstance(now, str)):
+            continue  # PEFT has worked out the modules
+        if name == "model_name_or_path" and _same_model(str(was), str(now)):
+            continue
+        if was != now:
+            yield name, was, now
+
+
+def _said_by_others(checkpoint: Path) -> dict[str, Any]:
+    """What the files of PEFT and of a policy say of the run that saved them, by the names of `identity_of`."""
+    said: dict[str, Any] = {}
+    policy = read_json(checkpoint / POLICY_FILE)
+    if policy is not None:
+        said |= {key: policy.get(key) for key in ("storage", "compute", "master")}
+    adapter = read_json(checkpoint / "adapter_config.json")
+    said["use_peft"] = adapter is not None
+    if adapter is not None:
+        if adapter.get("base_model_name_or_path"):
+            said["model_name_or_path"] = str(adapter["base_model_name_or_path"])
+        said |= {flag: _sorted(adapter[key]) for flag, key in MADE_BY.items() if key in adapter}
+    return said
+
+
+def _lora(settings: Settings, start: Adapter | None) -> dict[str, Any]:
+    if start is not None:
+        made = {flag: getattr(start.config, key, None) for flag, key in MADE_BY.items()}
+    else:
+        made = {flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY}
+    made["init_lora_weights"] = (
+        made["init_lora_weights"] or True
+    )  # PEFT's word for how adapters begin by default
+    made["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
+    return {flag: _sorted(value) for flag, value in made.items()}
+
+
+def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
+    there = f", as in {checkpoint.name}"
+    again = "or start again in another --output_dir"
+    if name == "weights":
+        return Problem(
+            f"the weights of --model_name_or_path have the fingerprint {now}",
+            f"{was}{there}",
+            f"give the model that the run was begun with, {again}",
+        )
+    if name == "rows":
+        return Problem(
+            f"the training rows: {now}",
+            f"{was}{there}",
+            f"give the rows as they were, in their order, {again}",
+        )
+    if name == _BATCH:
+        fix = "per_device_train_batch_size x gradient_accumulation_steps x processes has to stay what it was"
+        return Problem(f"{now} {name}", f"{was}{there}", fix)
+    if name == "method":
+        return Problem(f"isotype {now}", f"isotype {was}{there}", f"go on with isotype {was}")
+    if name == "layers":
+        mixed = (
+            "--quantization mixed with the --base_memory of that run"
+            if was
+            else "leave --quantization mixed out"
+        )
+        layers = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
+        return Problem(layers, f"{len(was)} stored otherwise{there}" if was else f"none{there}", mixed)
+    if name in _POLICY:
+        flag = _POLICY[name]
+        plain = name == "storage" and was in ("float32", "bfloat16", "float16")
+        fix = "go on with the settings of that run"
+        if flag is not None:
+            fix = f"leave {flag} out, or give --dtype {was}" if plain else f"{flag} {was}"
+        return Problem(f"{name} {now}", f"{was}{there}", fix)
+    return Problem(
+        f"--{name} {_words(now)}",
+        f"{_words(was)}{there}",
+        f"leave --{name} out" if was is None else f"--{name} {_words(was)}",
+    )
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _same_model(saved: str, asked: str) -> bool:
+    if Path(saved).is_dir() and Path(asked).is_dir():
+        return Path(saved).resolve() == Path(asked).resolve()
+    return saved == asked or Path(saved).name == Path(asked).name  # moved, or on another machine
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (list, tuple, set)) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset, tuple)):
+        return sorted(value)
+    return dtype_name(value) if type(value).__name__ == "dtype" else str(getattr(value, "value", value))

@@ -29,7 +29,7 @@ class Run:
         rewards: the trainer's argument for rewards; empty for methods without.
         resume: the run's checkpoint that it goes on from; None for a start from the beginning.
         earlier: the report of the run up to there.
-        identity: the settings that decide its numbers, see `isotype.train.same_run.identity_of`.
+        identity: the settings that decide its numbers, see `isotype.train.resume.identity_of`.
         notes: what its user should know besides.
     """
 

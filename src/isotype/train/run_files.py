@@ -14,7 +14,7 @@ from isotype.core.files import write_whole
 from isotype.report.run.files import write_run_report
 from isotype.report.run.json import from_json, to_json
 from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord
-from isotype.train.same_run import save_identity
+from isotype.train.resume import save_identity
 
 
 def earlier_report(resume: Path | None) -> RunRecord | None:

@@ -1,15 +1,18 @@
-"""Start from an adapter: `--model_name_or_path` names one, and the run trains it further on its base."""
+"""How the adapter of a run begins: as one that `--model_name_or_path` names, or by one of PEFT's initialisations (`--init_lora_weights`)."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
-from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.arguments import wrong_choice
+from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
 from isotype.precision.by_damage import MIXED
-from isotype.train.initial import part_of_base_problems
+from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
 
 MADE_BY = {
@@ -106,3 +109,103 @@ def _other_adapter(settings: Settings, adapter: Adapter) -> list[Problem]:
 def _plain(value: Any) -> Any:
     """Names in any order and container compare alike."""
     return sorted(value) if isinstance(value, (list, tuple, set)) else value
+
+
+# ------------------------------------------------------------------------------------------------------ --init_lora_weights
+
+
+DRAWN = ("gaussian", "orthogonal")
+"""Initialisations that draw A and B so that their product is zero; the base stays as it is."""
+
+OF_FLOATS = ("orthogonal", "olora", "pissa")
+"""Initialisations that want a base in a float dtype: PEFT 0.21 draws `orthogonal` in the dtype that a weight is stored in."""
+
+PART_OF_BASE = ("olora", "pissa")
+"""Initialisations that take a part of each base weight into the adapter, by a QR or singular value decomposition.
+
+What is left of the base is computed anew wherever the adapter is put on it: the same up to rounding, as the product of
+A and B is, whatever signs the decomposition chooses.
+"""
+
+_DATA = "it needs passes over data before the adapter is there: save one by PEFT's script and give it as --model_name_or_path"
+_REFUSED: Mapping[str, str] = {
+    "eva": _DATA,
+    "corda": _DATA,
+    "lora_ga": _DATA,
+    "loftq": "it begins from a base that is quantized and the one that is not: save one by PEFT's script and give it as --model_name_or_path",
+    "mica": "its B is not trained, which no policy here knows",
+}
+"""What PEFT has besides -> why not here."""
+
+
+def initial_problems(settings: Settings) -> Iterator[Problem]:
+    """What is wrong with `--init_lora_weights`, as far as the arguments tell."""
+    name, extra = settings.extra.init_lora_weights, settings.extra
+    if name is None:
+        return
+    given, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE)
+    expected = f"one of {', '.join(choices)}"
+    if name.startswith("pissa_niter_"):
+        fix = "--init_lora_weights pissa: these iterations begin at random, and leave another base at every load"
+        yield Problem(given, expected, fix)
+    elif name in _REFUSED:
+        yield Problem(given, expected, _REFUSED[name])
+    elif name not in choices:
+        yield wrong_choice(given, name, choices)
+    if name == "orthogonal" and settings.model.lora_r % 2:
+        fix = f"--lora_r {settings.model.lora_r + 1}"
+        yield Problem(f"{given} --lora_r {settings.model.lora_r}", "an even rank", fix)
+    if name in OF_FLOATS and settings.precision.quantization is not None:
+        yield _quantized(name, settings.precision.quantization)
+    if name not in PART_OF_BASE:
+        return
+    if settings.sharding is not None:
+        fix = f"leave --init_lora_weights out, or --fsdp with it (--device {extra.device})"
+        yield Problem(f"{given} --fsdp", "weights in one piece, which it decomposes", fix)
+    yield from part_of_base_problems(settings, name)
+
+
+def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
+    """Whether the method would put a second adapter on the base, which would take its part out of it once more.
+
+    TRL's reference of a preference run, or of one with a KL term, is a copy of the adapter, made by its config.
+    """
+    if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
+        return []
+    expected = "an adapter that leaves the base as it is, for the reference model is a copy of it"
+    if adapter is not None:
+        merged = f"isotype merge {adapter} -o {adapter}-merged"
+        return [
+            Problem(
+                f"an adapter that {name} began", expected, f"merge it first ({merged}), and start from that"
+            )
+        ]
+    return [
+        Problem(
+            f"--init_lora_weights {name} with {settings.method.name}",
+            expected,
+            "leave it out, or gaussian or orthogonal",
+        )
+    ]
+
+
+def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
+    """Whether the base that the policy decided on can give a part of its weights to the adapter.
+
+    Raises:
+        PrecisionError: it is quantized.
+    """
+    name = settings.extra.init_lora_weights
+    if name in OF_FLOATS and policy.quantized:
+        raise PrecisionError("the adapter cannot begin so", [_quantized(name, policy.storage)])
+
+
+def _quantized(name: str, storage: str) -> Problem:
+    given = f"--init_lora_weights {name} and a base in {storage}"
+    why = (
+        "what is left of each weight would be rounded again"
+        if name in PART_OF_BASE
+        else "PEFT draws in its dtype"
+    )
+    expected = f"a base in float32, bfloat16 or float16: {why}"
+    return Problem(given, expected, "--init_lora_weights gaussian, or leave --quantization out")

@@ -32,14 +32,14 @@ from isotype.train.fit import fitting
 from isotype.train.head import put_head
 from isotype.train.launched import from_first
 from isotype.train.lengths import Lengths
+from isotype.train.models import weightless_model
 from isotype.train.ranges import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
+from isotype.train.resume import RUN_FILE
 from isotype.train.run import Run
-from isotype.train.same_run import RUN_FILE
 from isotype.train.saved import read_json
 from isotype.train.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
-from isotype.train.weightless import weightless_model
 
 SAVED_AS = "gradient_checkpointing"
 """Name of the choice in `RUN_FILE`."""
@@ -171,7 +171,7 @@ def check_plan(plan: StepPlan, command: Sequence[str], phases: Sequence[str]) ->
 
     Raises:
         PrecisionError: a policy that the device or the model refuses.
-        CheckpointError, UsageError: as `isotype.train.weightless.weightless_model`.
+        CheckpointError, UsageError: as `isotype.train.models.weightless_model`.
     """
     checkpoint = open_model(plan.source, plan.revision)  # names what is no model
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)

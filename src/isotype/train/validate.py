@@ -22,10 +22,10 @@ from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
-from isotype.train.early import early_stopping_problems
-from isotype.train.initial import check_initial, initial_problems
 from isotype.train.limits import name_problems, number_problems
 from isotype.train.settings import Settings
+from isotype.train.start import check_initial, initial_problems
+from isotype.train.stop import early_stopping_problems
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _REPORTERS = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, read_headers
-from isotype.checkpoint.formats.sharded import missing_shards
+from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, missing_shards, read_headers
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import CheckpointError, Problem
