@@ -65,8 +65,8 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         watch = self._watch
         if watch is not None:
-            loss, norm = self._timed(watch.step_so_far)()
-            assert self._timed(watch.verdict.of)(loss, norm, None) is None
+            values = self._timed(watch.step_so_far)(None)
+            assert self._timed(watch.ends)(values) is None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > self.warm:

@@ -31,6 +31,35 @@ class Replacements:
             setattr(*self._before.pop())
 
 
+class MethodsOfOne:
+    """Methods of one object that ours stand around, until `put_back`; its class stays as it is.
+
+    A method that something has replaced on the object already is left alone.
+    """
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        self._names: list[str] = []
+
+    def wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        """Let `wrapper(method, *args, **kwargs)` run in the place of `holder.name(*args, **kwargs)`."""
+        if name in vars(self._holder):
+            return
+        method = getattr(self._holder, name)
+
+        @wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(method, *args, **kwargs)
+
+        setattr(self._holder, name, wrapped)
+        self._names.append(name)
+
+    def put_back(self) -> None:
+        """The object has the methods of its class again."""
+        while self._names:
+            vars(self._holder).pop(self._names.pop(), None)
+
+
 @contextmanager
 def replaced(holder: Any, name: str, new: Any) -> Iterator[None]:
     """Within it `holder.name` is `new`; where there is no holder, or it has no such attribute, nothing changes."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from isotype.compat.replaced import replaced
+from isotype.compat.replaced import MethodsOfOne, replaced
 from isotype.compat.standard import frame_above
 
 # -------------------------------------------------------------------------------------------------------- models
@@ -296,6 +296,34 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     return replaced(legacy, "tqdm", partial(legacy.tqdm, disable=True))
+
+
+def steps_seen(
+    trainer: Any, loss: Callable[..., Any], norm: Callable[..., Any] | None = None
+) -> MethodsOfOne:
+    """Let `loss(method, model, inputs, …)` stand around a trainer's `compute_loss`, and `norm(method, …)` around what gives the norm of its
+    gradients, until `put_back`: callbacks are given neither batch nor loss, and the norm of steps that are logged only.
+    """
+    methods = MethodsOfOne(trainer)
+    methods.wrap("compute_loss", loss)
+    if norm is not None:
+        methods.wrap(GRADIENT_NORM, norm)
+    return methods
+
+
+@contextmanager
+def batches_as_they_are(trainer: Any) -> Iterator[None]:
+    """Within it a trainer's `training_step` takes what a batch was made into; completions are not generated again.
+
+    All attributes of the trainer are as they were afterwards.
+    """
+    before = dict(vars(trainer))
+    setattr(trainer, PREPARE_INPUTS, lambda inputs: inputs)
+    try:
+        yield
+    finally:
+        vars(trainer).clear()
+        vars(trainer).update(before)
 
 
 def calling_trainer() -> Any:

@@ -1,4 +1,4 @@
-"""TRL (1.16): the arguments of the fused head that its trainers put before a model's forward.
+"""TRL (1.16): the fused head that its trainers put before a model's forward: its arguments, and a forward of ours before it.
 
 `add_fused_lm_head` (trl/trainer/utils.py) keeps them in the closure of the forward that it makes, and nowhere else.
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
@@ -7,15 +7,17 @@ https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 """What is read of the closure, by these names."""
 
+
+_FORMER = "_isotype_trl_forward"
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "trl": (
@@ -46,6 +48,25 @@ def head_arguments(function: Any) -> dict[str, Any]:
     if missing:
         raise LookupError(f"the forward that TRL's {_MAKER} makes keeps no {', '.join(missing)}")
     return {name: held[name] for name in HEAD_ARGUMENTS}
+
+
+def put_forward(model: Any, forward: Callable[..., Any]) -> None:
+    """Let `forward(model, …)` stand before a model's own, TRL's fused one among them: on the instance, until `take_forward`."""
+    model.__dict__[_FORMER] = model.forward
+    model.forward = MethodType(forward, model)
+
+
+def former_forward(model: Any) -> Callable[..., Any]:
+    """The forward that `put_forward` has put another one before."""
+    forward: Callable[..., Any] = model.__dict__[_FORMER]
+    return forward
+
+
+def take_forward(model: Any) -> None:
+    """Undo `put_forward`, if it was called."""
+    former = model.__dict__.pop(_FORMER, None)
+    if former is not None:
+        model.forward = former
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.swapped import swap
 from isotype.compat.torch import forward_hooks, forward_pre_hooks, own_buffers, own_parameters
 from isotype.model.walk import FoldedList, lists_of_blocks
 
@@ -190,7 +191,7 @@ def _drop(layers: nn.Module, plan: _Fold) -> None:
         if number not in plan.kept:
             del layers._modules[name]
     if isinstance(layers, nn.ModuleList):
-        layers.__class__ = FoldedList
+        swap(layers, FoldedList)
     for layer, count in zip(layers.children(), plan.stands_for, strict=True):
         setattr(layer, STANDS_FOR, count)
         for module in layer.modules():

@@ -26,7 +26,7 @@ from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.check.report import Report
-from isotype.train.diverged import measured, not_finite
+from isotype.train.diverged import stopped
 from isotype.train.first_step import before_first_step, is_assumed
 from isotype.train.governed import begin_loss_scale
 from isotype.train.sharded import has_shards
@@ -138,16 +138,13 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return values.scale, None if values.grad_norm is None else not math.isfinite(values.grad_norm)
 
     def _look(self, steps: StepWatch, args: Any, step: int, schedule: Any) -> None:
-        loss, norm = steps.step_so_far()
-        scale = self._scale
-        what = steps.verdict.of(loss, norm, None if scale is None else lambda: float(scale))
+        values = steps.step_so_far(self._scale)
+        what = steps.ends(values)
         if what is None:
             return
-        again = steps.again(scale)
-        seen = measured(loss, float(schedule.get_last_lr()[0]), norm, scale)
+        again, rate = steps.again(self._scale), float(schedule.get_last_lr()[0])
         last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-        headline = f"{what}: stopped before the update"
-        raise not_finite(headline, args, step, seen, last and Path(last), again, script=True)
+        raise stopped(what, args, step, values, rate, last and Path(last), again, script=True)
 
     def _leave(self) -> None:
         self._reductions.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 from isotype.core.errors import Problem, TrainingError
 from isotype.report.nonfinite import problem_of
+from isotype.train.step_values import StepValues
 from isotype.train.watch import Again
 
 _OF_THE_DATA = ("input", "labels", "row", "empty", "constant", "outside")
@@ -49,10 +50,32 @@ def not_finite(
     return TrainingError(headline, problems, _hint(checkpoint, script))
 
 
-def measured(loss: float, learning_rate: float, norm: float | None, scale: float | None) -> dict[str, str]:
-    """What was measured in a step, for `not_finite`."""
-    parts = {"loss": loss, "learning rate": learning_rate, "gradient norm": norm, "loss scale": scale}
-    return {name: f"{value:g}" for name, value in parts.items() if value is not None}
+def stopped(
+    what: str,
+    arguments: Any,
+    step: int,
+    values: StepValues,
+    learning_rate: float,
+    checkpoint: Path | None,
+    again: Again,
+    script: bool = False,
+) -> TrainingError:
+    """`not_finite` of a step whose update was not made.
+
+    Args:
+        what: what is not finite, by `isotype.ranges.verdict`.
+        values: what was measured in the step.
+        learning_rate: that the update would have been made with.
+        arguments, step, checkpoint, again, script: as in `not_finite`.
+    """
+    parts = {
+        "loss": values.loss,
+        "learning rate": learning_rate,
+        "gradient norm": values.grad_norm,
+        "loss scale": values.scale,
+    }
+    seen = {name: f"{value:g}" for name, value in parts.items() if value is not None}
+    return not_finite(f"{what}: stopped before the update", arguments, step, seen, checkpoint, again, script)
 
 
 def _hint(checkpoint: Path | None, script: bool) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from isotype.compat.torch import FakeTensor
-from isotype.compat.trl import head_arguments, is_fused_forward
+from isotype.compat.trl import former_forward, head_arguments, is_fused_forward, put_forward, take_forward
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.registered import packed_by_lengths, without_padding
 from isotype.lora.fused import working_dtype
@@ -33,7 +32,6 @@ from isotype.lora.sequences import saying
 from isotype.lora.unpadded import Unpadded
 from isotype.train.head_choice import HeadChoice, choose
 
-_THEIRS = "_isotype_trl_forward"
 _SMOOTHER = "_isotype_label_smoother"
 HEAD_CHOICE = "_isotype_head_choice"
 """Attribute of a trainer: which head was taken by measurement, in a line; not there where there was nothing to choose."""
@@ -88,7 +86,7 @@ def use_own_head(trainer: Any) -> None:
         if choice is not None:
             trainer.__dict__[HEAD_CHOICE] = choice.text
             request = replace(request, faster=choice.own)
-        _put(model, request)
+        put_forward(model, _forward_of(type(model), request))
         if smoothing:
             trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
 
@@ -96,20 +94,14 @@ def use_own_head(trainer: Any) -> None:
 def put_head(model: Any) -> None:
     """Give a causal language model that no trainer has the forward that SFT would call: for a check of the step to come."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    _put(base, _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1")))
-
-
-def _put(model: Any, request: _HeadRequest) -> None:
-    model.__dict__[_THEIRS] = model.forward
-    model.forward = MethodType(_forward_of(type(model), request), model)
+    request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
+    put_forward(base, _forward_of(type(base), request))
 
 
 def use_trl_head(trainer: Any) -> None:
     """Undo `use_own_head`, before `train()` or after it."""
     for model in _models(trainer):
-        theirs = model.__dict__.pop(_THEIRS, None)
-        if theirs is not None:
-            model.forward = theirs
+        take_forward(model)
     if _SMOOTHER in trainer.__dict__:
         trainer.label_smoother = trainer.__dict__.pop(_SMOOTHER)
 
@@ -229,7 +221,7 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
     ) -> Any:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         if not fused_lm_head:
-            return self.__dict__[_THEIRS](*args, **_said(named), **kwargs)
+            return former_forward(self)(*args, **_said(named), **kwargs)
         if not own_is_better(self, smoothing=request.smoothing > 0, faster=request.faster):
             return _by_trl(self, named, args, kwargs)
         with request.autocast():
@@ -265,7 +257,7 @@ def _labels(named: dict[str, Any]) -> torch.Tensor:
 
 def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """What TRL's forward returns; it is called without padding where that may be left out."""
-    theirs = model.__dict__[_THEIRS]
+    theirs = former_forward(model)
     labels = _labels(named)
     bare = None if args or not _projects(model) else without_padding(model, kwargs, labels != -100)
     if bare is None:
@@ -347,7 +339,7 @@ def _run(
     The states are `[1, tokens, hidden]` where it was run without.
     """
     if not projects:
-        output = model.__dict__[_THEIRS](*args, **kwargs)
+        output = former_forward(model)(*args, **kwargs)
         return output, output.logits, None
     bare = None if args else without_padding(model, kwargs, labelled)
     with saying(packed_by_lengths(model, kwargs) if bare is None else bare.sequences):

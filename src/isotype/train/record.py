@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 from isotype.core.errors import SaveError
 from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
-from isotype.train.diverged import measured, not_finite
+from isotype.train.diverged import stopped
 from isotype.train.headroom import HeadroomMeter
 from isotype.train.step_values import LaunchedValues, StepValues, skipping_optimizer
-from isotype.train.watch import MicroBatches, StepWatch
+from isotype.train.watch import MicroBatches, StepBatches
 
 _LOGGED_ANYWAY = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
@@ -101,7 +101,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.resumed_from: int | None = None
         self._began = 0.0
         self._learning_rate = 0.0
-        self._watch = StepWatch(trainer)
+        self._watch = StepBatches(trainer)
         self._headroom: HeadroomMeter | None = None
         self._skipping: Any = None  # the optimizer that leaves an update out by itself, in this step
         self._launched: LaunchedValues | None = None
@@ -155,7 +155,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._skipping.found_inf = self._launched.broken()
             return
         values = self.trainer.step_values()
-        what = self._watch.verdict.of(values.loss, values.grad_norm, _number(values.scale))
+        what = self._watch.ends(values)
         if what is not None:
             record = self._record(state.global_step + 1)
             if self._headroom is not None:
@@ -178,7 +178,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         if deferred is None:
             return
         values, record = deferred.read()
-        what = self._watch.verdict.of(values.loss, values.grad_norm, None)
+        what = self._watch.ends(values)
         if what is not None:
             self._end(what, record, values, deferred.batches)
         self.steps.append(record)
@@ -203,12 +203,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def _end(self, what: str, record: StepRecord, values: StepValues, batches: MicroBatches) -> NoReturn:
         self.steps.append(record)
-        again = self._watch.again(values.scale, batches)
-        seen = measured(values.loss, record.learning_rate, values.grad_norm, values.scale)
-        headline = f"{what}: stopped before the update"
-        raise not_finite(
-            headline, self.trainer.args, record.step, seen, self.trainer.last_checkpoint(), again
-        )
+        again, checkpoint = self._watch.again(values.scale, batches), self.trainer.last_checkpoint()
+        raise stopped(what, self.trainer.args, record.step, values, record.learning_rate, checkpoint, again)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""
@@ -271,10 +267,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self.on_progress(state.global_step if record is None else record.step, state.max_steps, record)
         if self.keep is not None and record is not None and state.is_world_process_zero:
             self.keep()
-
-
-def _number(value: float | None) -> Callable[[], float] | None:
-    return None if value is None else lambda: value
 
 
 class Kept:

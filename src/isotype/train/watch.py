@@ -6,17 +6,18 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import torch
 
-from isotype.compat.transformers import GRADIENT_NORM, PREPARE_INPUTS
+from isotype.compat.replaced import MethodsOfOne
+from isotype.compat.transformers import batches_as_they_are, steps_seen
 from isotype.core.errors import first_line
 from isotype.core.random_states import RandomStates
 from isotype.ranges.verdict import Verdict
 from isotype.records.nonfinite import NonFinite
 from isotype.trace.nonfinite.again import first_nonfinite
+from isotype.train.step_values import StepValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,60 +48,37 @@ MicroBatches = tuple[_MicroBatch, ...]
 
 
 @dataclass
-class StepWatch:
-    """Sits on a trainer from `attach` to `detach` and keeps the micro-batches of the current optimizer step.
-
-    Callbacks are given neither the batch nor the loss; two methods of the trainer's instance see both. They are
-    replaced on the instance alone, and `detach` takes the replacements away.
+class StepBatches:
+    """Keeps the micro-batches of a trainer's current optimizer step, from `attach` to `detach`: callbacks are not given them.
 
     Args:
         trainer: a transformers or TRL trainer.
-        verdict: judges its steps.
     """
 
     trainer: Any
+    _verdict: Verdict = field(default_factory=Verdict)
     _batches: list[_MicroBatch] = field(default_factory=list)
-    _losses: list[torch.Tensor] = field(default_factory=list)
-    _norm: torch.Tensor | float | None = None
-    verdict: Verdict = field(default_factory=Verdict)
-    _replaced: tuple[str, ...] = ()
+    _methods: MethodsOfOne | None = None
 
     def attach(self) -> None:
         """Begin to keep."""
-        self._replace("compute_loss", self._around_loss)
-        self._replace(GRADIENT_NORM, self._around_norm)
+        self._methods = steps_seen(self.trainer, self._around_loss)
 
     def detach(self) -> None:
         """Leave the trainer as it was, and let go of the batches."""
-        for name in self._replaced:
-            vars(self.trainer).pop(name, None)
-        self._replaced = ()
+        if self._methods is not None:
+            self._methods.put_back()
+        self._methods = None
         self.begin_step()
 
     def begin_step(self) -> None:
         """Another optimizer step begins."""
         self._batches.clear()
-        self._losses.clear()
-        self._norm = None
 
-    def step_so_far(self) -> tuple[float, float | None]:
-        """(sum of the losses, norm of the gradients) of the step; the one time that it is waited for.
-
-        The norm is that of all processes. Where there are several their losses are brought together only when the norm
-        is not finite, so that all of them judge alike, and wait for each other in no other step.
-        """
-        parts = [*self._losses, *([] if self._norm is None else [self._norm])]
-        if not parts:
-            return 0.0, None
-        device = self._losses[0].device if self._losses else torch.device("cpu")
-        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in parts]).tolist()
-        norm = None if self._norm is None else values.pop()
-        accelerator, loss = self.trainer.accelerator, sum(values)
-        if accelerator.num_processes == 1:
-            return loss, norm
-        if norm is None or math.isfinite(norm):
-            return 0.0, norm
-        return float(accelerator.reduce(torch.tensor(loss, device=device), reduction="mean")), norm
+    def ends(self, values: StepValues) -> str | None:
+        """What of a step ends the training, see `Verdict`; None while it may go on."""
+        scale = values.scale
+        return self._verdict.of(values.loss, values.grad_norm, None if scale is None else lambda: scale)
 
     def batches(self) -> MicroBatches:
         """What the current step was given so far, for `again`, once the next one has begun."""
@@ -119,10 +97,6 @@ class StepWatch:
         if str(getattr(trainer.accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
             return Again(why_not="DeepSpeed runs the backward by itself")
         self.detach()
-        before = dict(vars(trainer))
-        setattr(
-            trainer, PREPARE_INPUTS, _as_it_is
-        )  # what a batch was made into; completions are not generated again
 
         def step() -> Iterator[torch.Tensor]:
             for batch in batches:
@@ -132,42 +106,69 @@ class StepWatch:
         named = [dict(batch.inputs) for batch in batches]
         alone = trainer.accelerator.num_processes == 1
         try:
-            return Again(first_nonfinite(trainer.model, step, named, scale, stop=alone))
+            with batches_as_they_are(trainer):
+                return Again(first_nonfinite(trainer.model, step, named, scale, stop=alone))
         except Exception as error:  # noqa: BLE001 - what stopped the run is told in any case, and this beside it
             return Again(why_not=f"{type(error).__name__}: {first_line(error)}")
-        finally:
-            vars(trainer).clear()
-            vars(trainer).update(before)
 
-    # --------------------------------------------------------------------------------------------------- the trainer
-
-    def _replace(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        if name not in vars(self.trainer):
-            method = getattr(self.trainer, name)
-            setattr(self.trainer, name, wraps(method)(around(method)))
-            self._replaced += (name,)
-
-    def _around_loss(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not model.training:
-                return method(model, inputs, *args, **kwargs)
+    def _around_loss(
+        self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if model.training:
             states = RandomStates.taken(self.trainer.args.device)
             items = kwargs.get("num_items_in_batch")
             self._batches.append(_MicroBatch(model, copy.copy(inputs), items, states))
-            result = method(model, inputs, *args, **kwargs)
+        return method(model, inputs, *args, **kwargs)
+
+
+@dataclass
+class StepWatch(StepBatches):
+    """Of a trainer that does not measure its steps itself: their losses and the norms of their gradients, too."""
+
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _norm: torch.Tensor | float | None = None
+
+    def attach(self) -> None:
+        """Begin to keep and to measure."""
+        self._methods = steps_seen(self.trainer, self._around_loss, self._around_norm)
+
+    def begin_step(self) -> None:
+        """Another optimizer step begins."""
+        super().begin_step()
+        self._losses.clear()
+        self._norm = None
+
+    def step_so_far(self, scale: float | None) -> StepValues:
+        """Sum of the losses and norm of the gradients of the step, without tokens; the one time that it is waited for.
+
+        The norm is that of all processes. Where there are several their losses are brought together only when the norm
+        is not finite, so that all of them judge alike, and wait for each other in no other step.
+
+        Args:
+            scale: the loss scale of its backward, None without one.
+        """
+        parts = [*self._losses, *([] if self._norm is None else [self._norm])]
+        if not parts:
+            return StepValues(0, 0.0, None, scale)
+        device = self._losses[0].device if self._losses else torch.device("cpu")
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in parts]).tolist()
+        norm = None if self._norm is None else values.pop()
+        accelerator, loss = self.trainer.accelerator, sum(values)
+        if accelerator.num_processes > 1:
+            judged = norm is not None and not math.isfinite(norm)
+            whole = torch.tensor(loss, device=device)
+            loss = float(accelerator.reduce(whole, reduction="mean")) if judged else 0.0
+        return StepValues(0, loss, norm, scale)
+
+    def _around_loss(
+        self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = super()._around_loss(method, model, inputs, *args, **kwargs)
+        if model.training:
             loss = result[0] if isinstance(result, tuple) else result
             self._losses.append(loss.detach().mean())
-            return result
+        return result
 
-        return compute_loss
-
-    def _around_norm(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def get_grad_norm(*args: Any, **kwargs: Any) -> Any:
-            self._norm = method(*args, **kwargs)
-            return self._norm
-
-        return get_grad_norm
-
-
-def _as_it_is(inputs: Any) -> Any:
-    return inputs
+    def _around_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._norm = method(*args, **kwargs)
+        return self._norm
