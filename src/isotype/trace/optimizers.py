@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from isotype.core.errors import Problem
+from isotype.core.optimizers import has_own_kernels
 
 _Make = Callable[..., torch.optim.Optimizer]
 
@@ -35,24 +36,10 @@ OPTIMIZERS: dict[str, _Make] = {
 }
 """Name -> what makes the optimizer from parameters and `lr`."""
 
-# bitsandbytes' optimizers update in kernels of their own, which take every float dtype.
-_OWN_KERNELS = (
-    "8bit",
-    "bnb",
-    "paged",
-    "lion",
-    "galore",
-    "apollo",
-    "lomo",
-    "muon",
-    "schedule_free",
-    "stable_adamw",
-)
-
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
     """The problem with a name that no trainer knows; none for other names and for what is no name."""
-    if isinstance(asked, str) and asked not in OPTIMIZERS and not any(part in asked for part in _OWN_KERNELS):
+    if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
         near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"
         yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from isotype.core.allocator import allocator_setting
 from isotype.core.dtypes import dtype_name
+from isotype.core.optimizers import state_of
 from isotype.core.terminal import as_typed, command_line
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
@@ -50,24 +51,11 @@ _SETTINGS = (
     "seed",
 )
 
-# What `--optim` keeps (the first word that its name contains): dtype, where {} is the masters', and why.
-_OPTIMIZER_STATE = (
-    ("8bit", ("8-bit", "both moments are quantized in blocks; small tensors keep theirs in float32")),
-    ("4bit", ("4-bit", "both moments are quantized in blocks; small tensors keep theirs in float32")),
-    ("anyprecision", ("bfloat16", "the second moment and Kahan's compensation are kept in bfloat16")),
-    ("adafactor", ("float32", "the second moment is kept as its row and column sums")),
-    ("galore", ("{}", "moments of gradients projected to a low rank")),
-    ("apollo", ("{}", "moments of gradients projected to a low rank")),
-    ("lomo", ("none", "weights are updated in the backward pass; no moments")),
-    ("schedule_free", ("{}", "follows the parameters")),
-    ("sgd", ("none", "no moments without momentum")),
-)
-
 
 def policy_rows(policy: PrecisionPolicy, optimizer: Any = None) -> tuple[tuple[str, str, str], ...]:
     """The rows of the policy; the optimizer's state as `--optim` keeps it, where that is not in the master dtype."""
     name = str(getattr(optimizer, "value", optimizer))
-    kept = next((row for word, row in _OPTIMIZER_STATE if word in name), None)
+    kept = state_of(name)
     if kept is None:
         return policy.rows()
     dtype = kept[0].format(dtype_name(policy.master))

@@ -20,6 +20,7 @@ from isotype.checkpoint.formats.headers import contents
 from isotype.checkpoint.opened import Checkpoint
 from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
+from isotype.core.optimizers import package_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
 from isotype.train.limits import name_problems, number_problems
@@ -31,20 +32,6 @@ _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_att
 _REPORTERS = {
     name: name for name in ("wandb", "tensorboard", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
 }
-_OPTIMIZERS = (
-    ("galore", "galore_torch"),
-    ("bnb", "bitsandbytes"),
-    ("adamw_8bit", "bitsandbytes"),
-    ("lion", "bitsandbytes"),
-    ("ademamix", "bitsandbytes"),
-    ("paged", "bitsandbytes"),
-    ("apollo", "apollo_torch"),
-    ("adamw_torch_4bit", "torchao"),
-    ("adamw_torch_8bit", "torchao"),
-    ("schedule_free", "schedulefree"),
-    ("lomo", "lomo_optim"),
-    ("grokadamw", "grokadamw"),
-)
 
 
 def check_settings(settings: Settings) -> None:
@@ -171,7 +158,8 @@ def _packages(settings: Settings) -> Iterator[Problem]:
     if attention in _ATTENTION:
         wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
     optimizer = str(getattr(training.optim, "value", training.optim))
-    wanted += [(f"--optim {optimizer}", package) for word, package in _OPTIMIZERS if word in optimizer][:1]
+    package = package_of(optimizer)
+    wanted += [] if package is None else [(f"--optim {optimizer}", package)]
     for given, package in wanted:
         if find_spec(package) is None:
             yield Problem(
