@@ -36,7 +36,8 @@ def guards(text: str) -> list[str]:
 def test_no_assert_guards_what_the_package_does() -> None:
     files = sorted(SOURCE.rglob("*.py"))
     assert len(files) > 100
-    found = {str(file.relative_to(SOURCE)): guards(file.read_text(encoding="utf-8")) for file in files}
+    texts = {str(file.relative_to(SOURCE)): file.read_text(encoding="utf-8") for file in files}
+    found = {name: guards(text) for name, text in texts.items() if "assert" in text}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

@@ -43,8 +43,8 @@ TRAININGS = {
     "ddp": ("--quantization", "int8", "--dtype", "float32"),
 }
 USUAL = ("nf4",)
-HELD = ("bf16 FSDP2, checkpointing", "nf4 DDP")
-HELD_SELDOM = ("nf4 FSDP2", "bf16 DDP", "nf4 DDP, checkpointing")
+HELD = ("bf16 FSDP2, checkpointing",)
+HELD_SELDOM = ("nf4 FSDP2", "bf16 DDP", "nf4 DDP", "nf4 DDP, checkpointing")
 """With `HELD`, every pair of storage, sharding and checkpointing."""
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 STEPS = ("--max_steps", 4)

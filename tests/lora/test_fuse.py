@@ -631,10 +631,10 @@ def test_the_preflight_follows_a_fused_model(monkeypatch: pytest.MonkeyPatch) ->
         "cpu-amx", monkeypatch
     )  # without instructions for bfloat16 the fused step computes in float32, see below
     model, batch = adapted("llama", torch.bfloat16).train(), tiny_batch("llama")
-    plain = isotype.check(model, batch)
+    plain = isotype.check(model, batch, verify=False)
     fuse(model)
     for _ in range(2):
-        report = isotype.check(model, batch)
+        report = isotype.check(model, batch, verify=False)
         assert any(call.op == "aten.mm.out" for call in report.trace.calls), "PEFT's own path was traced"
         assert [finding.code for finding in report.findings] == [finding.code for finding in plain.findings]
         assert report.memory.peak <= plain.memory.peak
@@ -650,7 +650,7 @@ def test_the_preflight_of_a_fused_model_is_that_of_the_simulated_cpu(monkeypatch
     products = {}
     for cpu in ("cpu-avx2", "cpu-amx"):
         pretend(cpu, monkeypatch)
-        calls = isotype.check(model, batch).trace.calls
+        calls = isotype.check(model, batch, verify=False).trace.calls
         products[cpu] = {call.operands[0].dtype for call in calls if call.op == "aten.mm.out"}
     assert products == {"cpu-avx2": {torch.float32}, "cpu-amx": {torch.bfloat16}}
 

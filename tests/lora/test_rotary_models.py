@@ -261,7 +261,7 @@ def test_float16_is_rotated_as_transformers_does_it(rotations: list[bool]) -> No
 
 def test_the_preflight_sees_the_same_operators() -> None:
     model, batch = adapted("llama", torch.bfloat16), tiny_batch("llama")
-    plain = isotype.check(model, batch)
+    plain = isotype.check(model, batch, verify=False)
     fuse(model)
-    report = isotype.check(model, batch)
+    report = isotype.check(model, batch, verify=False)
     assert [finding.code for finding in report.findings] == [finding.code for finding in plain.findings]

@@ -27,7 +27,7 @@ from tests.cpus import pretend
 from tests.models import quiet
 
 TOLERANCE = 0.05
-LAYERS = 3
+LAYERS = 4  # fewer are not folded
 SIZES: Any = {
     "vocab_size": 256,
     "hidden_size": 128,

@@ -1,6 +1,6 @@
 """Trains in forked processes and kills them with SIGKILL while they save; prints what came of it as JSON.
 
-usage: python -m tests.train.kill_chain DIRECTORY KILLS SEED [ARGUMENT …]
+usage: python -m tests.train.kill_chain DIRECTORY KILLS SEED STEPS [ARGUMENT …]
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from isotype.core.staging import STAGING
 from tests.train.forked import start, wait_for
 from tests.train.tiny import rows, save_rows
 
-STEPS = 14
 
-
-def arguments(root: Path, out: Path, more: Sequence[str]) -> list[str]:
+def arguments(root: Path, out: Path, steps: int, more: Sequence[str]) -> list[str]:
     return (
         f"""sft --model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"} --output_dir {out}
-        --max_steps {STEPS} --save_steps 1 --save_total_limit 2 --logging_steps 1 --learning_rate 1e-2
+        --max_steps {steps} --save_steps 1 --save_total_limit 2 --logging_steps 1 --learning_rate 1e-2
         --per_device_train_batch_size 2 --lora_dropout 0.2 --gradient_checkpointing False
         --report_to none""".split()
         + list(more)
@@ -69,9 +67,9 @@ def kill_in_a_save(pid: int, out: Path, saves: int, files: int | None, delay: fl
     return {"status": os.waitstatus_to_exitcode(status), "left": left, "files": files}
 
 
-def outcome(out: Path) -> dict[str, object]:
+def outcome(out: Path, steps: int) -> dict[str, object]:
     """What the last checkpoint says of every step, the digits of what was saved, and what else lies there."""
-    last = out / f"checkpoint-{STEPS}"
+    last = out / f"checkpoint-{steps}"
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
     wanted = ("step", "loss", "grad_norm", "learning_rate")
     saved = [out / "adapter_model.safetensors", *last.glob("*.safetensors"), *last.glob("*.pt*")]
@@ -84,18 +82,19 @@ def outcome(out: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    root, kills, seed, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    root, kills, seed, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[5:]
+    steps = int(sys.argv[4])
     save_rows(root / "train.jsonl", rows("sft"))
     draw = random.Random(seed)
 
     whole = root / "uninterrupted"
-    pid = start(arguments(root, whole, more), root / "uninterrupted.log")
+    pid = start(arguments(root, whole, steps, more), root / "uninterrupted.log")
     _, status = os.waitpid(pid, 0)
     assert status == 0, (root / "uninterrupted.log").read_text()
 
     out, log = root / "killed", root / "killed.log"
-    resumed = arguments(root, out, [*more, "--resume_from_checkpoint", "true"])
-    built = len(list((whole / f"checkpoint-{STEPS}").iterdir()))
+    resumed = arguments(root, out, steps, [*more, "--resume_from_checkpoint", "true"])
+    built = len(list((whole / f"checkpoint-{steps}").iterdir()))
     # Every other kill lets one save pass, so that the chain moves on but does not end before the last kill.
     named = max(kills > 1, kills // 5)
     moments = [draw.randrange(built) for _ in range(kills - named)] + [None] * named
@@ -108,10 +107,10 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "uninterrupted": outcome(whole),
+                "uninterrupted": outcome(whole, steps),
                 "tries": tries,
                 "last": os.waitstatus_to_exitcode(status),
-                "killed": outcome(out) if status == 0 else None,
+                "killed": outcome(out, steps) if status == 0 else None,
                 "log": log.read_text(),
             }
         )

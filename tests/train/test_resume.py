@@ -14,23 +14,28 @@ from tests.train.tiny import save_chat_model
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kills", "in_the_middle", "flags"),
+    ("kills", "in_the_middle", "steps", "flags"),
     [
-        (1, 1, []),
-        pytest.param(20, 12, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
+        (1, 1, 6, []),
+        pytest.param(20, 12, 14, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
         # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.
         pytest.param(
-            *(2, 1, ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"]),
+            *(
+                2,
+                1,
+                14,
+                ["--quantization", "nf4", "--dtype", "float16", "--gradient_accumulation_steps", "2"],
+            ),
             marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["once", "float32", "float16"],
 )
 def test_killed_in_saves_and_resumed_equals_uninterrupted(
-    kills: int, in_the_middle: int, flags: list[str], tmp_path: Path
+    kills: int, in_the_middle: int, steps: int, flags: list[str], tmp_path: Path
 ):
     save_chat_model(tmp_path / "model")
-    done = run_module("tests.train.kill_chain", tmp_path, kills, 0, *flags, timeout=600)
+    done = run_module("tests.train.kill_chain", tmp_path, kills, 0, steps, *flags, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
 
@@ -40,12 +45,12 @@ def test_killed_in_saves_and_resumed_equals_uninterrupted(
     assert "Traceback" not in result["log"]
     assert result["last"] == 0, result["log"]
 
-    assert len(result["uninterrupted"]["history"]) == 14
+    assert len(result["uninterrupted"]["history"]) == steps
     assert result["killed"]["history"] == result["uninterrupted"]["history"]  # every float, bit for bit
     assert result["killed"]["digests"] == result["uninterrupted"]["digests"]
-    assert result["killed"]["reported"] == list(range(1, 15))  # the report goes on over every kill
-    assert ("checkpoint-14/scaler.pt" in result["killed"]["digests"]) == ("float16" in flags)
-    assert result["killed"]["entries"] == ["checkpoint-13", "checkpoint-14"]
+    assert result["killed"]["reported"] == list(range(1, steps + 1))  # the report goes on over every kill
+    assert (f"checkpoint-{steps}/scaler.pt" in result["killed"]["digests"]) == ("float16" in flags)
+    assert result["killed"]["entries"] == [f"checkpoint-{steps - 1}", f"checkpoint-{steps}"]
     out = tmp_path / "killed"
     assert f"no whole checkpoint in {out}: starting at step 0" in result["log"]
     assert f"going on from {out / 'checkpoint-'}" in result["log"]

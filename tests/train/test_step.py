@@ -52,7 +52,7 @@ def peak(config: Path, checkpointing: dict[str, Any] | None) -> int:
 
 
 def test_the_more_layers_are_checkpointed_the_less_memory(config: Path) -> None:
-    every = [{}, *({"every_n_layers": count} for count in (2, 3)), None]
+    every = [{}, {"every_n_layers": 2}, None]
     peaks = [peak(config, each) for each in every]
     assert peaks == sorted(set(peaks))
 
