@@ -18,7 +18,7 @@ from rich.console import Console
 
 from isotype.compat.interrupt import terminate
 from isotype.data.methods import METHODS
-from isotype.train.own_arguments import IsotypeArguments
+from isotype.train.arguments import IsotypeArguments
 from isotype.train.resume import resume_command
 from isotype.train.settings import Settings
 from isotype.train.stop import graceful_stop

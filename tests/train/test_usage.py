@@ -13,10 +13,9 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.arguments import IsotypeArguments, common_arguments, short_help
 from isotype.train.describe import show_policy
-from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.settings import training_parser
-from isotype.train.usage import common_arguments, short_help
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -24,7 +23,7 @@ def test_the_short_help_is_one_screen_of_real_arguments(method):
     known = {"--config"} | {
         name for action in training_parser(METHODS[method])._actions for name in action.option_strings
     }
-    named = {f"--{name}" for _, group in common_arguments(method) for name, _, _ in group}
+    named = {f"--{each.name}" for group in common_arguments(method).values() for each in group}
     assert named <= known
     lines = short_help(method).splitlines()
     assert len(lines) <= 46

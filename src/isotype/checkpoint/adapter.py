@@ -22,12 +22,11 @@ from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.core.formats import FOUR_BITS
+from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
-from isotype.precision.by_damage import MIXED
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy

@@ -12,7 +12,8 @@ import torch
 from isotype.checkpoint.measured import fingerprint, kept_damages, kept_ranges
 from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
 from isotype.core.errors import PrecisionError, Problem
-from isotype.precision.by_damage import MIXED, Mixture, first_request, mix
+from isotype.core.formats import MIXED
+from isotype.precision.by_damage import Mixture, first_request, mix
 from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile

@@ -11,9 +11,8 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.core.units import parse_size
-from isotype.precision.by_damage import MIXED
 
 # What the plan is made by, with the defaults.
 _OF_THE_PLAN = {"dtype": "auto", "quantization": None, "base_memory": None, "device": "auto"}

@@ -27,7 +27,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     """Run one training command and return its exit status."""
     rest = list(argv)
     if any(each in ("-h", "--help") for each in rest):
-        from isotype.train.usage import short_help
+        from isotype.train.arguments import short_help
 
         text = wrapped(short_help(command), console)
         console.print(text, highlight=False, markup=False, soft_wrap=True, end="")

@@ -49,3 +49,6 @@ FOUR_BITS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole 
 
 FITTED: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
+
+MIXED = "mixed"
+"""The quantization of a base each of whose layers has a format of its own, by what it does to the model's output."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.data.methods import METHODS
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest
-from isotype.precision.by_damage import MIXED
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command import set_flag, value_of, without_flag
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isotype.core.dtypes import parse_dtype
+from isotype.core.formats import MIXED
 from isotype.planning.record import Row
-from isotype.precision.by_damage import MIXED
 
 _SLOWER = 1.25
 """How many times slower than the fastest a row may be that `balanced` takes for its precision."""

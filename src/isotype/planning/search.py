@@ -13,14 +13,14 @@ import torch
 from isotype.checkpoint.opened import Checkpoint
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, UsageError
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
 from isotype.planning.record import Row, Time
 from isotype.planning.request import PlanRequest
 from isotype.planning.steps import Steps, Traced, largest
 from isotype.planning.workload import work_of
-from isotype.precision.by_damage import MIXED, base_bytes
+from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime

@@ -16,9 +16,6 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.mixed import Option, choose
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
-MIXED = "mixed"
-"""The quantization that is decided here."""
-
 _TENTH = 10
 """Part of nf4's bytes that come on top where nobody says how many there are."""
 

@@ -26,11 +26,11 @@ from isotype.precision.versions import installed
 from isotype.report.narrow import NARROW, fitting, wrapped
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, summarize
 from isotype.report.text import format_share
+from isotype.train.arguments import IsotypeArguments
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
 from isotype.train.head import HEAD_CHOICE
 from isotype.train.lengths import Lengths
-from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.recompute_choice import Choice
 from isotype.train.record import RunRecorder
 from isotype.train.run import Run

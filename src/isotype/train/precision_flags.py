@@ -8,11 +8,10 @@ from typing import Any
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
-from isotype.core.formats import FOUR_BITS
+from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.units import parse_size
-from isotype.precision.by_damage import MIXED
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.own_arguments import IsotypeArguments
+from isotype.train.arguments import IsotypeArguments
 
 FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 

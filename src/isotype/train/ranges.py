@@ -11,7 +11,8 @@ from isotype.checkpoint.damage.measure import measure_damages
 from isotype.checkpoint.measure import measure_checkpoint
 from isotype.checkpoint.opened import Checkpoint
 from isotype.checkpoint.resolve import resolve_request, with_storage_reason
-from isotype.precision.by_damage import MIXED, as_decided
+from isotype.core.formats import MIXED
+from isotype.precision.by_damage import as_decided
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy

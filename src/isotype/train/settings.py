@@ -15,27 +15,16 @@ from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
+from isotype.train.arguments import ARGUMENTS, Argument, IsotypeArguments, number_problems
 from isotype.train.config_file import apply_config, without_config
 from isotype.train.launched import Sharding
 from isotype.train.libraries import require_names
-from isotype.train.limits import number_problems
-from isotype.train.own_arguments import IsotypeArguments
 from isotype.train.precision_flags import FLAGS, read_precision_request
 
 _UNSET = object()
 AUTO = "auto"
 _RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
 """The argument, and the newer name that transformers 5.23 has for it."""
-_JSON = {
-    "model_init_kwargs": '{"attn_implementation": "eager"}',
-    "lr_scheduler_kwargs": '{"num_cycles": 2}',
-    "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
-    "activation_checkpointing_kwargs": '{"use_reentrant": false}',
-    "accelerator_config": '{"split_batches": true}',
-    "fsdp_config": '{"version": 2}',
-    "dataset_kwargs": '{"skip_prepare_dataset": true}',
-    "generation_kwargs": '{"top_k": 50}',
-}
 
 
 @dataclass(frozen=True)
@@ -98,8 +87,9 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     recompute = {name: _given_value(parser, given, name, config_keys) for name in _RECOMPUTE}
     for name, value in recompute.items():
         neutral += [f"--{name}", "True"] if value == AUTO else []
-    for name in _JSON:
-        _check_json(name, _given_value(parser, given, name, config_keys))
+    for argument in ARGUMENTS:
+        if argument.json:
+            _check_json(argument, _given_value(parser, given, argument.name, config_keys))
     try:
         parsed = parser.parse_args_into_dataclasses(args=[*arguments, *neutral])
     except (ValueError, TypeError, OSError) as error:
@@ -193,7 +183,8 @@ def target_modules(value: Any) -> Any:
     return value
 
 
-def _check_json(name: str, value: Any) -> None:
+def _check_json(argument: Argument, value: Any) -> None:
+    name = argument.name
     path = name != "model_init_kwargs" and not str(value).startswith("{")  # some are read from files too
     if value is None or isinstance(value, dict) or path:
         return
@@ -206,7 +197,7 @@ def _check_json(name: str, value: Any) -> None:
             "an argument is not JSON",
             f"--{name} {value}: {wrong}",
             "a JSON object",
-            f"""write it like '{_JSON[name]}'""",
+            f"write it like '{argument.json}'",
         )
 
 

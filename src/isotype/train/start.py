@@ -11,7 +11,7 @@ from typing import Any
 from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
-from isotype.precision.by_damage import MIXED
+from isotype.core.formats import MIXED
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.core.names import plural
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing
-from isotype.precision.by_damage import MIXED
 from isotype.precision.decide import PrecisionRequest
+from isotype.train.arguments import number_problems
 from isotype.train.launched import processes, requested_sharding
-from isotype.train.limits import number_problems
 
 if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter

@@ -22,8 +22,8 @@ from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
 from isotype.core.optimizers import package_of
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.arguments import name_problems, number_problems
 from isotype.train.compilation import compiler_problems
-from isotype.train.limits import name_problems, number_problems
 from isotype.train.settings import Settings
 from isotype.train.start import check_initial, initial_problems
 from isotype.train.stop import early_stopping_problems

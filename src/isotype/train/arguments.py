@@ -1,0 +1,395 @@
+"""The arguments of a training command, one record each; isotype's own, which stand beside those of TRL and transformers.
+
+Nothing here loads torch: `isotype sft --help` is one screen of what people use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from isotype.core.arguments import wrong_choice
+from isotype.core.errors import Problem
+from isotype.core.formats import MIXED, QUANTIZATIONS
+from isotype.data.methods import METHODS, Loss
+
+Read = Callable[[str], Any]
+"""The value of an argument by its name; None where it was not given or the method has none."""
+
+
+@dataclass
+class IsotypeArguments:
+    """What isotype adds to TRL's arguments."""
+
+    quantization: str | None = field(
+        default=None,
+        metadata={
+            "help": "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
+            "--bnb_4bit_quant_type. mixed: each linear layer in nf4, int8 or unquantized, by what that does to the model's output "
+            "(measured once, see isotype quality).",
+            "choices": [*QUANTIZATIONS, MIXED],
+        },
+    )
+    base_memory: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --quantization mixed: what the base's weights take at most, such as 6GiB; by default a tenth more for "
+            "the linear layers than nf4 takes."
+        },
+    )
+    device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})
+    ranges: str = field(
+        default="measure",
+        metadata={
+            "help": "For float16: measure the checkpoint's value ranges where nobody has (measure), or decide by what is "
+            "known already (known).",
+            "choices": ["measure", "known"],
+        },
+    )
+    fuse: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute LoRA layers in one function each, those that read the same input together (isotype.fuse); "
+            "--no_fuse leaves them as PEFT has them."
+        },
+    )
+    ask: str | None = field(
+        default=None,
+        metadata={
+            "help": "A question the model answers before and after training. By default the first prompt of "
+            "the test split, where evaluation is on (--eval_strategy)."
+        },
+    )
+    columns: str | None = field(
+        default=None,
+        metadata={
+            "help": "The trainer's names for the data set's columns: prompt=question,completion=answer; or alpaca, "
+            "for instruction, input and output."
+        },
+    )
+    apply_chat_template: bool = field(
+        default=False,
+        metadata={
+            "help": "Write prompts and answers that are plain text as messages of user and assistant, by the model's chat "
+            "template."
+        },
+    )
+    eval_split: float | None = field(
+        default=None,
+        metadata={
+            "help": "Hold back this share of the training rows (or this many of them) and measure the loss on them, "
+            "by default five times in the run (--eval_strategy, --eval_steps)."
+        },
+    )
+    quiet: bool = field(
+        default=False,
+        metadata={"help": "Say less: the policy in three lines, no example.", "aliases": ["-q"]},
+    )
+    verbose: bool = field(
+        default=False,
+        metadata={
+            "help": "Say more: every reason in full, what was restored, libraries' warnings.",
+            "aliases": ["-v"],
+        },
+    )
+    lora_bias: str = field(
+        default="none",
+        metadata={
+            "help": "Which biases are trained beside the adapters: none, all, or those of the adapted layers.",
+            "choices": ["none", "all", "lora_only"],
+        },
+    )
+    init_lora_weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "How adapters begin, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa; by default A is drawn "
+            "(Kaiming) and B is zero. olora and pissa take a part out of the base's weights, which may not be quantized then."
+        },
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after so many evaluations in a row without a better held-back loss (or --metric_for_best_model)."
+        },
+    )
+    early_stopping_threshold: float = field(
+        default=0.0,
+        metadata={"help": "By how much a held-back loss has to be better to count as better."},
+    )
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The numbers that an argument takes: from `least` (`above`: more than it) to `most` (`below`: less than it)."""
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+    fix: str = ""
+
+    def takes(self, value: float) -> bool:
+        """Whether `value` is one of them; NaN and infinity never are."""
+        low = value > self.least if self.above else value >= self.least
+        high = value < self.most if self.below else value <= self.most
+        return math.isfinite(value) and low and high
+
+    def words(self) -> str:
+        """The limits in words."""
+        low = f"more than {self.least:g}" if self.above else f"at least {self.least:g}"
+        return (
+            low
+            if self.most == math.inf
+            else f"{low}, {'less than' if self.below else 'at most'} {self.most:.10g}"
+        )
+
+
+_COUNT = Limit(1, fix="give at least 1")
+_NOT_NEGATIVE = Limit(0, fix="give 0 or more")
+_SEED = Limit(0, 2**32 - 1, fix="give a number within these")
+_EVERY = Limit(0, above=True, fix="a number of steps, or a share of them below 1")
+_SHARE = Limit(0, 1, below=True, fix="give a share of 1")
+
+
+def _reporters() -> list[str]:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    return ["none", "all", *INTEGRATION_TO_CALLBACK]
+
+
+def _attentions() -> list[str]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+
+
+def _task_types() -> list[str]:
+    from peft import TaskType
+
+    return [each.value for each in TaskType]
+
+
+def _compilers() -> list[str]:
+    from accelerate.utils import DynamoBackend
+
+    return [each.value.lower() for each in DynamoBackend]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What is known of an argument, beside what TRL's own dataclasses say.
+
+    Attributes:
+        name: without the dashes.
+        group: under which the short help has it; "" where it leaves it out.
+        example: a value, for the short help.
+        text: what it does, in a few words.
+        losses: of the methods whose short help has it; empty for all.
+        limit: the numbers that it takes.
+        choices: the names that it takes, where another library looks them up long after the model is loaded.
+        json: an example, where it takes a JSON object.
+    """
+
+    name: str
+    group: str = ""
+    example: str = ""
+    text: str = ""
+    losses: tuple[Loss, ...] = ()
+    limit: Limit | None = None
+    choices: Callable[[], list[str]] | None = None
+    json: str = ""
+
+
+def _json(name: str, example: str) -> Argument:
+    return Argument(name, json=example)
+
+
+def _number_of(name: str, limit: Limit) -> Argument:
+    return Argument(name, limit=limit)
+
+
+_NOT_RL: tuple[Loss, ...] = ("labels", "preference", "reward", "unpaired")
+_COMPARED: tuple[Loss, ...] = ("preference", "unpaired")
+
+ARGUMENTS: tuple[Argument, ...] = (
+    Argument("model_name_or_path", "what", "MODEL", "directory, GGUF, hub id, or an adapter"),
+    Argument("dataset_name", "what", "DATA", "JSONL, CSV, parquet, directory, hub id"),
+    Argument("columns", "what", "alpaca", "or prompt=question,completion=answer"),
+    Argument("eval_split", "what", "0.05", "share of rows to evaluate on"),
+    Argument("output_dir", "what", "DIR", "adapter, checkpoints, report"),
+    Argument("quantization", "precision", "nf4", "storage of the base: nf4, fp4, int8"),
+    Argument("dtype", "precision", "bfloat16", "compute dtype; auto by default"),
+    Argument("device", "precision", "cuda", "auto, cpu, cuda, mps, xpu"),
+    Argument("learning_rate", "training", "2e-4", limit=Limit(0, 1e3, fix="1e-4 is a common start")),
+    Argument("num_train_epochs", "training", "3", "or --max_steps N"),
+    Argument("per_device_train_batch_size", "training", "8", "rows at once", limit=_COUNT),
+    _number_of("per_device_eval_batch_size", _COUNT),
+    Argument("gradient_accumulation_steps", "training", "1", "batches summed into a step", limit=_COUNT),
+    Argument("max_length", "training", "1024", "tokens a row is cut to", _NOT_RL, _COUNT),
+    Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
+    Argument("packing", "training", "True", "several short rows in one", ("labels",)),
+    Argument(
+        "beta", "training", "0.1", "how close to the reference it stays", _COMPARED, limit=_NOT_NEGATIVE
+    ),
+    Argument("reward_funcs", "training", "FILE.py:name", "what completions are scored by", ("policy",)),
+    Argument(
+        "num_generations",
+        "training",
+        "8",
+        "completions of a prompt to compare",
+        ("policy",),
+        Limit(2, fix="give at least 2: a completion is compared with others of its prompt"),
+    ),
+    Argument("max_completion_length", "training", "256", "tokens", ("policy",), _COUNT),
+    *(
+        _number_of(name, _COUNT)
+        for name in (
+            "steps_per_generation",
+            "generation_batch_size",
+            "num_iterations",
+            "dataset_num_proc",
+        )
+    ),
+    Argument("lora_r", "adapter", "16", "rank", limit=_COUNT),
+    Argument(
+        "lora_alpha",
+        "adapter",
+        "32",
+        limit=Limit(0, above=True, fix="twice --lora_r is a common choice; at 0 an adapter does nothing"),
+    ),
+    _number_of(
+        "lora_dropout", Limit(0, 1, below=True, fix="0 to 0.1 is common; at 1 nothing reaches the adapter")
+    ),
+    Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
+    Argument("lora_task_type", choices=_task_types),
+    Argument("use_dora", "adapter", "True"),
+    Argument("init_lora_weights", "adapter", "pissa", "or olora, gaussian, orthogonal"),
+    Argument("use_peft", "adapter", "False", "train every weight"),
+    Argument(
+        "early_stopping_patience",
+        "along the way",
+        "3",
+        "evaluations without a better loss",
+        limit=_COUNT,
+    ),
+    _number_of("early_stopping_threshold", _NOT_NEGATIVE),
+    Argument("save_steps", "along the way", "500", "a checkpoint every so many steps", limit=_EVERY),
+    Argument("resume_from_checkpoint", "along the way", "true", "go on from the last whole checkpoint"),
+    Argument("logging_steps", "along the way", "10", "a line every so many steps", limit=_EVERY),
+    _number_of("eval_steps", _EVERY),
+    Argument(
+        "report_to", "along the way", "wandb", "tensorboard, wandb, trackio, mlflow", choices=_reporters
+    ),
+    Argument("push_to_hub", "along the way", "True", "upload what was trained"),
+    Argument("config", "along the way", "FILE.yaml", "any of these as name: value lines"),
+    *(
+        _number_of(name, _NOT_NEGATIVE)
+        for name in (
+            "warmup_steps",
+            "weight_decay",
+            "adam_epsilon",
+            "dataloader_num_workers",
+            "neftune_noise_alpha",
+            "epsilon",
+            "eval_delay",
+        )
+    ),
+    _number_of("seed", _SEED),
+    _number_of("data_seed", _SEED),
+    *(_number_of(name, _SHARE) for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor")),
+    _number_of("label_smoothing", Limit(0, 0.5, fix="the share of pairs whose order is wrong")),
+    _number_of("temperature", Limit(0, above=True, fix="1 is the method's own")),
+    _number_of("top_p", Limit(0, 1, above=True, fix="1 keeps every token")),
+    Argument("attn_implementation", choices=_attentions),
+    Argument("torch_compile_backend", choices=_compilers),
+    _json("model_init_kwargs", '{"attn_implementation": "eager"}'),
+    _json("lr_scheduler_kwargs", '{"num_cycles": 2}'),
+    _json("gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
+    _json("activation_checkpointing_kwargs", '{"use_reentrant": false}'),
+    _json("accelerator_config", '{"split_batches": true}'),
+    _json("fsdp_config", '{"version": 2}'),
+    _json("dataset_kwargs", '{"skip_prepare_dataset": true}'),
+    _json("generation_kwargs", '{"top_k": 50}'),
+)
+"""Every argument that something more is known of; problems are said in this order."""
+
+
+def number_problems(read: Read) -> Iterator[Problem]:
+    """What is wrong with the numbers of a training command, each by itself and the length of the training."""
+    adapters = read("use_peft") is not False
+    for argument in ARGUMENTS:
+        name, limit = argument.name, argument.limit
+        if limit is None or (name.startswith("lora_") and not adapters):
+            continue
+        what, _, unit = name.partition("_")
+        strategy = read(f"{what}_strategy")
+        if unit == "steps" and strategy is not None and getattr(strategy, "value", strategy) != "steps":
+            continue
+        value = _number(read(name))
+        if value is not None and not limit.takes(value):
+            yield Problem(f"--{name} {read(name)}", limit.words(), limit.fix)
+    yield from _length_problems(read)
+
+
+def _length_problems(read: Read) -> Iterator[Problem]:
+    steps, epochs = _number(read("max_steps")), _number(read("num_train_epochs"))
+    if steps is not None and steps < 1 and steps != -1:
+        meant = f"--max_steps {-steps:g}, or " if steps < -1 else ""
+        fix = f"{meant}leave it out to train for --num_train_epochs"
+        yield Problem(f"--max_steps {steps:g}", "at least 1 step, or -1 for whole epochs", fix)
+    elif epochs is not None and (steps is None or steps < 1) and not 0 < epochs < math.inf:
+        yield Problem(f"--num_train_epochs {epochs:g}", "a finite number, more than 0", "3 is the default")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        return float(value)  # YAML reads 1e-4 as text
+    except (TypeError, ValueError):
+        return None
+
+
+def name_problems(read: Read) -> Iterator[Problem]:
+    """What is wrong with the names of things that other libraries look up long after the model is loaded."""
+    for argument in ARGUMENTS:
+        if argument.choices is None:
+            continue
+        value = read(argument.name)
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, str) and not _is_known(each, choices := argument.choices()):
+                yield wrong_choice(f"--{argument.name} {each}", each, choices)
+
+
+def _is_known(name: str, choices: list[str]) -> bool:
+    # A kernel of the hub is named by its repository, `owner/name` or `paged|owner/name`.
+    return name in choices or name.lower() in choices or "/" in name
+
+
+def common_arguments(method: str) -> dict[str, list[Argument]]:
+    """What the short help of a training method has, by groups."""
+    loss = METHODS[method].loss
+    groups: dict[str, list[Argument]] = {}
+    for argument in ARGUMENTS:
+        if argument.group and loss in (argument.losses or (loss,)):
+            groups.setdefault(argument.group, []).append(argument)
+    return groups
+
+
+def short_help(method: str) -> str:
+    """One screen, 80 columns."""
+    lines = [f"usage: isotype {method} --model_name_or_path MODEL --dataset_name DATA […]", ""]
+    for group, arguments in common_arguments(method).items():
+        lines.append(f"{group}:")
+        for each in arguments:
+            argument = f"  --{each.name} {each.example}"
+            lines.append(f"{argument:<41} {each.text}" if len(argument) <= 41 else f"{argument}  {each.text}")
+            lines[-1] = lines[-1].rstrip()
+    lines += [
+        "",
+        "-q less output, -v more. --help-all lists every argument: they are those of",
+        f"trl {method}. isotype check {method} … foretells a run without starting it.",
+    ]
+    return "\n".join(lines) + "\n"
