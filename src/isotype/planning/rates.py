@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from isotype.precision.devices.probe import measure_all
+from isotype.precision.devices.probe import clock, measure_all
 from isotype.precision.devices.profile import DeviceProfile
 
 _SECONDS = 1.0
@@ -40,29 +39,29 @@ def with_rates(profile: DeviceProfile) -> tuple[DeviceProfile, str]:
     return measured, "rates measured on this machine"
 
 
-def copy_rate(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def copy_rate(device: torch.device) -> float:
     """Bytes a second that a large copy reads and writes, the best of a few."""
     source = torch.zeros(_MOST_BYTES // _ELEMENT, device=device)
     target = torch.empty_like(source)
-    return 2 * _MOST_BYTES / _fastest(lambda: target.copy_(source), device, clock)
+    return 2 * _MOST_BYTES / _fastest(lambda: target.copy_(source), device)
 
 
-def draw_rate(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def draw_rate(device: torch.device) -> float:
     """Random values a second of a dropout's mask, the best of a few: a CPU draws them one after another, in one thread."""
     mask = torch.empty(_DRAWN, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # the process's own stays as it is
-    return _DRAWN / _fastest(lambda: mask.bernoulli_(_PART, generator=generator), device, clock)
+    return _DRAWN / _fastest(lambda: mask.bernoulli_(_PART, generator=generator), device)
 
 
-def _fastest(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds."""
-    took = []
+    took, seconds = [], clock(device)
     for _ in range(_TRIES):
         _wait(device)
-        began = clock()
+        began = seconds()
         run()
         _wait(device)
-        took.append(clock() - began)
+        took.append(seconds() - began)
     return min(took)
 
 
