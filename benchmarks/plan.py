@@ -6,11 +6,13 @@ process of its own. The targets are 20 s, 45 s and 1 GiB on two cores; on a mach
 steps, besides the weights that were there before) beside `Row.peak`, and tokens a second of the faster of two more steps beside
 `Row.tokens_per_second`, with rates measured on this machine; Kendall's tau of the two orders. With OMP_NUM_THREADS=1 a step's seconds are
 those of the CPU, so that what else runs on the machine counts for less.
+`largest`: the rows of a micro-batch that a plan finds for a memory, beside the most that real steps get through in a process whose memory is
+limited (RLIMIT_DATA) to what it had before the model was loaded and that memory more; of which the plan, as on a GPU, may take 85 %.
 `commands`: ten printed commands of plans for `--device cpu` are run for a step each; `checks`: the command of a small model for every
 device profile is judged by `isotype check`.
 
-Run: python benchmarks/plan.py [--parts time rows commands checks]. Prints tables and one line of JSON; ends with 1 where a row's memory is off by
-more than five percent, tau is below 0.8, a speed is off by more than 1.5 times, or a command fails.
+Run: python benchmarks/plan.py [--parts time rows largest commands checks]. Prints tables and one line of JSON; ends with 1 where a row's memory is off by
+more than five percent, tau is below 0.8, a speed is off by more than 1.5 times, the rows that were found do not fit or two more do, or a command fails.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import isotype
+from isotype.compat.glibc import freed_memory_kept
+from isotype.core.units import parse_size
 from isotype.planning.record import Row
+from isotype.train.recompute_choice import SHARE_OF_GPU
 
 TOLERANCE, LEAST_TAU, FACTOR = 0.05, 0.8, 1.5
+MORE_ROWS = 2
+"""That are tried past the plan's: where so many fit, it was more than one step too small."""
 LORA: Mapping[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
 
 _LLAMA: dict[str, Any] = {
@@ -106,6 +113,19 @@ CASES = (
     Case("embedded:smollm2", "nf4", False, 2, 256),
     Case("embedded:smollm2", "nf4", True, 2, 512),
 )
+
+LIMITS = tuple(
+    (Case(source, storage, checkpointing, 0, length), limit)
+    for source, storage, checkpointing, length, limit in (
+        ("LlamaConfig", None, False, 256, "600MiB"),
+        ("LlamaConfig", "nf4", True, 512, "300MiB"),
+        ("Gemma2Config", None, True, 512, "500MiB"),
+        ("Gemma2Config", "nf4", False, 256, "600MiB"),
+        ("embedded:smollm2", None, False, 128, "2GiB"),
+        ("embedded:smollm2", "nf4", True, 256, "1GiB"),
+    )
+)
+"""Settings, and what a process may take besides what it has without a model."""
 
 
 # What a plan takes
@@ -232,34 +252,48 @@ def _planned(case: Case, source: str) -> Row:
     plan = isotype.plan(
         source, "cpu", rows=case.rows, length=case.length, tokens_per_step=case.rows * case.length, dtype="float32", max_memory="64GiB", **more
     )  # fmt: skip
+    return _row_of(plan, case)
+
+
+def _row_of(plan: isotype.Plan, case: Case) -> Row:
     wanted = "every layer" if case.checkpointing else "off"
     storage = case.quantization or "float32"
     return next(row for row in plan.rows if (row.checkpointing, row.storage) == (wanted, storage))
 
 
-def _steps(case: Case, source: str, row: Row) -> tuple[int, float]:
-    """(bytes at the peak of two steps, seconds of the faster of two more)."""
+def _prepared(
+    case: Case, source: str, policy: isotype.PrecisionPolicy
+) -> tuple[Any, dict[str, torch.Tensor], torch.optim.Optimizer]:
+    """(the model with adapters, a batch, the optimizer), as a training has them before it fuses."""
     from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
     from isotype.train.head import put_head
 
-    model: Any = isotype.load(source, row.policy)
-    model = isotype.add_lora(model, row.policy, **LORA)
+    model: Any = isotype.load(source, policy)
+    model = isotype.add_lora(model, policy, **LORA)
     model.config.use_cache = False
     if case.checkpointing:
         checkpoint_gradients(model, CHECKPOINTING, adapters=True)
     put_head(model)
     model.train()
-    before = _held(model)
     ids = torch.randint(1, 4096, (case.rows, case.length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        isotype.fuse(model)  # it may keep dense copies of quantized weights
-        for _ in range(2):
-            _step(model, batch, optimizer)
+    return model, batch, optimizer
+
+
+def _steps(case: Case, source: str, row: Row) -> tuple[int, float]:
+    """(bytes at the peak of two steps, seconds of the faster of two more)."""
+    model, batch, optimizer = _prepared(case, source, row.policy)
+    before = _held(model)
+    with freed_memory_kept():  # as a training does
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            isotype.fuse(model)  # it may keep dense copies of quantized weights
+            for _ in range(2):
+                _step(model, batch, optimizer)
+        seconds = min(_timed(model, batch, optimizer) for _ in range(2))
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())]
-    return before + max(accumulate(sizes)), min(_timed(model, batch, optimizer) for _ in range(2))
+    return before + max(accumulate(sizes)), seconds
 
 
 def _held(model: Any) -> int:
@@ -287,6 +321,78 @@ def _step(model: Any, batch: dict[str, torch.Tensor], optimizer: torch.optim.Opt
     model(**batch, fused_lm_head=True).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+# The most rows under a limit
+
+
+def largest_figures() -> list[dict[str, Any]]:
+    """One entry a limit: the rows of a micro-batch that the plan found, and the most that real steps got through."""
+    results = []
+    print(f"{'settings':<52} {'limit':>8} {'plan may take':>14} {'found':>6} {'ran':>4}")
+    for at, (case, limit) in enumerate(LIMITS):
+        found = _in_a_process("--child-largest", str(at))
+        rows = found["rows"]
+        ran = rows if _runs(at, rows) else 0
+        while ran and ran < rows + MORE_ROWS and _runs(at, ran + 1):
+            ran += 1
+        results.append({"case": case.name, "limit": limit, **found, "ran": ran})
+        label = case.name.replace("0 of", "rows of")
+        print(f"{label:<52} {limit:>8} {found['room'] / 2**20:>10.0f} MiB {rows:>6} {ran:>4}", flush=True)
+    return results
+
+
+def _runs(at: int, rows: int) -> bool:
+    return bool(_in_a_process("--child-limit", str(at), str(rows))["runs"])
+
+
+def largest_here(case: Case, limit: str) -> dict[str, Any]:
+    """What the plan finds."""
+    with tempfile.TemporaryDirectory() as folder:
+        row = _largest_row(case, _source(case, Path(folder)), limit)
+    return {"rows": row.rows, "room": row.room, "peak": row.peak}
+
+
+def _largest_row(case: Case, source: str, limit: str) -> Row:
+    size = parse_size(limit)
+    assert size is not None
+    more: dict[str, Any] = {} if case.quantization is None else {"quantization": case.quantization}
+    # Of 840 rows in as few micro-batches as fit every number up to 8 is a possible answer, and every second one up to 16.
+    plan = isotype.plan(
+        source, "cpu", length=case.length, tokens_per_step=840 * case.length, dtype="float32", max_memory=f"{int(SHARE_OF_GPU * size)}B", **more
+    )  # fmt: skip
+    return _row_of(plan, case)
+
+
+def limited_here(case: Case, limit: str, rows: int) -> dict[str, Any]:
+    """Whether three steps run in this process with a limit on its memory."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    size = parse_size(limit)
+    assert size is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = _source(case, Path(folder))
+        policy = _largest_row(case, source, limit).policy
+        gc.collect()
+        limit_data(size)
+        try:
+            model, batch, optimizer = _prepared(replace(case, rows=rows), source, policy)
+            isotype.fuse(model)
+            for _ in range(3):
+                _step(model, batch, optimizer)
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+                raise
+            return {"runs": False}
+    return {"runs": True}
+
+
+def limit_data(size: int) -> None:
+    """Let this process take so many bytes more than it has: its private writable memory, as the kernel counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # of data and stack
+    most = pages * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 # Commands
@@ -340,14 +446,23 @@ def _run(command: list[str], what: str) -> dict[str, Any]:
     return {"what": what, "command": command, "status": done.returncode}
 
 
+PARTS: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
+    "time": plan_times,
+    "rows": row_figures,
+    "largest": largest_figures,
+    "commands": command_results,
+    "checks": check_results,
+}
+
+
 def main() -> int:
     """Run the parts that are asked for and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--parts", nargs="+", choices=("time", "rows", "commands", "checks"), default=["time", "rows"]
-    )
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["time", "rows"])
     parser.add_argument("--child-plan", nargs=argparse.REMAINDER)
     parser.add_argument("--child-row", type=int)
+    parser.add_argument("--child-largest", type=int)
+    parser.add_argument("--child-limit", type=int, nargs=2)
     options = parser.parse_args()
     if options.child_plan:
         print(json.dumps(plan_here(options.child_plan)))
@@ -355,8 +470,14 @@ def main() -> int:
     if options.child_row is not None:
         print(json.dumps(row_here(CASES[options.child_row])))
         return 0
-    parts = {"time": plan_times, "rows": row_figures, "commands": command_results, "checks": check_results}
-    results = {part: parts[part]() for part in options.parts}
+    if options.child_largest is not None:
+        print(json.dumps(largest_here(*LIMITS[options.child_largest])))
+        return 0
+    if options.child_limit is not None:
+        at, number = options.child_limit
+        print(json.dumps(limited_here(LIMITS[at][0], LIMITS[at][1], number)))
+        return 0
+    results = {part: PARTS[part]() for part in options.parts}
     print(json.dumps(results))
     rows = results.get("rows", [])
     ratios = [each["foreseen_speed"] / each["speed"] for each in rows]
@@ -366,6 +487,9 @@ def main() -> int:
         bad |= (
             kendall([each["foreseen_speed"] for each in rows], [each["speed"] for each in rows]) < LEAST_TAU
         )
+    bad |= any(
+        not each["rows"] <= each["ran"] < each["rows"] + MORE_ROWS for each in results.get("largest", [])
+    )
     return int(
         bad or any(each["status"] for each in (*results.get("commands", []), *results.get("checks", [])))
     )

@@ -105,6 +105,24 @@ def test_memory_that_nothing_is_written_to_moves_no_bytes() -> None:
         assert costs.bytes_moved(call) == moved
 
 
+def test_large_results_take_what_their_system_clears_pages_in() -> None:
+    shape = (4096, 4096)
+    origin = Origin("input", FP32, "x")
+    operands = (Operand("self", FP32, shape, origin),)
+    names = ("mul.Tensor", "empty_like.default", "mul_.Tensor", "t.default", "tanh.out")
+    calls = [Call(f"aten.{name}", "forward", "", "", operands, ((FP32, shape),), repeats=2) for name in names]
+    small = Call("aten.mul.Tensor", "forward", "", "", operands, ((FP32, (64, 64)),))
+    size = 2 * 4 * 4096**2
+    assert [costs.new_pages(call) for call in (*calls, small)] == [size, size, 0, 0, 0, 0]
+    step = on(trace(calls=[matmul(FP32, 512, 512, 512), *calls]), "t4")
+    paged = replace(step, setup=replace(step.setup, profile=replace(step.setup.profile, page_rate=1e9)))
+    before, after = step_time(step), step_time(paged)
+    assert before is not None
+    assert after is not None
+    assert after.traced_seconds - before.traced_seconds == pytest.approx(2 * size / 1e9)
+    assert after.seconds == before.seconds
+
+
 def test_random_values_take_what_their_device_draws_in_a_second() -> None:
     origin = Origin("input", torch.float16, "x")
     mask = Operand("self", torch.uint8, (512, 512), origin)

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 # <malloc.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
-_LARGEST = 32 << 20
-"""The largest mmap threshold that glibc takes, and the one that it comes to by itself where large blocks are freed (mallopt(3))."""
+LARGEST_KEPT = 32 << 20
+"""The largest mmap threshold that glibc takes, and the one that it comes to by itself where large blocks are freed (mallopt(3)).
+
+A larger block comes from the system, page by page and cleared, whenever it is allocated.
+"""
 
 
 @contextmanager
@@ -27,12 +30,12 @@ def freed_memory_kept() -> Iterator[None]:
         yield
         return
     library = ctypes.CDLL(None)
-    library.mallopt(_MMAP_THRESHOLD, _LARGEST)
+    library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
     library.mallopt(_TRIM_THRESHOLD, _NEVER)
     try:
         yield
     finally:
-        library.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)  # as glibc comes to it by itself
+        library.mallopt(_TRIM_THRESHOLD, 2 * LARGEST_KEPT)  # as glibc comes to it by itself
         library.malloc_trim(ctypes.c_size_t(0))
 
 

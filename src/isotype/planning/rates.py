@@ -34,7 +34,11 @@ def with_rates(profile: DeviceProfile) -> tuple[DeviceProfile, str]:
     }
     device = torch.device(profile.name)
     measured = replace(
-        profile, peak_flops=peaks, memory_bandwidth=copy_rate(device), random_rate=draw_rate(device)
+        profile,
+        peak_flops=peaks,
+        memory_bandwidth=copy_rate(device),
+        random_rate=draw_rate(device),
+        page_rate=page_rate(device),
     )
     return measured, "rates measured on this machine"
 
@@ -51,6 +55,18 @@ def draw_rate(device: torch.device) -> float:
     mask = torch.empty(_DRAWN, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # the process's own stays as it is
     return _DRAWN / _fastest(lambda: mask.bernoulli_(_PART, generator=generator), device)
+
+
+def page_rate(device: torch.device) -> float | None:
+    """Bytes a second in which the system hands out cleared pages: a new block's first writing beside its second. None on other devices
+    than a CPU, whose allocators keep what is freed, and where a new block is written as fast as an old one.
+    """
+    if device.type != "cpu":
+        return None
+    block = torch.zeros(_MOST_BYTES, dtype=torch.uint8)
+    new = _fastest(lambda: torch.empty(_MOST_BYTES, dtype=torch.uint8).fill_(1), device)
+    again = _fastest(lambda: block.fill_(1), device)
+    return _MOST_BYTES / (new - again) if new > again else None
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:

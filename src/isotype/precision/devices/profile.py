@@ -67,6 +67,7 @@ class DeviceProfile:
         unlike: why that table was not measured on such a device, as a clause; "" where it was.
         repacks_4bit: whether bitsandbytes repacks 4-bit weights there when they are evaluated.
         random_rate: random values that one thread draws in a second (dropout's masks), where that was measured, else None.
+        page_rate: bytes a second in which a CPU's system hands out cleared pages, where that was measured, else None.
     """
 
     name: str
@@ -87,6 +88,7 @@ class DeviceProfile:
     unlike: str = ""
     repacks_4bit: bool = False
     random_rate: float | None = None
+    page_rate: float | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
         """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""

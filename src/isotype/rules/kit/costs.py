@@ -8,13 +8,14 @@ cost of launching them is left out, so that for tiny models only ratios of large
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from isotype.compat.glibc import LARGEST_KEPT
 from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
@@ -130,17 +131,25 @@ def adapter_modules(trace: Trace) -> frozenset[str]:
 @cache
 def is_view(op: str) -> bool:
     """Whether an operator returns a view of what it was given and moves no bytes."""
-    if op.startswith("prim."):
-        return True
+    return op.startswith("prim.") or any(
+        value.alias_info and not value.alias_info.is_write for value in _returns(op)
+    )
+
+
+@cache
+def writes_in_place(op: str) -> bool:
+    """Whether an operator returns an operand that it has written to."""
+    return any(value.alias_info and value.alias_info.is_write for value in _returns(op))
+
+
+def _returns(op: str) -> Sequence[Any]:
+    """What the schema of an operator says of its results; nothing of what has no schema."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
     operator: Any = getattr(packet, overload or "default", None)
-    if operator is None or operator_schema(operator) is None:
-        return False
-    return any(
-        value.alias_info and not value.alias_info.is_write for value in operator_schema(operator).returns
-    )
+    schema = None if operator is None else operator_schema(operator)
+    return () if schema is None else schema.returns
 
 
 def bytes_moved(call: Call) -> int:
@@ -150,6 +159,14 @@ def bytes_moved(call: Call) -> int:
     read = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)
     written = sum(elements(shape) * dtype.itemsize for dtype, shape in call.results)
     return (read + written) * call.repeats
+
+
+def new_pages(call: Call) -> int:
+    """Bytes of the blocks that the calls it stands for ask the system for: results that are no operand's, too large for a C library to keep."""
+    if is_view(call.op) or writes_in_place(call.op):
+        return 0
+    sizes = (elements(shape) * dtype.itemsize for dtype, shape in call.results)
+    return sum(size for size in sizes if size > LARGEST_KEPT) * call.repeats
 
 
 def run_dtype(call: Call) -> torch.dtype | None:

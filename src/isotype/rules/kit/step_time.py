@@ -4,7 +4,8 @@ The roofline of `costs`, as a bound: a product takes no less than its FLOPs at t
 and results at the memory's bandwidth. Attention counts half of its FLOPs, since a causal kernel leaves out the scores above the
 diagonal. What lies between products can be fused with more or fewer kernels than a trace has, so that it is in no bound: it is
 in the time of the step as it was traced, one operator after another. No card reaches these rates: the real step is slower.
-Random values of a device that was measured take what one thread takes to draw them: on a CPU, ten times what their bytes do.
+Random values of a device that was measured take what one thread takes to draw them: on a CPU, ten times what their bytes do. A block
+that its C library does not keep comes in new pages, which the system clears one by one: ten times what its bytes take.
 A 16-bit dtype that the device emulates is multiplied in float32 units, and converted on the way there: at float32's rate at best.
 How long the host takes for a launch is on no data sheet. What it may take before the device waits for it follows from the rest.
 """
@@ -54,6 +55,8 @@ def step_time(trace: Trace) -> StepTime | None:
             seconds += least
         if profile.random_rate is not None and call.op.startswith(_RANDOM):
             least = max(least, _values(call) / profile.random_rate)
+        if profile.page_rate is not None:
+            least += costs.new_pages(call) / profile.page_rate
         traced += least
         moved += traffic
         launches += call.repeats if traffic else 0
