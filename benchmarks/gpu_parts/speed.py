@@ -13,6 +13,8 @@ from .runner import Row
 
 PEERS = (("isotype", "trl", "trl+liger"), ("isotype-loop", "loop"))
 """What decides first: where the time ends, the loops are what is not run."""
+GPU_ONLY = ("trl+liger",)
+"""Liger's kernels are Triton's: a rehearsal on a CPU has no such job."""
 STORAGES = ("none", "nf4")
 
 
@@ -24,7 +26,11 @@ def commands(options: Options) -> dict[str, list[str]]:
     jobs = {"model": [*base, "model", *more]}
     for peers in PEERS:
         for storage in STORAGES:
-            jobs |= {f"{storage} {peer}": [*base, peer, "--storage", storage, *more] for peer in peers}
+            jobs |= {
+                f"{storage} {peer}": [*base, peer, "--storage", storage, *more]
+                for peer in peers
+                if peer not in GPU_ONLY or options.device != "cpu"
+            }
     return jobs
 
 
