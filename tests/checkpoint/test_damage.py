@@ -15,7 +15,7 @@ from torch import nn
 import isotype
 from isotype.checkpoint.damage.measure import measure_divergence
 from isotype.checkpoint.damage.rounding import pieces, rounded
-from isotype.checkpoint.measured import fingerprint, kept_damages
+from isotype.checkpoint.measured import kept_damages
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED
@@ -144,7 +144,7 @@ def test_what_is_measured_exactly_is_the_divergence() -> None:
 def test_a_checkpoint_is_measured_from_disk_once(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model")
     damages = isotype.measure_quality(path, progress=False)
-    assert damages.key == fingerprint(open_checkpoint(path))
+    assert damages.key == open_checkpoint(path).fingerprint
     assert kept_damages(damages.key) == damages
     assert Damages.from_json(damages.to_json()) == damages
     assert damages.measured["nf4"] > 0

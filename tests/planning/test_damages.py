@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.checkpoint.measured import fingerprint, keep_damages
+from isotype.checkpoint.measured import keep_damages
 from isotype.checkpoint.opened import open_checkpoint, open_model
 from isotype.planning.plan import measured_layers, totals
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
@@ -20,7 +20,7 @@ def test_what_was_measured_and_kept(
     path = saved("llama")
     assert measured_layers(open_model(path)) is None
     layer = LayerDamage("model.layers.0.mlp.up_proj", 64, 64, dict.fromkeys(MEASURED, 0.5))
-    key = fingerprint(open_checkpoint(path))
+    key = open_checkpoint(path).fingerprint
     assert key is not None
     keep_damages(Damages("llama", key, "", "float32", "", 1, (layer, layer), {"nf4": 0.25}))
     damages = totals(measured_layers(open_model(path)))

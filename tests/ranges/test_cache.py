@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.measured import fingerprint, keep_ranges, kept_ranges
+from isotype.checkpoint.measured import keep_ranges, kept_ranges
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import SaveError
 from isotype.precision.ranges import Ranges
@@ -28,7 +28,7 @@ def files(directory: Path) -> list[str]:
 
 
 def cached(path: Path) -> Ranges | None:
-    key = fingerprint(open_checkpoint(path))
+    key = open_checkpoint(path).fingerprint
     assert key is not None
     return kept_ranges(key)
 
@@ -46,19 +46,19 @@ def test_a_measurement_is_found_again_beside_nothing_of_the_users(tmp_path: Path
 
 def test_another_model_of_the_same_headers_is_another_one(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model")
-    before = fingerprint(open_checkpoint(path))
+    before = open_checkpoint(path).fingerprint
     weights = load_file(path / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"] *= 2
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    assert fingerprint(open_checkpoint(path)) != before
+    assert open_checkpoint(path).fingerprint != before
 
 
 def test_the_config_counts(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model")
-    before = fingerprint(open_checkpoint(path))
+    before = open_checkpoint(path).fingerprint
     config = path / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    assert fingerprint(open_checkpoint(path)) != before
+    assert open_checkpoint(path).fingerprint != before
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": 0}', "[]", '{"format": 1}'])
@@ -77,7 +77,7 @@ def test_a_measurement_on_the_users_batch_is_not_kept(tmp_path: Path, cache: Pat
     path = save_tiny("llama", tmp_path / "model")
     ranges = isotype.measure_ranges(path, tiny_batch("llama"))
     assert ranges.text == "the batch given"
-    assert ranges.key == fingerprint(open_checkpoint(path))
+    assert ranges.key == open_checkpoint(path).fingerprint
     assert not cache.exists()
 
 

@@ -27,7 +27,6 @@ from isotype.core.units import format_bytes
 from isotype.report.run import charts
 from isotype.report.run.card import model_card
 from isotype.report.run.charts import charts_of
-from isotype.report.run.files import write_run_report
 from isotype.report.run.headroom import Headroom, HeadroomSample, by_block, in_words
 from isotype.report.run.html import to_html
 from isotype.report.run.json import to_json
@@ -43,6 +42,7 @@ from isotype.report.run.record import (
     summarize,
 )
 from isotype.report.text import format_duration
+from isotype.train.run_files import write_run_report
 
 STEPS = 150
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from isotype.core.staging import STAGING
+from isotype.core.files import STAGING
 from isotype.train.saved import whole_checkpoints
 from tests.train.forked import start, wait_for
 from tests.train.tiny import arguments, rows, save_rows

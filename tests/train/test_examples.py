@@ -18,8 +18,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from isotype.core.errors import DataError, Problem, UsageError
-from isotype.data.mapping import ColumnMap, parse_columns
 from isotype.data.methods import METHODS
+from isotype.data.reading import ColumnMap, parse_columns
 from isotype.report.run.record import DataSummary
 from isotype.train import recipes
 from isotype.train.examples import data_summary, padding_share, percentiles, planned_epochs, show_data

@@ -20,7 +20,7 @@ import trl
 
 import isotype
 from isotype.cli.main import main
-from isotype.core.staging import STAGING
+from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
 from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
 from isotype.train.record import StepMeasures

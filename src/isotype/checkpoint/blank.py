@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,19 +9,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from isotype.compat.torch import parsed_to
-from isotype.core.errors import CheckpointError
-
-BUILD_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""How building a model class from a config that does not fit it fails."""
 
 # What layers and transformers' `init_weights` end in; each writes into its first argument and returns it.
 _DRAWN = frozenset(
@@ -62,23 +47,3 @@ class KeepsValues(TorchFunctionMode):
             if device is not None and device.type == "meta":
                 return args[0] if dtype is None else args[0].to(dtype)
         return func(*args, **kwargs)
-
-
-@contextmanager
-def building(cls: type, source: str = "") -> Iterator[None]:
-    """Within it a model of class `cls` is built, without drawing values on the meta device.
-
-    Raises:
-        CheckpointError: the config is none of the class; it names `source`, where there is one.
-    """
-    try:
-        with NoDraws():
-            yield
-    except BUILD_ERRORS as error:
-        what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
-        raise CheckpointError.of(
-            "the config does not fit its model class",
-            f"{source}: {what}" if source else what,
-            "a config that the class can be built from",
-            "take config.json and transformers as the checkpoint was published with",
-        ) from error

@@ -13,7 +13,7 @@ from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load_checkpoint, saved_format, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.measured import fingerprint, kept_or_noted
+from isotype.checkpoint.measured import kept_or_noted
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_request
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
@@ -78,7 +78,7 @@ def measure_checkpoint(
     """`measure_ranges` of a checkpoint that is open."""
     checkpoint = downloaded(checkpoint)
     ranges = measure(*to_measure(checkpoint, batch, tokens), **options)
-    ranges = replace(ranges, key=fingerprint(checkpoint) or "")
+    ranges = replace(ranges, key=checkpoint.fingerprint or "")
     return kept_or_noted(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
-from isotype.checkpoint.opened import Checkpoint
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import Problem, SaveError
 from isotype.precision.damages import Damages
 from isotype.precision.ranges import Ranges
 
 _Measurement = TypeVar("_Measurement", Ranges, Damages)
-
-_SAMPLE = 256
-"""Bytes of each tensor that count: two checkpoints of one architecture have the same headers."""
 
 
 def kept_ranges(key: str) -> Ranges | None:
@@ -28,7 +21,7 @@ def kept_ranges(key: str) -> Ranges | None:
     How old it is, its `when` says. One that is damaged or of another layout counts as none.
 
     Args:
-        key: `fingerprint` of the checkpoint.
+        key: `fingerprint` of the checkpoint, see `isotype.checkpoint.opened.Checkpoint`.
     """
     return _kept(key, "ranges", Ranges.from_json)
 
@@ -92,26 +85,3 @@ def _keep(measurement: Ranges | Damages, kind: str, words: str) -> Path:
 
 def _path(key: str, kind: str) -> Path:
     return default_cache_dir() / kind / f"{key}.json"
-
-
-def fingerprint(checkpoint: Checkpoint) -> str | None:
-    """Of what a checkpoint holds: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
-
-    None where there are no weights, or none on this machine. The same on every path and at any time.
-    """
-    if checkpoint.files is None or checkpoint.headers is None:
-        return None
-    digest = hashlib.sha256()
-    tensors = sorted(checkpoint.headers.tensors, key=lambda each: (each.file, each.begin))
-    said = [[each.file.name, each.name, each.dtype_name, each.shape, each.bytes] for each in tensors]
-    digest.update(json.dumps(said).encode())
-    config = checkpoint.files / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
-    for file, held in groupby(tensors, key=lambda each: each.file):
-        digest.update(str(file.stat().st_size).encode())
-        with file.open("rb") as content:
-            for tensor in held:
-                content.seek(tensor.begin)
-                digest.update(content.read(min(tensor.bytes, _SAMPLE)))
-    return digest.hexdigest()[:32]

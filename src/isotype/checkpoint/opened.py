@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ from isotype.checkpoint.mapping.match import match
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.precision.facts import ModelFacts
 
+_SAMPLE = 256
+"""Bytes of each tensor that a fingerprint takes: two checkpoints of one architecture have the same headers."""
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
 
 
@@ -47,6 +53,29 @@ class Checkpoint:
     def gguf(self) -> bool:
         """Whether it is a GGUF file, whose config is in its metadata."""
         return self.files is not None and self.files.suffix == ".gguf"
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of what it holds: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
+
+        None where there are no weights, or none on this machine. The same on every path and at any time.
+        """
+        if self.files is None or self.headers is None:
+            return None
+        digest = hashlib.sha256()
+        tensors = sorted(self.headers.tensors, key=lambda each: (each.file, each.begin))
+        said = [[each.file.name, each.name, each.dtype_name, each.shape, each.bytes] for each in tensors]
+        digest.update(json.dumps(said).encode())
+        config = self.files / "config.json"
+        if config.is_file():
+            digest.update(config.read_bytes())
+        for file, held in groupby(tensors, key=lambda each: each.file):
+            digest.update(str(file.stat().st_size).encode())
+            with file.open("rb") as content:
+                for tensor in held:
+                    content.seek(tensor.begin)
+                    digest.update(content.read(min(tensor.bytes, _SAMPLE)))
+        return digest.hexdigest()[:32]
 
 
 def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from isotype.checkpoint.measured import fingerprint, kept_damages, kept_ranges
+from isotype.checkpoint.measured import kept_damages, kept_ranges
 from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
@@ -144,7 +144,7 @@ def _mixture(
     """
     policy = decide(facts, profile, first_request(request), obstacles)
     if damages is None and checkpoint is not None:
-        key = fingerprint(checkpoint)
+        key = checkpoint.fingerprint
         damages = None if key is None else kept_damages(key)
         if damages is None and key is not None and measure is not None:
             damages = measure()
@@ -169,7 +169,7 @@ def _decided(
     policy = decide(facts, profile, request, obstacles, ranges)
     if policy.compute != torch.float16 or ranges is not None or checkpoint is None:
         return policy, ranges
-    key = fingerprint(checkpoint)
+    key = checkpoint.fingerprint
     if key is None:
         return policy, None
     measured = kept_ranges(key)

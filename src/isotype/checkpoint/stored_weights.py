@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.blank import building
 from isotype.checkpoint.fill import read_source
+from isotype.checkpoint.formats.config import building
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import StoredTensor

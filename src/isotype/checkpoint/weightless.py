@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.blank import building
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.formats.config import gguf_config, read_config
+from isotype.checkpoint.formats.config import building, gguf_config, read_config
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import contents, find_weights
 from isotype.checkpoint.formats.hub import hub_config

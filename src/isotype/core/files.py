@@ -1,11 +1,198 @@
-"""Files that are whole or not there, after a power cut too."""
+"""Files that are whole or not there, after a power cut too: built aside, brought to the disk, renamed into place.
+
+A text by `write_whole`. Of a directory every instant between two of these steps leaves the new files or the old ones; `recover` finishes or
+undoes what a killed process left. The names that a directory may hold in between:
+
+- `.isotype-saving/`: what is being built; worth nothing until it is published.
+- `.NAME.isotype-old/`: the whole former NAME, set aside while the new one takes its place.
+- `.NAME.isotype-deleted/`: being deleted; worth nothing.
+- `.isotype-publishing/`: whole files on their way into the directory itself.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from isotype.core.terminal import as_typed
+
+STAGING = ".isotype-saving"
+"""Folder inside the output directory in which files are built before they are renamed into place."""
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""errno of a full disk and of a used-up quota."""
+
+_PUBLISHING = ".isotype-publishing"
+_OLD = ".isotype-old"
+_DELETED = ".isotype-deleted"
+
+
+def fsync_tree(directory: Path) -> None:
+    """Bring every file below `directory`, and the names themselves, to the disk."""
+    for root, _, files in os.walk(directory):
+        for name in files:
+            bring_to_disk(Path(root) / name)
+        bring_to_disk(Path(root))
+
+
+def publish_directory(built: Path, final: Path) -> None:
+    """Rename `built` to `final`, in place of an older `final`.
+
+    Where it cannot be brought to the disk, all is as before. What an interrupt finds renamed stays: it is whole, and somebody
+    may have read it already.
+    """
+    old = final.with_name(f".{final.name}{_OLD}")
+    published = False
+    try:
+        if final.exists():
+            if old.exists():
+                discard(old)
+            final.rename(old)
+        built.rename(final)
+        published = True
+        bring_to_disk(final.parent)
+    except BaseException as error:
+        if published and isinstance(error, OSError):
+            final.rename(built)
+        if old.exists() and not final.exists():
+            old.rename(final)
+        raise
+    if old.exists():
+        discard(old)
+
+
+def publish_file(built: Path, final: Path) -> None:
+    """Rename the file `built` to `final`, where nothing is; where it cannot be brought to the disk, nothing is there again."""
+    built.rename(final)
+    try:
+        bring_to_disk(final.parent)
+    except OSError:
+        final.rename(built)
+        raise
+
+
+def publish_files(built: Path, final: Path) -> None:
+    """Rename every file below `built` over the one of the same name below the directory `final`.
+
+    Files cannot be renamed all at once. Once the first one may have been, `recover(final)` renames the rest.
+    """
+    ready = final / _PUBLISHING
+    if ready.exists():
+        _move_files(ready, final)
+    built.rename(ready)
+    try:
+        bring_to_disk(final)
+    except OSError:
+        ready.rename(built)
+        raise
+    _move_files(ready, final)
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory so that it is whole or gone under its name, even if the process is killed meanwhile."""
+    deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
+    if deleted.exists():
+        shutil.rmtree(deleted)
+    directory.rename(deleted)
+    # A file that somebody still reads may stay (NFS); `recover` deletes it later.
+    shutil.rmtree(deleted, ignore_errors=True)
+
+
+def recover(directory: Path) -> None:
+    """Finish or undo what a killed process left in `directory`; no other process may be writing there."""
+    if not directory.is_dir():
+        return
+    for deleted in directory.glob(f".*{_DELETED}"):
+        shutil.rmtree(deleted)
+    for old in directory.glob(f".*{_OLD}"):
+        final = old.with_name(old.name.removeprefix(".").removesuffix(_OLD))
+        if final.exists():
+            discard(old)
+        else:
+            old.rename(final)
+    if (directory / _PUBLISHING).exists():
+        _move_files(directory / _PUBLISHING, directory)
+    if (directory / STAGING).exists():
+        shutil.rmtree(directory / STAGING)
+
+
+def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
+    """Why a file below `directory` could not be written, or None where `error` is not about that.
+
+    Args:
+        error: raised while files were being written, by Python, by safetensors or by `torch.save`.
+        directory: where; it still exists and is as full as it was.
+
+    Returns:
+        (errno, the system's own words); errno is None where nothing names one.
+    """
+    for each in _chain(error):
+        number = each.errno if isinstance(each, OSError) else _errno_in_text(each)
+        if number is not None:
+            return number, os.strerror(number)
+    if any(_raised_by_torch_save(each) or _raised_by_numpy(each) for each in _chain(error)):
+        # torch's C++ stream and C's buffered files lose errno: ask the file system itself.
+        try:
+            _probe(directory)
+        except OSError as refused:
+            if refused.errno is not None:
+                return refused.errno, os.strerror(refused.errno)
+        return None, "a file could not be written to the end"
+    return None
+
+
+def _move_files(ready: Path, final: Path) -> None:
+    for source in sorted(ready.rglob("*")):
+        target = final / source.relative_to(ready)
+        if source.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            source.replace(target)
+    bring_to_disk(final)
+    shutil.rmtree(ready)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _errno_in_text(error: BaseException) -> int | None:
+    """safetensors and tokenizers keep Rust's text of the error, which ends `(os error 28)`; the latter raises Exception."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return int(number[1]) if number and type(error).__name__ in ("SafetensorError", "Exception") else None
+
+
+def _raised_by_torch_save(error: BaseException) -> bool:
+    trace = error.__traceback__ if isinstance(error, RuntimeError) else None
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "torch.serialization":
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _raised_by_numpy(error: BaseException) -> bool:
+    """`ndarray.tofile`: "4096 requested and 512 written"."""
+    return (
+        isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)) is not None
+    )
+
+
+def _probe(directory: Path, size: int = 1 << 20) -> None:
+    """Write `size` bytes and delete them again; raises the OSError that says why not."""
+    path = directory / ".probe"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(size))
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> Path:

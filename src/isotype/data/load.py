@@ -18,9 +18,8 @@ from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import DataError, Problem, first_line
 from isotype.data.build import Job, opened, prepare
 from isotype.data.locate import EMBEDDED, LocalData, data_error, find_local, splits_problems
-from isotype.data.mapping import parse_columns
 from isotype.data.mixture import load_mixture
-from isotype.data.reading import Reading
+from isotype.data.reading import Reading, parse_columns
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict

@@ -14,8 +14,7 @@ from isotype.data.build import Job, Prepared, literal, opened, prepare
 from isotype.data.cells import COLUMNS, TURN_COLUMNS
 from isotype.data.columns import formats_of, matching, quoted
 from isotype.data.locate import LocalData, data_error, find_local, splits_problems
-from isotype.data.mapping import column_map
-from isotype.data.reading import Reading
+from isotype.data.reading import Reading, column_map
 from isotype.data.shapes import Shape, merge, shape_of_feature, to_feature
 
 if TYPE_CHECKING:

@@ -1,17 +1,100 @@
-"""How the rows of a data set become a trainer's: under its names, with the roles of chat templates, in one form."""
+"""How the rows of a data set become a trainer's: under its names (`--columns`), with the roles of chat templates, in one form."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isotype.core.errors import Problem
+from isotype.core.errors import DataError, Problem
 from isotype.data.cells import TURN_COLUMNS, Row
-from isotype.data.mapping import ColumnMap
 from isotype.data.methods import CHAT_COLUMNS
 from isotype.data.roles import CHATS
 from isotype.data.sharegpt import standard_chats
+
+PRESETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    # tatsu-lab/stanford_alpaca: an instruction, perhaps an input, and the output.
+    "alpaca": {"prompt": ("instruction", "input"), "completion": ("output",)},
+}
+_OPTIONAL = frozenset({"input"})  # of Alpaca: rows without one leave it out
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Columns that a trainer takes, each made of one column of the data set or of several.
+
+    Attributes:
+        targets: the trainer's name -> the data set's names. Several texts are joined by a blank line, empty ones
+            left out.
+        origin: where the user wrote them.
+    """
+
+    targets: tuple[tuple[str, tuple[str, ...]], ...]
+    origin: str = "--columns"
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Every name of the data set that is read."""
+        return frozenset(name for _, names in self.targets for name in names)
+
+    def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
+        """The row under the trainer's names; columns that no target reads stay. A Problem where one is missing."""
+        missing = sorted(self.sources - _OPTIONAL - set(row))
+        if missing:
+            return Problem(
+                f"no column {', '.join(map(repr, missing))}, which {self.origin} names",
+                f"one of those that are there: {', '.join(map(repr, row))}",
+                f"correct {self.origin}",
+            )
+        return {name: value for name, value in row.items() if name not in self.sources} | {
+            target: row[names[0]] if len(names) == 1 else _as_text(row.get(name) for name in names)
+            for target, names in self.targets
+        }
+
+
+def _as_text(values: Any) -> str:
+    return "\n\n".join(str(value) for value in values if value not in (None, ""))
+
+
+def column_map(value: object, origin: str) -> ColumnMap | None:
+    """`columns` of one data set of a mixture: a preset or pairs as text, or {trainer's name: name or names}.
+
+    Raises:
+        DataError: neither.
+    """
+    if isinstance(value, str):
+        return parse_columns(value, origin)
+    pairs = {
+        str(target): tuple(names) if isinstance(names, list) else (names,)
+        for target, names in (value.items() if isinstance(value, dict) else ())
+    }
+    if not pairs or not all(isinstance(name, str) and name for names in pairs.values() for name in names):
+        expected = "a list of columns to keep, a preset, or {prompt: question, completion: answer}"
+        fix = "columns: {prompt: question, completion: answer}"
+        raise DataError.of("the columns are not understood", f"{origin}: {value!r}", expected, fix)
+    return ColumnMap(tuple(pairs.items()), origin)
+
+
+def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
+    """`alpaca`, or `prompt=question,completion=answer`; None for None.
+
+    Raises:
+        DataError: neither.
+    """
+    if text is None:
+        return None
+    if text in PRESETS:
+        return ColumnMap(tuple(PRESETS[text].items()), origin)
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(target.strip() and source.strip() for target, _, source in pairs):
+        raise DataError.of(
+            "the columns are not understood",
+            f"{origin} {text}",
+            f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs",
+            "--columns prompt=question,completion=answer",
+        )
+    return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs), origin)
 
 
 @dataclass(frozen=True)

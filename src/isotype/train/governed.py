@@ -19,8 +19,7 @@ import torch
 from isotype.checkpoint.written import require_readable
 from isotype.compat.torch import loss_scale
 from isotype.core.errors import PrecisionError, SaveError
-from isotype.core.files import write_whole
-from isotype.core.staging import (
+from isotype.core.files import (
     NO_ROOM,
     STAGING,
     discard,
@@ -29,6 +28,7 @@ from isotype.core.staging import (
     publish_files,
     recover,
     write_failure,
+    write_whole,
 )
 from isotype.model.enforce import Change, enforce_model
 from isotype.model.finite import all_finite

@@ -22,8 +22,8 @@ from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, TrainingError, UsageError
+from isotype.core.files import recover
 from isotype.core.lock import only_writer
-from isotype.core.staging import recover
 from isotype.core.terminal import command_line
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.gpu.reductions import float32_reductions

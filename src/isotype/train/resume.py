@@ -13,12 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
-from isotype.checkpoint.measured import fingerprint
 from isotype.checkpoint.opened import Checkpoint
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
-from isotype.core.files import write_whole
-from isotype.core.staging import recover
+from isotype.core.files import recover, write_whole
 from isotype.core.terminal import command_line
 from isotype.data.fingerprint import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
@@ -193,7 +191,7 @@ def identity_of(
         "method": settings.method.name,
         "model_name_or_path": str(model.model_name_or_path),
         "model_revision": model.model_revision,
-        "weights": fingerprint(checkpoint),
+        "weights": checkpoint.fingerprint,
         "dataset_name": script.dataset_name,
         "dataset_config": script.dataset_config,
         "rows": fingerprint_of_rows(rows),

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.core.files import write_whole
-from isotype.report.run.files import write_run_report
+from isotype.report.run.html import to_html
 from isotype.report.run.json import from_json, to_json
 from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord
 from isotype.train.resume import save_identity
@@ -85,3 +85,31 @@ def _has_steps(path: Path) -> bool:
         return bool(from_json(path.read_text(encoding="utf-8")).steps)
     except (FileNotFoundError, ValueError):
         return False
+
+
+def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
+    """Write `run_report.html` and `run_report.json` into a directory, which is made if need be.
+
+    Each file is written under a temporary name and then moved into place, so that a reader sees the former file
+    or the new one and never a part of one.
+
+    Returns:
+        The paths of the HTML and of the JSON file.
+
+    Raises:
+        SaveError: the directory or a file cannot be written; the former files are untouched.
+    """
+    directory = Path(directory)
+    html, data = to_html(record), to_json(record)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        data_path = write_whole(directory / JSON_NAME, data)
+        html_path = write_whole(directory / HTML_NAME, html)
+    except OSError as error:
+        problem = Problem(
+            f"{directory}: {error.strerror or error}",
+            "a directory that can be written to, with room for the report",
+            "free the path or give another directory",
+        )
+        raise SaveError("the run report could not be written", [problem]) from error
+    return html_path, data_path

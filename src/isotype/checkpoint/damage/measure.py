@@ -14,7 +14,7 @@ from torch import nn
 from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.measure import TOKENS, module_to_measure, to_measure
-from isotype.checkpoint.measured import fingerprint, kept_or_noted
+from isotype.checkpoint.measured import kept_or_noted
 from isotype.checkpoint.opened import Checkpoint, downloaded, open_checkpoint
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
@@ -73,7 +73,7 @@ def measure_damages(
     """`measure_quality` of a checkpoint that is open."""
     checkpoint = downloaded(checkpoint)
     damages = _measured(*to_measure(checkpoint, data, tokens), **options)
-    damages = replace(damages, key=fingerprint(checkpoint) or "")
+    damages = replace(damages, key=checkpoint.fingerprint or "")
     return kept_or_noted(damages) if damages.key and data is None and tokens >= TOKENS else damages
 
 

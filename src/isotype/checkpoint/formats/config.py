@@ -5,17 +5,31 @@ from __future__ import annotations
 import copy
 import difflib
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.checkpoint.blank import BUILD_ERRORS, building
+from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.gguf import read_gguf_header, without_vocabulary
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem
+
+BUILD_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""How building a model class from a config that does not fit it fails."""
 
 
 def read_config(directory: Path) -> Any:
@@ -75,6 +89,26 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
         # A copy: building a model writes its choices (attention implementation, dtype) into the config.
         model: nn.Module = cls(copy.deepcopy(config))
     return model
+
+
+@contextmanager
+def building(cls: type, source: str = "") -> Iterator[None]:
+    """Within it a model of class `cls` is built, without drawing values on the meta device.
+
+    Raises:
+        CheckpointError: the config is none of the class; it names `source`, where there is one.
+    """
+    try:
+        with NoDraws():
+            yield
+    except BUILD_ERRORS as error:
+        what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
+        raise CheckpointError.of(
+            "the config does not fit its model class",
+            f"{source}: {what}" if source else what,
+            "a config that the class can be built from",
+            "take config.json and transformers as the checkpoint was published with",
+        ) from error
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:

@@ -16,7 +16,7 @@ from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.compat.transformers import gguf_bar_hidden
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, Problem, SaveError
-from isotype.core.staging import fsync_tree, write_failure
+from isotype.core.files import fsync_tree, write_failure
 
 _MIB = 1 << 20
 # Part of a copy's fingerprint: raise it whenever what tokenizer_copy() writes changes, so that no stale copy is used.

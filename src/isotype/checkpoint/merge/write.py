@@ -26,8 +26,8 @@ from isotype.compat.transformers import name_of, never_saved
 from isotype.core.cache import why_unusable
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
 from isotype.core.errors import SaveError, UsageError
+from isotype.core.files import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
 from isotype.core.formats import QUANTIZATIONS
-from isotype.core.staging import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
 from isotype.model.boundary import original_class
 from isotype.model.walk import places
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from isotype.core import staging
-from isotype.core.staging import (
+from isotype.core import files
+from isotype.core.files import (
     STAGING,
     discard,
     publish_directory,
@@ -72,7 +72,7 @@ KILLED = """
 import itertools, os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import tests.core.test_staging as cases
+import tests.core.test_files as cases
 
 def kill_at(last, after):
     count = itertools.count()
@@ -277,7 +277,7 @@ def test_torch_save_loses_errno_so_the_file_system_is_asked(tmp_path: Path, monk
     def refuse(descriptor: int) -> None:
         raise OSError(errno.EDQUOT, "quota")
 
-    monkeypatch.setattr(staging.os, "fsync", refuse)
+    monkeypatch.setattr(files.os, "fsync", refuse)
     assert write_failure(caught.value, tmp_path) == (errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert list(tmp_path.iterdir()) == []
 
