@@ -109,10 +109,17 @@ def one(way: str, path: str, small: str) -> dict[str, float]:
     }
 
 
+def largest_part(source: str | Path) -> int:
+    """Weights of the largest part of a checkpoint that has to be in memory at one time."""
+    from isotype.checkpoint.stored_weights import blank_model
+    from isotype.checkpoint.weightless import model_config
+    from isotype.ranges.measured import parts
+
+    return max(parts(blank_model(model_config(source))), default=0)
+
+
 def rows(model: str, folder: Path) -> Iterator[tuple[str, Path, float]]:
     """(name, checkpoint, MiB of the largest block in float32) of what is measured."""
-    from isotype.checkpoint.measure import largest_part
-
     yield model, (source := _checkpoint(model)), largest_part(source) * 4 / _MIB
     for blocks in (1, 3):
         source = make(folder / f"blocks-{blocks}", blocks, _BLOCK)

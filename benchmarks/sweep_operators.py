@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.contracts.contract import TABLES, is_exempt
-from isotype.contracts.example import Json, NotAnExampleError, encode, is_float, tensors_in, trimmed
+from isotype.contracts.example import Json, NotAnExampleError, encode, is_float, tensors_in
 from isotype.contracts.measure import EXAMPLES, write_json
-from isotype.contracts.pattern import layout_of
+from isotype.contracts.pattern import Layout, layout_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -71,6 +71,23 @@ class Sampler(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._seen:
             self._seen.add(key)
             self.examples.setdefault(op, []).append(call)
+
+
+def trimmed(example: Json, layout: Layout) -> Json:
+    """The example with shorter lists: one element where each is on its own, three where tensors are joined.
+
+    The scalar lists of element-wise operators are as long as their lists of tensors.
+    """
+    if not layout.lists:
+        return example
+    keep = 1 if layout.each else 3
+
+    def cut(value: Json) -> Json:
+        tensors = isinstance(value, list) and all(isinstance(item, dict) and "t" in item for item in value)
+        return value[:keep] if isinstance(value, list) and (tensors or layout.each) else value
+
+    args, kwargs = example
+    return [[cut(value) for value in args], {name: cut(value) for name, value in kwargs.items()}]
 
 
 def structure(call: Json) -> str:

@@ -17,10 +17,9 @@ import yaml
 
 from isotype import rules
 from isotype.checkpoint import locate
-from isotype.checkpoint.export.gguf_model import write_gguf
 from isotype.cli import main
 from isotype.data.methods import METHODS
-from tests.checkpoint.test_gguf_export import byte_level, tiny
+from tests.checkpoint.test_gguf_export import byte_level, tiny, write_gguf
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isotype"

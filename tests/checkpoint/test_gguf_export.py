@@ -17,7 +17,7 @@ from transformers import GgufConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import isotype
-from isotype.checkpoint.export.gguf_model import ARCHITECTURES, write_gguf
+from isotype.checkpoint.export.gguf_model import ARCHITECTURES, Tensors, write_tensors
 from isotype.checkpoint.export.gguf_tokenizer import _LLAMA3
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.locate import embedded_file
@@ -100,6 +100,12 @@ def tiny(kind: str, **more: Any) -> Any:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model.eval()
+
+
+def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
+    """`write_tensors` of a model in memory, on a CPU."""
+    parameters = {each: value.data for each, value in model.named_parameters()}  # a shared weight once
+    return write_tensors(Tensors(model.config, parameters, parameters.items()), tokenizer, path, kind, name)
 
 
 def read_back(path: Path) -> Any:

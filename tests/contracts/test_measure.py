@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.sweep_operators import trimmed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from isotype.contracts.contract import (
     contracts_of,
     read_table,
 )
-from isotype.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in, trimmed
+from isotype.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in
 from isotype.contracts.measure import (
     EXAMPLES,
     combinations,

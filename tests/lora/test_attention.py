@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from isotype.core.compiled import NotCompiledError
 from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.choice import OWN, Name
-from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of, starts_of
+from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of
 from isotype.lora.loops.loading import Loops
 from tests.cpus import no_compiler
 from tests.lora.watched import Watched
@@ -202,6 +202,13 @@ def packed_bias(position_ids: torch.Tensor) -> torch.Tensor:
 POSITIONS = torch.stack(
     [torch.cat([torch.arange(n) for n in lengths]) for lengths in ([130], [1, 64, 65], [40, 2, 30, 58])]
 )
+
+
+def starts_of(position_ids: torch.Tensor) -> list[list[int]]:
+    """Where sequences begin in each row of a packed batch: where positions `[batch, tokens]` do not go on by one."""
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    return [row.nonzero().flatten().tolist() for row in begins]
 
 
 def test_packed_sequences() -> None:

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.export.gguf_model import write_gguf
-from tests.checkpoint.test_gguf_export import byte_level, tiny
+from tests.checkpoint.test_gguf_export import byte_level, tiny, write_gguf
 from tests.train.forked import start
 from tests.train.tiny import TEMPLATE, rows, save_rows
 

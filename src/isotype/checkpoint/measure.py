@@ -17,13 +17,12 @@ from isotype.checkpoint.measured import kept_or_noted
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_request
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
-from isotype.checkpoint.weightless import model_config
 from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges
 from isotype.ranges.batches import Batches, given_batches, made_batches
 from isotype.ranges.measure import measure
-from isotype.ranges.measured import Measured, base_of, of_module, parts
+from isotype.ranges.measured import Measured, base_of, of_module
 from isotype.ranges.weights import Weight
 
 TOKENS = 256
@@ -107,11 +106,6 @@ def _tokenizer_of_module(model: nn.Module) -> Any:
         return None if files is None else tokenizer_of(tokenizer_source(open_checkpoint(files)))
     except CheckpointError:
         return None  # it has been moved since, or lies on a hub that nobody can reach
-
-
-def largest_part(source: str | Path) -> int:
-    """Weights of the largest part of a checkpoint that has to be in memory at one time, see `parts`."""
-    return max(parts(blank_model(model_config(source))), default=0)
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Measured:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from isotype.compat.replaced import replaced
+from isotype.compat.torch import give_class
 
 REPACK: Final = "_convert_weight_packed_for_cpu"
 """The function of `bitsandbytes.nn.modules` that repacks a 4-bit weight for a CPU's own kernels."""
@@ -132,3 +133,21 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
         kernel(codes, absmax, out, blocksize, rows, columns)
 
     return run
+
+
+def give_quantized_class(layer: Any) -> None:
+    """Give a quantized layer's codes, fakes of plain parameters, bitsandbytes' class and what it has beside them."""
+    from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
+
+    weight = layer.weight
+    if isinstance(layer, Linear8bitLt):
+        layer.state.CB = weight.detach()
+        give_class(weight, Int8Params)
+        vars(weight).update(CB=None, SCB=None, has_fp16_weights=False)
+        return
+    state = layer.quant_state
+    give_class(weight, Params4bit)
+    vars(weight).update(
+        quant_state=state, quant_type=state.quant_type, blocksize=state.blocksize, module=layer
+    )
+    vars(weight).update(quant_storage=weight.dtype, compress_statistics=state.nested, bnb_quantized=True)

@@ -1,11 +1,12 @@
 """Swap a module's class for a subclass of it: another forward under the same name, parameters and children.
 
 As `torch.nn.utils.parametrize` and FSDP2 do it: `isinstance`, `deepcopy`, pickle and fully qualified names keep working,
-and the swap can be taken away again.
+and the swap can be taken away again. And copies of functions that find something else under a name of their module.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Callable, Mapping
@@ -71,3 +72,28 @@ def swap(module: nn.Module, cls: Any) -> None:
 def _rebuild(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     cls = make(*arguments)
     return cls.__new__(cls)
+
+
+def globals_of(function: types.FunctionType) -> set[str] | None:
+    """Names of its module that a function reads; None where a copy would not do the same: it is decorated, or writes to such names."""
+    steps = [(step.opname, str(step.argval)) for step in dis.get_instructions(function)]
+    writes = any(operator in ("STORE_GLOBAL", "DELETE_GLOBAL") for operator, _ in steps)
+    if writes or hasattr(function, "__wrapped__"):
+        return None
+    return {name for operator, name in steps if operator == "LOAD_GLOBAL"}
+
+
+def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
+    """A copy of a function that finds `value` under a name of its module, which stays as it is."""
+    names = {**function.__globals__, name: value}
+    code, defaults = function.__code__, function.__defaults__
+    copy = types.FunctionType(code, names, function.__name__, defaults, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__qualname__ = function.__qualname__
+    return copy
+
+
+def see_module(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
+    """Let a copy by `with_global` find everything else as the function's module has it now."""
+    # One dictionary of names stays, so that CPython's inline caches stay valid.
+    copy.__globals__.update({**function.__globals__, name: copy.__globals__[name]})

@@ -239,6 +239,38 @@ def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
     return result
 
 
+def give_class(fake: torch.Tensor, cls: Any) -> None:
+    """Give a fake the class of the tensor that it stands for, by which libraries know a parameter.
+
+    Raises:
+        TypeError: a class of another layout of memory (DTensor).
+    """
+    fake.__class__ = cls if issubclass(cls, FakeTensor) else _fake_class(cls)
+
+
+@cache
+def _fake_class(cls: type) -> Any:
+    return type(cls.__name__, (FakeTensor, cls), {"__module__": cls.__module__, "to": _moved})
+
+
+def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A fake stays where it is: bitsandbytes' `to` builds a new parameter from the data, which no fake allows."""
+    _, dtype, *_ = parsed_to(*args, **kwargs)
+    return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
+
+
+def unshard(model: nn.Module) -> bool:
+    """Take FSDP2's classes and hooks off the modules of a copy of a model; whether there were any."""
+    sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]
+    for module in sharded:
+        module.__class__ = type(module).__bases__[-1]
+        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
+            for number, hook in list(hooks.items()):
+                if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
+                    del hooks[number]
+    return bool(sharded)
+
+
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(device, dtype, non_blocking, memory format) of the arguments of `Tensor.to`."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))

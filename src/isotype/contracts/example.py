@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from isotype.contracts.pattern import LETTERS, Layout
+from isotype.contracts.pattern import LETTERS
 from isotype.core.dtypes import dtype_name
 
 Json = Any
@@ -139,20 +139,3 @@ def _make_tensor(
         inverse = [order.index(dim) for dim in range(len(order))]
         tensor = tensor.permute(order).contiguous().permute(inverse)
     return tensor.to(device)
-
-
-def trimmed(example: Json, layout: Layout) -> Json:
-    """The example with shorter lists: one element where each is on its own, three where tensors are joined.
-
-    The scalar lists of element-wise operators are as long as their lists of tensors.
-    """
-    if not layout.lists:
-        return example
-    keep = 1 if layout.each else 3
-
-    def cut(value: Json) -> Json:
-        tensors = isinstance(value, list) and all(isinstance(item, dict) and "t" in item for item in value)
-        return value[:keep] if isinstance(value, list) and (tensors or layout.each) else value
-
-    args, kwargs = example
-    return [[cut(value) for value in args], {name: cut(value) for name, value in kwargs.items()}]

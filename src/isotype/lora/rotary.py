@@ -8,7 +8,6 @@ a copy of an attention layer's forward calls another one, and the module stays a
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable
 from functools import cache, wraps
 from types import FunctionType
@@ -17,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
+from isotype.compat.swapped import globals_of, see_module, with_global
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 
@@ -52,8 +52,7 @@ def with_loops(forward: Any) -> Any:
     copied = _copied(forward, rotate)
     if copied is None:
         return forward
-    # Reuse one globals dict so that CPython's inline caches stay valid.
-    copied.__globals__.update({**forward.__globals__, NAME: copied.__globals__[NAME]})
+    see_module(copied, forward, NAME)
     return copied
 
 
@@ -64,24 +63,11 @@ def _rotation_of(forward: Any) -> FunctionType | None:
 
 @cache
 def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
-    # What is decorated does something else before; who writes to a module's names would write to the copy's.
-    if hasattr(forward, "__wrapped__") or not _rotates_by_name(forward) or not _is_rotation(rotate):
+    # It may call no other function beside it: DeepSeek's choose between two.
+    called = {name for name in globals_of(forward) or () if name.startswith("apply_rotary")}
+    if called != {NAME} or not _is_rotation(rotate):
         return None
-    names = {**forward.__globals__, NAME: _replacement(rotate)}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    copy.__qualname__ = forward.__qualname__
-    return copy
-
-
-def _rotates_by_name(forward: FunctionType) -> bool:
-    """Whether a forward calls the function by its name, and none beside it (DeepSeek's choose between two)."""
-    steps = [(step.opname, str(step.argval)) for step in dis.get_instructions(forward)]
-    called = {
-        name for operator, name in steps if operator == "LOAD_GLOBAL" and name.startswith("apply_rotary")
-    }
-    writes = any(operator in ("STORE_GLOBAL", "DELETE_GLOBAL") for operator, _ in steps)
-    return called == {NAME} and not writes
+    return with_global(forward, NAME, _replacement(rotate))
 
 
 def _is_rotation(rotate: Any) -> bool:

@@ -129,12 +129,6 @@ class Tensors:
     values: Iterable[tuple[str, torch.Tensor]]
 
 
-def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
-    """`write_tensors` of a model in memory, on a CPU."""
-    parameters = {each: value.data for each, value in model.named_parameters()}  # a shared weight once
-    return write_tensors(Tensors(model.config, parameters, parameters.items()), tokenizer, path, kind, name)
-
-
 def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time.
 

@@ -200,13 +200,6 @@ def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool
         return plan_of((batch, queries, keys), rows, causal=causal)
 
 
-def starts_of(position_ids: torch.Tensor) -> list[list[int]]:
-    """Where sequences begin in each row of a packed batch: where positions `[batch, tokens]` do not go on by one."""
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids.diff(dim=-1) != 1
-    return [row.nonzero().flatten().tolist() for row in begins]
-
-
 def _blocks(queries: Span, keys: Span, rows: int, causal: bool, window: int | None) -> Iterator[Block]:
     later = keys[1] - queries[1]  # the key at the place of query 0
     tiles: dict[tuple[int, ...], torch.Tensor] = {}

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from isotype.compat.bitsandbytes import give_quantized_class
 from isotype.compat.torch import (
     TENSOR_DATA,
     FakeTensor,
     FakeTensorMode,
-    forward_hooks,
-    forward_pre_hooks,
+    give_class,
     mark_as_parameter,
-    parsed_to,
     storage_of,
     tree_map,
+    unshard,
     without_dispatch,
 )
 from isotype.model.copies import copied, empty_copies, fill_copies
@@ -93,41 +92,12 @@ def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             _fill(memo[id(tensor)], tensor, memo)
         fill_copies(model, memo)
     twin: nn.Module = memo[id(model)]
-    if any(hasattr(module, "set_reshard_after_forward") for module in model.modules()):
-        _unshard(twin)
+    if unshard(twin):
+        # Parameters are whole, and of the classes that they had before they were sharded.
+        for module in twin.modules():
+            if kind_of(module) in ("linear4bit", "linear8bit"):
+                give_quantized_class(module)
     return twin
-
-
-def _unshard(twin: nn.Module) -> None:
-    """Take FSDP2 off a twin: its parameters are whole, and of the classes that they had before they were sharded."""
-    for module in twin.modules():
-        if hasattr(module, "set_reshard_after_forward"):
-            module.__class__ = type(module).__bases__[-1]
-            for hooks in (forward_pre_hooks(module), forward_hooks(module)):
-                for number, hook in list(hooks.items()):
-                    if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
-                        del hooks[number]
-        kind = kind_of(module)
-        if kind in ("linear4bit", "linear8bit"):
-            _with_class(module, kind)
-
-
-def _with_class(layer: Any, kind: str) -> None:
-    """Give the codes of a quantized layer bitsandbytes' class, with the attributes that it has for a quantized weight."""
-    from bitsandbytes.nn import Int8Params, Params4bit
-
-    weight = layer.weight
-    if kind == "linear8bit":
-        layer.state.CB = weight.detach()
-        weight.__class__ = _fake_class(Int8Params)
-        vars(weight).update(CB=None, SCB=None, has_fp16_weights=False)
-        return
-    state = layer.quant_state
-    weight.__class__ = _fake_class(Params4bit)
-    vars(weight).update(
-        quant_state=state, quant_type=state.quant_type, blocksize=state.blocksize, module=layer
-    )
-    vars(weight).update(quant_storage=weight.dtype, compress_statistics=state.nested, bnb_quantized=True)
 
 
 class _Fakes:
@@ -167,21 +137,10 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
     if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
         # PEFT and bitsandbytes look at the class of a quantized parameter, and at its name.
         with contextlib.suppress(TypeError):  # of another layout (DTensor): a dense parameter stands for it
-            parameter.__class__ = _fake_class(type(tensor))
+            give_class(parameter, type(tensor))
     elif isinstance(tensor, FakeTensor):
-        parameter.__class__ = type(tensor)
+        give_class(parameter, type(tensor))
     return parameter
-
-
-@cache
-def _fake_class(cls: type) -> Any:
-    return type(cls.__name__, (FakeTensor, cls), {"__module__": cls.__module__, "to": _moved})
-
-
-def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A fake stays where it is: bitsandbytes' `to` builds a new parameter from the data, which no fake allows."""
-    _, dtype, *_ = parsed_to(*args, **kwargs)
-    return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
 def _fill(copy: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
