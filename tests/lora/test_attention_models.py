@@ -52,7 +52,7 @@ _OTHERS = (
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     yield tmp_path / "attention"
-    choices._known.clear()
+    choices._CHOICES.known.clear()
 
 
 def step(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -269,7 +269,7 @@ def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.Mon
     assert unkept is None
     assert tuple(made.milliseconds) == offered(torch.float32)
     assert min(made.milliseconds.values()) > 0
-    choices._known.clear()
+    choices._CHOICES.known.clear()
     monkeypatch.setattr(choices, "measure", lambda shape, threads: pytest.fail("measured again"))
     assert choose(SHAPE) == (made, None)
     (file,) = cache.iterdir()
@@ -293,7 +293,7 @@ def test_a_damaged_file_counts_as_none(cache: Path) -> None:
     (file,) = cache.iterdir()
     for text in ("{", "[]", '{"a": {"kernel": 1}}'):
         file.write_text(text)
-        choices._known.clear()
+        choices._CHOICES.known.clear()
         assert known_choice(SHAPE) is None
     assert set(choose(SHAPE)[0].milliseconds) == set(made.milliseconds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -218,12 +219,18 @@ def test_who_watches_operators_sees_those_of_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     loops = compiled_products()  # before the folder is another one: they are not compiled again
     monkeypatch.setattr(products, "compiled_products", lambda: loops)
-    monkeypatch.setattr(products, "_known", {})
-    return tmp_path / "products"
+    _as_another_process(monkeypatch)
+    yield tmp_path / "products"
+    products._timing.cache_clear()
+
+
+def _as_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products._TIMINGS, "known", {})
+    products._timing.cache_clear()
 
 
 def test_the_faster_way_is_measured_once_and_kept(
@@ -231,7 +238,7 @@ def test_the_faster_way_is_measured_once_and_kept(
 ) -> None:
     made = timing(compiled_dtype)
     assert min(made.torch, made.loops) > 0
-    products._known.clear()
+    _as_another_process(monkeypatch)
     monkeypatch.setattr(products, "measure", lambda dtype, threads: pytest.fail("measured again"))
     assert timing(compiled_dtype) == made
     (file,) = cache.iterdir()
@@ -240,7 +247,7 @@ def test_the_faster_way_is_measured_once_and_kept(
     contents = [json.dumps({"float32": each, "bfloat16": each}) for each in (*wrong.values(), 3)]
     for damaged in ("{", "[]", *contents):
         file.write_text(damaged)
-        products._known.clear()
+        _as_another_process(monkeypatch)
         assert timing(compiled_dtype) == Timing(1.0, 2.0, 0.5)
 
 
@@ -249,7 +256,7 @@ def test_the_slower_way_is_not_taken(
 ) -> None:
     x = torch.zeros(FEWEST, 8)
     for taken in (Timing(2.0, 1.0, 2.0), Timing(1.0, 2.0, 0.5)):
-        products._known.clear()
+        _as_another_process(monkeypatch)
         monkeypatch.setattr(products, "measure", lambda dtype, threads, taken=taken: taken)
         assert is_used(compiled_dtype, x) == (taken.ratio > 1)
         shutil.rmtree(cache)

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from isotype.lora import kernels
-from isotype.lora.gpu.heads import HeadTimes
+from isotype.lora.gpu.heads import TIMES, HeadTimes, times_file
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
     BitsandbytesStatus,
@@ -355,7 +355,7 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
     monkeypatch.setattr(kernels, "chosen", chosen)
     times: dict[str, HeadTimes] = {}
     monkeypatch.setattr("isotype.report.doctor.card_of", lambda device: f"card {device.index}")
-    monkeypatch.setattr("isotype.report.doctor.kept_times", lambda card: times if card == "card 0" else {})
+    monkeypatch.setattr(TIMES, "all", lambda file: times if file == times_file("card 0") else {})
     card = device_profile("t4")
     here = replace(card, present=True, name="cuda:0")
     head = "language-model head"

@@ -15,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 import isotype.train.head
 from isotype.core.files import write_whole
 from isotype.lora import measured
-from isotype.lora.gpu.heads import REVISION, HeadShape, HeadTimes, card_of, kept_times, token_class
+from isotype.lora.gpu.heads import TIMES, HeadShape, HeadTimes, card_of, times_file, token_class
 from isotype.train import head_choice
 from isotype.train.head import HEAD_CHOICE, own_is_better, use_own_head
 from isotype.train.head_choice import HeadChoice, choose
@@ -28,7 +28,7 @@ CARD = "A card of the tests"
 @pytest.fixture(autouse=True)
 def another_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "default_cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(head_choice, "_known", {})
+    monkeypatch.setattr(TIMES, "known", {})
 
 
 def clock(
@@ -65,8 +65,8 @@ def test_the_faster_one_is_taken_and_kept(
         f"{first}: isotype's {ours:.3g} ms, TRL's {theirs:.3g} ms (256 tokens, 50 words, width 16, float32, entropy, is_top1; "
         f"measured now on {CARD})"
     )
-    assert kept_times(CARD) == {str(SHAPE): HeadTimes(ours, theirs)}
-    monkeypatch.setattr(head_choice, "_known", {})  # another process
+    assert TIMES.all(times_file(CARD)) == {str(SHAPE): HeadTimes(ours, theirs)}
+    monkeypatch.setattr(TIMES, "known", {})  # another process
     again = choose(weight(), None, SHAPE, timer=never, card=CARD)
     assert again == HeadChoice(choice.own, choice.text.replace("measured now", "as measured before"))
 
@@ -76,9 +76,9 @@ def test_another_card_torch_or_shape_is_measured_by_itself(monkeypatch: pytest.M
     other = replace(SHAPE, tokens=512)
     assert not choose(weight(), None, other, timer=clock(3, 2), card=CARD).own
     assert not choose(weight(), None, SHAPE, timer=clock(3, 2), card="Another").own
-    assert len(kept_times(CARD)) == 2
+    assert len(TIMES.all(times_file(CARD))) == 2
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert kept_times(CARD) == {}
+    assert TIMES.all(times_file(CARD)) == {}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_median_decides() -> None:
         return next(times)
 
     assert choose(weight(), None, SHAPE, timer=timed, card=CARD).own
-    assert kept_times(CARD)[str(SHAPE)] == HeadTimes(1.0, 2.0)
+    assert TIMES.all(times_file(CARD))[str(SHAPE)] == HeadTimes(1.0, 2.0)
 
 
 def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,18 +133,19 @@ def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert choice == HeadChoice(
         True, "isotype's: TRL's cannot run here: RuntimeError: PTX was made for another card"
     )
-    assert kept_times(CARD) == {}
+    assert TIMES.all(times_file(CARD)) == {}
 
 
 def test_a_damaged_file_is_measured_again_and_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = measured.file_of_card("heads", CARD, REVISION)
+    file = times_file(CARD)
     file.parent.mkdir()
     write_whole(file, '{"a": {"isotype": 1}}')
-    assert kept_times(CARD) == {}
-    monkeypatch.setattr(head_choice, "keep_times", lambda *_: "no room")
-    assert (
-        "measured now, not kept: no room" in choose(weight(), None, SHAPE, timer=clock(1, 2), card=CARD).text
-    )
+    assert TIMES.all(times_file(CARD)) == {}
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("a file where the folder would be")
+    choice = choose(weight(), None, SHAPE, timer=clock(1, 2), card=CARD)
+    assert f"measured now, not kept: [Errno 17] File exists: '{file.parent}'" in choice.text
 
 
 @pytest.mark.parametrize(("tokens", "stands"), [(0, 256), (300, 512), (512, 512), (100_000, 2048)])

@@ -1,20 +1,27 @@
-"""Times that were measured on this machine, kept for its next processes in the cache folder."""
+"""Times that are measured on this machine, and kept for its next processes in the cache folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from isotype.core.cache import default_cache_dir
 from isotype.core.files import write_whole
 from isotype.precision.devices.cpu import this_cpu
+
+Name = TypeVar("Name")
+Result = TypeVar("Result")
 
 
 def file_of(folder: str, *what: Any) -> Path:
@@ -53,25 +60,74 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     return held if whole else {}
 
 
-def keep(file: Path, name: str, entry: dict[str, Any]) -> str | None:
-    """Add what was measured to a file; returns why it could not be kept, None where it was."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**read(file), name: entry}, indent=1) + "\n")
-    except OSError as error:
-        return str(error)
-    return None
+class Kept(Generic[Result]):
+    """Results of one kind of measurement, frozen dataclasses: each is measured once, and kept for the next processes.
 
+    Attributes:
+        known: (file, name) -> what this process has read or measured.
 
-def apart(run: Callable[[], None], threads: int) -> None:
-    """Call `run` in a thread of its own and wait for it; what it raises is raised here.
-
-    That thread knows nothing of the caller's autocast, saved-tensor hooks (gradient checkpointing) or dispatch modes.
+    Args:
+        kind: the dataclass.
     """
 
-    def called() -> None:
+    def __init__(self, kind: Callable[..., Result]) -> None:
+        self.known: dict[tuple[Path, str], Result] = {}
+        self._kind = kind
+        self._lock = threading.Lock()
+
+    def get(self, file: Path, name: str) -> Result | None:
+        """What was measured under this name, by this process or by another one; None where it was not."""
+        if (file, name) not in self.known and (result := self.all(file).get(name)) is not None:
+            self.known[file, name] = result
+        return self.known.get((file, name))
+
+    def all(self, file: Path) -> dict[str, Result]:
+        """What a file holds, by name; nothing of what is damaged."""
+        results = {}
+        for name, entry in read(file).items():
+            with suppress(TypeError):
+                result: Any = self._kind(**entry)
+                numbers = [getattr(result, each.name) for each in fields(result) if each.type == "float"]
+                if all(isinstance(number, (int, float)) for number in numbers):
+                    results[name] = result
+        return results
+
+    def of(self, file: Path, name: str, measure: Callable[[], Result]) -> tuple[Result, str | None]:
+        """What was measured, or is now; and why that could not be kept for the next process, None where it was."""
+        with self._lock:
+            if (known := self.get(file, name)) is not None:
+                return known, None
+            result: Any = measure()
+            self.known[file, name] = result
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(file, json.dumps({**read(file), name: asdict(result)}, indent=1) + "\n")
+            except OSError as error:
+                return result, str(error)
+            return result, None
+
+
+def in_turns(
+    prepare: Callable[[], Mapping[Name, Callable[[], object]]], turns: int, threads: int
+) -> dict[Name, list[float]]:
+    """Milliseconds that each of several ways takes, one after another in turns, after a turn that warms up.
+
+    `prepare` and what it returns are called in a thread of their own, which knows nothing of the caller's autocast, saved-tensor
+    hooks (gradient checkpointing) or dispatch modes; what they raise is raised here.
+    """
+    times: dict[Name, list[float]] = {}
+
+    def run() -> None:
         torch.set_num_threads(threads)  # OpenMP's number belongs to a thread
-        run()
+        ways = prepare()
+        times.update((name, []) for name in ways)
+        for turn in range(turns + 1):
+            for name, way in ways.items():
+                began = time.perf_counter()
+                way()
+                if turn:
+                    times[name].append((time.perf_counter() - began) * 1e3)
 
     with ThreadPoolExecutor(1, "isotype measures") as pool:
-        pool.submit(called).result()
+        pool.submit(run).result()
+    return times

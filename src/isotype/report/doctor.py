@@ -18,7 +18,7 @@ from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.core.units import format_bytes
 from isotype.lora import kernels
-from isotype.lora.gpu.heads import card_of, kept_times
+from isotype.lora.gpu.heads import TIMES, card_of, times_file
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
@@ -131,7 +131,7 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
         why = f" ({'; '.join(kernel.reasons)})" if kernel.reasons else ""
         rows.append((operation.replace("_", " "), f"{kernel.name}{why}"))
     if profile.present:
-        times = kept_times(card_of(torch.device(profile.name)))
+        times = TIMES.all(times_file(card_of(torch.device(profile.name))))
         known = "; ".join(f"{each} ({shape})" for shape, each in times.items())
         rows.append(("language-model head", known or "isotype's or TRL's: measured when a training begins"))
     return rows

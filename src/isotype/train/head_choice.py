@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 
 from isotype.compat.torch import PLAIN
 from isotype.lora.fused import working_dtype
-from isotype.lora.gpu.heads import HeadShape, HeadTimes, card_of, keep_times, kept_times
+from isotype.lora.gpu.heads import TIMES, HeadShape, HeadTimes, card_of, times_file
 from isotype.lora.logits import Head
 from isotype.lora.loss import Precision, log_probs
 
@@ -29,10 +28,6 @@ class HeadChoice:
 
     own: bool
     text: str
-
-
-_known: dict[tuple[str, HeadShape], HeadTimes] = {}
-_lock = threading.Lock()
 
 
 def event_timer(device: torch.device) -> Timer:
@@ -73,19 +68,18 @@ def choose(
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
     card = card or card_of(weight.device)
-    with _lock:
-        times = _known.get((card, shape)) or kept_times(card).get(str(shape))
-        how = "as measured before"
-        if times is None:
-            try:
-                times = measure(weight, bias, shape, timer or event_timer(weight.device))
-            except torch.OutOfMemoryError:
-                return HeadChoice(False, "TRL's: no room to measure isotype's beside it")
-            except TheirsFailedError as failure:
-                return HeadChoice(True, f"isotype's: TRL's cannot run here: {failure}")
-            reason = keep_times(card, shape, times)
-            how = "measured now" if reason is None else f"measured now, not kept: {reason}"
-        _known[card, shape] = times
+    file, name = times_file(card), str(shape)
+    how = "measured now" if TIMES.get(file, name) is None else "as measured before"
+    try:
+        times, unkept = TIMES.of(
+            file, name, lambda: measure(weight, bias, shape, timer or event_timer(weight.device))
+        )
+    except torch.OutOfMemoryError:
+        return HeadChoice(False, "TRL's: no room to measure isotype's beside it")
+    except TheirsFailedError as failure:
+        return HeadChoice(True, f"isotype's: TRL's cannot run here: {failure}")
+    if unkept is not None:
+        how += f", not kept: {unkept}"
     taken = "isotype's" if times.own_is_faster else "TRL's"
     return HeadChoice(times.own_is_faster, f"{taken}: {times} ({shape}; {how} on {card})")
 

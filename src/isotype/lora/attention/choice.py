@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -156,19 +155,12 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trai
     )
 
 
-_known: dict[tuple[str, Shape], Choice] = {}
-_lock = threading.Lock()
+_CHOICES = measured.Kept(Choice)
 
 
 def known_choice(shape: Shape) -> Choice | None:
     """What was measured for this class of shapes, by this process or by another one on this machine."""
-    file = _file(torch.get_num_threads(), shape.dtype)
-    if (str(file), shape) not in _known:
-        entry = _read(file).get(_key(shape))
-        if entry is None:
-            return None
-        _known[str(file), shape] = entry
-    return _known[str(file), shape]
+    return _CHOICES.get(_file(torch.get_num_threads(), shape.dtype), _key(shape))
 
 
 def choose(shape: Shape) -> tuple[Choice, str | None]:
@@ -177,21 +169,13 @@ def choose(shape: Shape) -> tuple[Choice, str | None]:
     Returns:
         The choice, and why it could not be kept for the next process: None where it was.
     """
-    with _lock:
-        known = known_choice(shape)
-        if known is not None:
-            return known, None
-        threads = torch.get_num_threads()
-        choice, file = measure(shape, threads), _file(threads, shape.dtype)
-        _known[str(file), shape] = choice
-        return choice, measured.keep(file, _key(shape), asdict(choice))
+    threads = torch.get_num_threads()
+    return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
 
 
 def measure(shape: Shape, threads: int) -> Choice:
-    """Time every kernel, one after another in turns, in a thread of its own."""
-    times: dict[Name, list[float]] = {}
-    measured.apart(lambda: times.update(_times(shape)), threads)
-    return decided(times)
+    """Time every kernel."""
+    return decided(measured.in_turns(lambda: _calls(shape), _REPETITIONS, threads))
 
 
 def decided(times: dict[Name, list[float]]) -> Choice:
@@ -203,7 +187,8 @@ def decided(times: dict[Name, list[float]]) -> Choice:
     return Choice(own if faster > MARGIN else "sdpa", own, medians, round(faster, 3))
 
 
-def _times(shape: Shape) -> dict[Name, list[float]]:
+def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
+    """A call of each kernel, with its backward where gradients are computed."""
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 
@@ -218,16 +203,13 @@ def _times(shape: Shape) -> dict[Name, list[float]]:
         random(shape.key_heads, shape.value_head),
     )
     d_out = torch.ones(shape.batch, heads, length, shape.value_head, dtype=shape.dtype)
-    times: dict[Name, list[float]] = {name: [] for name in offered(shape.dtype)}
-    for turn in range(_REPETITIONS + 1):
-        for name in times:
-            began = time.perf_counter()
-            out = KERNELS[name](q, k, v, shape.kind)
-            if shape.trained:
-                torch.autograd.grad(out, (q, k, v), d_out)
-            if turn:  # the first one warms up
-                times[name].append((time.perf_counter() - began) * 1e3)
-    return times
+
+    def call(kernel: Kernel) -> None:
+        out = kernel(q, k, v, shape.kind)
+        if shape.trained:
+            torch.autograd.grad(out, (q, k, v), d_out)
+
+    return {name: partial(call, KERNELS[name]) for name in offered(shape.dtype)}
 
 
 def _key(shape: Shape) -> str:
@@ -236,11 +218,3 @@ def _key(shape: Shape) -> str:
 
 def _file(threads: int, dtype: torch.dtype) -> Path:
     return measured.file_of("attention", REVISION, threads, *offered(dtype))
-
-
-def _read(file: Path) -> dict[str, Choice]:
-    """What a file holds; one of another layout holds nothing."""
-    try:
-        return {key: Choice(**entry) for key, entry in measured.read(file).items()}
-    except TypeError:
-        return {}

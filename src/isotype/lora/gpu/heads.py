@@ -6,8 +6,9 @@ is faster is a matter of the card, the vocabulary and the width. `isotype.train.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil, log2
+from pathlib import Path
 
 import torch
 
@@ -79,15 +80,10 @@ def card_of(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def kept_times(card: str) -> dict[str, HeadTimes]:
-    """What was measured on a card with this torch, by the text of the shape; of a damaged file nothing."""
-    try:
-        held = measured.read(measured.file_of_card("heads", card, REVISION))
-        return {shape: HeadTimes(**times) for shape, times in held.items()}
-    except TypeError:
-        return {}
+TIMES = measured.Kept(HeadTimes)
+"""Of every card, by the text of the shape."""
 
 
-def keep_times(card: str, shape: HeadShape, times: HeadTimes) -> str | None:
-    """Keep a measurement for the next processes; returns why it could not be kept, None where it was."""
-    return measured.keep(measured.file_of_card("heads", card, REVISION), str(shape), asdict(times))
+def times_file(card: str) -> Path:
+    """Where the times on a card with this torch are kept."""
+    return measured.file_of_card("heads", card, REVISION)

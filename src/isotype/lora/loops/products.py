@@ -7,13 +7,11 @@ operator for each product, and each reads and writes the whole sum.
 from __future__ import annotations
 
 import statistics
-import threading
-import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_void_p
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -203,53 +201,35 @@ class Timing:
         return self.ratio > MARGIN
 
 
-_known: dict[tuple[int, torch.dtype], Timing] = {}
-_lock = threading.Lock()
+_TIMINGS = measured.Kept(Timing)
 
 
 def timing(dtype: torch.dtype) -> Timing:
     """How long both ways take here: measured once on a machine for each dtype and number of threads, in some tenths of a second."""
-    threads = torch.get_num_threads()
-    key = threads, dtype
-    if key in _known:
-        return _known[key]
-    with _lock:
-        if key not in _known:
-            file = measured.file_of("products", REVISION, threads)
-            _known[key] = _kept(file, dtype) or _kept_now(file, dtype, threads)
-        return _known[key]
+    return _timing(dtype, torch.get_num_threads())
 
 
-def _kept(file: Path, dtype: torch.dtype) -> Timing | None:
-    held = measured.read(file).get(dtype_name(dtype), {})
-    names = {each.name for each in fields(Timing)}
-    whole = held.keys() == names and all(isinstance(value, float) for value in held.values())
-    return Timing(**held) if whole else None
-
-
-def _kept_now(file: Path, dtype: torch.dtype, threads: int) -> Timing:
-    choice = measure(dtype, threads)
-    measured.keep(file, dtype_name(dtype), asdict(choice))
-    return choice
+@cache
+def _timing(dtype: torch.dtype, threads: int) -> Timing:
+    file = measured.file_of("products", REVISION, threads)
+    return _TIMINGS.of(file, dtype_name(dtype), lambda: measure(dtype, threads))[0]
 
 
 def measure(dtype: torch.dtype, threads: int) -> Timing:
-    """Time both ways in turns, in a thread of its own."""
-    times: tuple[list[float], list[float]] = [], []
+    """Time both ways."""
 
-    def run() -> None:
+    def ways() -> dict[bool, Callable[[], None]]:
         steps = _layer_of(dtype)
-        for turn in range(_TURNS + 1):
-            for compiled, taken in zip((False, True), times, strict=True):
-                began = time.perf_counter()
-                for sums in steps:
-                    write_sums(sums, compiled=compiled)
-                if turn:  # the first one warms up
-                    taken.append((time.perf_counter() - began) * 1e3)
 
-    measured.apart(run, threads)
-    ratios = (torchs / own for torchs, own in zip(*times, strict=True))
-    return Timing(*(round(statistics.median(each), 4) for each in (*times, ratios)))
+        def run(compiled: bool) -> None:
+            for sums in steps:
+                write_sums(sums, compiled=compiled)
+
+        return {compiled: partial(run, compiled) for compiled in (False, True)}
+
+    times = measured.in_turns(ways, _TURNS, threads)
+    ratios = [torchs / own for torchs, own in zip(times[False], times[True], strict=True)]
+    return Timing(*(round(statistics.median(each), 4) for each in (times[False], times[True], ratios)))
 
 
 def _layer_of(dtype: torch.dtype) -> list[list[Sum]]:
