@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.damage.measure import measure_divergence
+from isotype.checkpoint.damage.measure import _of_signs, measure_divergence
 from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.checkpoint.measured import kept_damages
 from isotype.checkpoint.opened import open_checkpoint
@@ -93,11 +93,13 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
             seen[key] = [args[0].detach(), out]
 
         module.register_forward_hook(follow)
-    p = torch.log_softmax(logits(model, batch), -1).detach()
-    drawn = torch.multinomial(p.exp().view(-1, p.shape[-1]), 1, generator=torch.Generator().manual_seed(0))
-    q = torch.log_softmax(logits(double, batch), -1)
-    q.view(-1, q.shape[-1]).gather(1, drawn).sum().backward()
-    tokens = drawn.numel()
+    outputs = logits(double, batch)
+    tokens = outputs.shape[:-1].numel()
+    signs = torch.empty(tokens, outputs.shape[-1], dtype=torch.int8).random_(
+        2, generator=torch.Generator().manual_seed(0)
+    )
+    # The derivative of Σ 2 ε √p is √p ε - p Σ √p ε: another way to the same gradient.
+    (2 * (2 * signs - 1) * outputs.softmax(-1).sqrt().view(signs.shape)).sum().backward()
     assert damages.tokens == tokens
     for layer in damages.layers:
         x, out = seen[layer.module]
@@ -121,6 +123,40 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
             wanted = 0.5 * float((gradient.square().T @ x.square() * off.square()).sum()) / tokens
             # float32 sums of some hundred terms of one sign.
             assert layer.damage[form] == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj"])
+def test_signs_meet_the_exact_fisher_information_closer_than_draws_of_a_token(name: str) -> None:
+    model = tiny_model("llama").double().eval()
+    model.get_output_embeddings().weight.data *= 40  # sure of its tokens, as trained models are
+    outputs: list[torch.Tensor] = []
+    model.get_submodule(name).register_forward_hook(lambda _, __, output: outputs.append(output))
+    after = logits(model, {"input_ids": tiny_batch("llama", 1)["input_ids"][:, :6]})
+    p = after.softmax(-1).detach()[0]
+    tokens, vocabulary = p.shape
+    count = 400
+
+    def squares(gradients: torch.Tensor) -> torch.Tensor:
+        """Of the gradients `[…, 1, tokens, vocabulary]` of the logits -> `[…, tokens, out]` of the layer's output."""
+        (below,) = torch.autograd.grad(after, outputs, gradients, retain_graph=True, is_grads_batched=True)
+        return below[:, 0].square()
+
+    # The columns of diag √p - p √pᵀ, whose outer products sum up to diag p - p pᵀ, of one token after the other.
+    columns = torch.zeros(tokens, vocabulary, 1, tokens, vocabulary, dtype=torch.float64)
+    for at, row in enumerate(p):
+        columns[at, :, 0, at] = torch.diag(row.sqrt()) - row.sqrt().unsqueeze(1) * row
+    exact = squares(columns.flatten(0, 1)).sum(0)
+
+    generator = torch.Generator().manual_seed(0)
+    everywhere = torch.ones(1, tokens, dtype=torch.bool)
+    signs = [_of_signs(p.log().float(), everywhere, after, generator) for _ in range(count)]
+    one_hot = nn.functional.one_hot(torch.multinomial(p, count, True, generator=generator).T, vocabulary)
+    by_signs = squares(torch.stack(signs)).sum(2)  # of tokens, as a damage sums up channels
+    by_draws = squares((one_hot - p).unsqueeze(1)).sum(2)
+    for estimates in (by_signs, by_draws):
+        # Five standard errors of each token's mean.
+        assert ((estimates.mean(0) - exact.sum(1)).abs() < 5 * estimates.std(0) / count**0.5).all()
+    assert by_signs.var(0).sum() < by_draws.var(0).sum()
 
 
 def test_what_is_measured_exactly_is_the_divergence() -> None:

@@ -23,7 +23,7 @@ def written(squares: torch.Tensor, tokens: int) -> str:
     """
     moments = (squares.double() + _PRIOR * squares.double().mean() / max(1, tokens)).cpu()
     levels = (moments / moments.max()).log2().mul(_OCTAVE).round() + len(_LEVELS) - 1
-    return "".join(_LEVELS[int(level)] for level in levels.nan_to_num(0).clamp(0, len(_LEVELS) - 1))
+    return "".join(_LEVELS[level] for level in levels.nan_to_num(0).clamp(0, len(_LEVELS) - 1).int().tolist())
 
 
 def read(text: str) -> torch.Tensor:

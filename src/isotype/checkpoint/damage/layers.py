@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.damage.rounding import pieces, rounded
-from isotype.compat.torch import UncompiledMode
+from isotype.compat.torch import UncompiledMode, without_dispatch
 from isotype.core.formats import FITTED
 from isotype.core.operators import operator_name
 from isotype.model.walk import kind_of
@@ -72,7 +72,8 @@ class Layers:
     """Takes the place of a recorder in `isotype.ranges.twin.twin_of`.
 
     With f = ln p(y | x) of a y that is drawn from the model's own distribution, the divergence of the model with weights W + D is
-    ½ E[<D, df/dW>²] to second order (the Fisher information). Its diagonal is taken, token by token of the layer: for the gradient g
+    ½ E[<D, df/dW>²] to second order (the Fisher information); `isotype.checkpoint.damage.measure` puts another gradient of the same
+    second moments in the place of df. Its diagonal is taken, token by token of the layer: for the gradient g
     of its output and its input x, ½ Σ (g² xᵀ²) D². Errors of different weights are as good as independent; the square of a sum over
     tokens would want hundreds of draws.
 
@@ -107,8 +108,9 @@ class Layers:
             if form is not None:
                 stored = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 moments = read(self.sums[name].moments) if form in FITTED else None
-                for rows in pieces(*weight.shape):
-                    stored[rows] = rounded(weight[rows], form, moments)
+                with without_dispatch():
+                    for rows in pieces(*weight.shape):
+                        stored[rows] = rounded(weight[rows], form, moments)
                 weight = stored
             output: torch.Tensor = _Product.apply(x, weight, self, name)  # type: ignore[no-untyped-call]
             bias = module.bias
@@ -173,6 +175,6 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), without_dispatch():  # a mode would see every operator of the roundings
             ctx.layers.add(ctx.name, x, weight, gradient)
             return gradient @ weight, None, None, None
