@@ -19,10 +19,11 @@ from isotype.model.quantize import quantize_4bit, state_4bit
 
 _STARTS = (1.0, 0.85, 0.7)
 """Parts of a block's largest magnitude whose nearest codes are tried."""
-_PIECE = 1 << 19
-"""Elements that are in work at a time, in float32."""
+_PIECE = 1 << 18
+"""Elements that are in work at a time: float32, they stay in the caches."""
 _LEAST = 1e-38
 _HALF_RANGE = 32767
+_MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # what it is added to is rounded by its conversion to int
 
 
 def quantize_by(
@@ -60,44 +61,52 @@ def quantize_fitted(
     blocks = math.ceil(flat.numel() / blocksize)
     codes = torch.empty(blocks * blocksize, dtype=torch.uint8, device=flat.device)
     constants = torch.empty(blocks, device=flat.device)
-    moments = moments.to(flat.device, torch.float32)
+    repeated = _repeated(moments.to(flat.device, torch.float32), _PIECE)
     step = _PIECE // blocksize
     for begin in range(0, blocks, step):
         end = min(begin + step, blocks)
         part = flat[begin * blocksize : end * blocksize].float()
-        at = (torch.arange(part.numel(), device=flat.device) + first + begin * blocksize) % moments.numel()
+        at = (first + begin * blocksize) % moments.numel()
         padding = (0, (end - begin) * blocksize - part.numel())
         values = torch.nn.functional.pad(part, padding).view(-1, blocksize)
-        weights = torch.nn.functional.pad(moments[at], padding).view(-1, blocksize)
+        weights = torch.nn.functional.pad(repeated[at : at + part.numel()], padding).view(-1, blocksize)
         constants[begin:end], nearest = _fit(values, weights, form)
-        codes[begin * blocksize : end * blocksize] = nearest.view(-1)
+        codes[begin * blocksize : end * blocksize] = nearest
     even = codes[: flat.numel() + flat.numel() % 2]
     packed = ((even[::2] << 4) | even[1::2]).view(storage).unsqueeze(1)
     settings = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": blocksize, "quant_type": form}
     return packed, state_4bit(constants, double_quant=double_quant, **settings)
 
 
+def _repeated(moments: torch.Tensor, length: int) -> torch.Tensor:
+    """The moments one row after the other, from which `length` can be taken beginning at any column."""
+    return moments.repeat(math.ceil(length / moments.numel()) + 1)
+
+
 def _fit(values: torch.Tensor, weights: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The constants `[blocks]` of blocks `[blocks, blocksize]`, and their codes, one a byte."""
     largest = values.abs().amax(dim=1)
+    if not largest.max() < torch.inf:
+        values = values.nan_to_num(0, 0, 0)
     products = values * weights
     values_of, codes_of = _cells(form, values.device)
     best, constants = torch.full_like(largest, -1), largest.clone()
     for start in _STARTS:
-        near = values_of[_cell(values, largest * start)]
-        above, below = (products * near).sum(1), (weights * near.square()).sum(1)
+        near = values_of.index_select(0, _cell(values, largest * start)).view_as(values)
+        above = (products * near).sum(1)
+        below = near.square_().mul_(weights).sum(1)
         # Σ m (w - s v)² = Σ m w² - (Σ m w v)² / Σ m v² at the best s.
         gain = torch.where((above > 0) & (below > 0), above.square() / below, -1)
         better = gain > best
         best = torch.where(better, gain, best)
         constants = torch.where(better, above / below, constants)
-    return constants, codes_of[_cell(values, constants)]
+    return constants, codes_of.index_select(0, _cell(values, constants))
 
 
 def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Indices into `_cells` of the blocks' values over their constants."""
-    scaled = values * constants.clamp_min(_LEAST).reciprocal().unsqueeze(1)
-    return scaled.nan_to_num_(0).clamp_(-1, 1).add_(1).mul_(_HALF_RANGE).round_().int()
+    """Indices `[elements]` into `_cells` of the blocks' values over their constants."""
+    scaled = values * constants.clamp_min(_LEAST).reciprocal_().unsqueeze(1)
+    return torch.add(_MIDDLE, scaled.clamp_(-1, 1), alpha=_HALF_RANGE).int().view(-1)
 
 
 @functools.cache
