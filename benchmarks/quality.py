@@ -1,6 +1,8 @@
 """What mixed storage keeps of a model: divergences on texts that nothing was chosen by, at equal bytes; and what measuring takes.
 
     python benchmarks/quality.py                      # the table of SmolLM2-135M
+    python benchmarks/quality.py --fine-tuned         # losses of held-back questions after `isotype demo` on each storage
+    python benchmarks/quality.py --fine-tuned --start error weighted     # with adapters that begin from the quantization error
     python benchmarks/quality.py --time --layers 22   # a random checkpoint of TinyLlama's shapes (1.1B), measured from disk
 
 The reference is the float32 model. A storage is loaded by `isotype.load`, and its weights are dequantized; so what is compared is the
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import random
 import resource
@@ -18,22 +21,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import isotype
 from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.values.dequantize import dense_weight
+from isotype.cli.main import main as isotype_command
+from isotype.cli.training import DEMO
 from isotype.core.units import format_bytes
 from isotype.precision.by_damage import mix
 from isotype.precision.damages import Damages, LayerDamage, stored_bytes
 from isotype.precision.mixed import Option, choose
+from isotype.precision.moments import read
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 MODEL = "embedded:smollm2"
@@ -79,22 +87,42 @@ class Comparison:
     def _distribution(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits.float(), -1)
 
-    def nats(self, policy: PrecisionPolicy) -> list[float]:
+    @contextmanager
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+        """The model, with these weights in the place of the layers' own."""
+        layers = {self.model.get_submodule(name): weight for name, weight in weights.items()}
+        kept = {module: module.weight.data for module in layers}
+        for module, weight in layers.items():
+            module.weight.data = weight
+        try:
+            yield self.model
+        finally:
+            for module, weight in kept.items():
+                module.weight.data = weight
+
+    def nats(self) -> list[float]:
+        """Of each text, from the float32 model as it was."""
+        pairs = [(self.before[name], self._distribution(ids)) for name, ids in self.texts.items()]
+        return [float((p.exp() * (p - q)).sum(-1).mean()) for p, q in pairs]
+
+    def nats_under(self, policy: PrecisionPolicy) -> list[float]:
         """Of each text, under a storage."""
         stored = dict(isotype.load(MODEL, policy).named_modules())
-        kept = {}
-        for name, module in self.model.named_modules():
-            if type(stored[name]).__name__ in ("Linear4bit", "Linear8bitLt"):
-                kept[module] = module.weight.data
-                module.weight.data = dense_weight(stored[name], torch.float32)
-        del stored
-        divergences = []
-        for name, ids in self.texts.items():
-            p, q = self.before[name], self._distribution(ids)
-            divergences.append(float((p.exp() * (p - q)).sum(-1).mean()))
-        for module, weight in kept.items():
-            module.weight.data = weight
-        return divergences
+        with self.with_weights(
+            {name: dense_of(module) for name, module in stored.items() if is_stored(module)}
+        ):
+            del stored
+            return self.nats()
+
+
+def is_stored(module: Any) -> bool:
+    return type(module).__name__ in ("Linear4bit", "Linear8bitLt")
+
+
+def dense_of(layer: Any) -> torch.Tensor:
+    """The values that a layer computes with, in float32."""
+    weight: torch.Tensor = layer.weight.data
+    return dense_weight(layer, torch.float32) if is_stored(layer) else weight.float()
 
 
 def within(layers: tuple[LayerDamage, ...], room: int, score: Callable[[LayerDamage, str], float]) -> Storage:
@@ -126,16 +154,21 @@ def from_both_ends(layers: tuple[LayerDamage, ...]) -> list[LayerDamage]:
     ]
 
 
-def table(only: list[str], kept: Path | None) -> None:
-    started = time.perf_counter()
-    comparison = Comparison()
+def measured(comparison: Comparison, kept: Path | None) -> Damages:
+    """From the file, or now."""
     if kept is not None and kept.is_file():
-        damages = Damages.read(kept)
-    else:
-        damages = isotype.measure_quality(comparison.model)
-        print(f"{damages}\n\nmeasured in {time.perf_counter() - started:.0f} s\n", flush=True)
-        if kept is not None:
-            damages.save(kept)
+        return Damages.read(kept)
+    started = time.perf_counter()
+    damages = isotype.measure_quality(comparison.model)
+    print(f"{damages}\n\nmeasured in {time.perf_counter() - started:.0f} s\n", flush=True)
+    if kept is not None:
+        damages.save(kept)
+    return damages
+
+
+def table(only: list[str], kept: Path | None) -> None:
+    comparison = Comparison()
+    damages = measured(comparison, kept)
     print(
         f"{'':<44}{'bytes':>10}"
         + "".join(f"{name:>11}" for name in comparison.texts)
@@ -148,7 +181,7 @@ def table(only: list[str], kept: Path | None) -> None:
         if only and not any(name.startswith(each) for each in only):
             return
         policy = storage if isinstance(storage, PrecisionPolicy) else policy_of(storage)
-        nats = comparison.nats(policy)
+        nats = comparison.nats_under(policy)
         mean = sum(nats) / len(nats)
         plain = mean if name == "nf4" else plain
         size = sum(
@@ -201,6 +234,123 @@ def mixture(damages: Damages, nested: PrecisionPolicy, room: int | None) -> Prec
     return replace(nested, storage=mixture.storage, double_quant=mixture.double_quant, layers=mixture.layers)
 
 
+# ------------------------------------------------------------------------------------------------ what is left after training
+
+RANK = 16
+
+
+def fine_tuned(starts: Sequence[str], only: list[str], kept: Path | None, steps: int) -> None:
+    """Nats from the float32 model before training, and the losses of held-back questions before and after it."""
+    comparison = Comparison()
+    damages = measured(comparison, kept)
+    questions = held_back()
+    policies = {
+        "nf4": resolved("nf4"),
+        "mixed": mixture(damages, resolved("nf4", double_quant=True), None),
+        "int8": resolved("int8"),
+        "float32": isotype.resolve_precision(MODEL, "float32", device="cpu"),
+    }
+    rows = [(name, start) for name in policies for start in starts if name != "float32" or start == "zero"]
+    print(f"{'base':<10}{'adapters begin':<18}{'nats':>9}{'loss before':>13}{'after':>9}{'seconds':>9}")
+    for name, start in rows:
+        if only and not any(f"{name} {start}".startswith(each) for each in only):
+            continue
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder, comparison.with_weights({}) as model:
+            base = begin(model, damages, policies[name], start, Path(folder) / "start")
+            with comparison.with_weights(adapted(base, Path(folder) / "start")):
+                nats, before = comparison.nats(), loss(model, questions)
+            train(Path(folder), steps)
+            with comparison.with_weights(adapted(base, Path(folder) / "run")):
+                after = loss(model, questions)
+        seconds = time.perf_counter() - began
+        print(
+            f"{name:<10}{start:<18}{sum(nats) / len(nats):>9.4f}{before:>13.4f}{after:>9.4f}{seconds:>9.0f}",
+            flush=True,
+        )
+
+
+def held_back() -> list[tuple[torch.Tensor, int]]:
+    """The embedded data set's held-back questions with their answers, and how many tokens of each are the question's."""
+    tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint(MODEL)))
+    path = Path(isotype.__file__).parent / "data/precision_qa/test.jsonl"
+    questions = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        options = {"tokenize": True, "return_dict": False}
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(row["prompt"] + row["completion"], **options)
+        questions.append((torch.tensor([whole]), len(prompt)))
+    return questions
+
+
+@torch.no_grad()
+def loss(model: Any, questions: list[tuple[torch.Tensor, int]]) -> float:
+    """Nats a token of the answers."""
+    total, count = 0.0, 0
+    for ids, prompt in questions:
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1] - prompt + 1).logits[
+            0, :-1
+        ]
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, prompt:], reduction="sum"))
+        count += ids.shape[1] - prompt
+    return total / count
+
+
+def begin(
+    dense: Any, damages: Damages, policy: PrecisionPolicy, start: str, folder: Path
+) -> dict[str, torch.Tensor]:
+    """Save an adapter that has not been trained; returns the weights `[out, in]` of the base's layers."""
+    torch.manual_seed(0)
+    model = isotype.add_lora(isotype.load(MODEL, policy), policy, r=RANK, lora_alpha=2 * RANK)
+    weights = {}
+    for name, layer in model.get_base_model().named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        weights[name] = dense_of(layer.get_base_layer())
+        if start != "zero":
+            error = dense.get_submodule(name).weight.data - weights[name]
+            moments = read(damages.by_module[name].moments)
+            take_in(layer, error, moments.sqrt() if start == "weighted" else torch.ones(error.shape[1]))
+    model.save_pretrained(folder)
+    return weights
+
+
+def adapted(weights: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """The weights with the adapter's."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    names = {name: f"base_model.model.{name}.lora_" for name in weights}
+    return {
+        name: weight + 2 * saved[f"{names[name]}B.weight"] @ saved[f"{names[name]}A.weight"]
+        for name, weight in weights.items()
+    }
+
+
+def take_in(layer: Any, error: torch.Tensor, weights: torch.Tensor) -> None:
+    """Let s B A be the part of least error of rank r of `[out, in]`, whose columns count by their weights."""
+    torch.manual_seed(0)
+    left, values, right = torch.svd_lowrank(error * weights, q=2 * RANK, niter=4)
+    root = (values[:RANK] / layer.scaling["default"]).sqrt()
+    layer.lora_B["default"].weight.data = (left[:, :RANK] * root).contiguous()
+    layer.lora_A["default"].weight.data = ((right[:, :RANK] * root).T / weights).contiguous()
+
+
+def train(folder: Path, steps: int) -> None:
+    """`isotype demo` from the adapter in `start`, without its questions, into `run`."""
+    pairs = dict(zip(DEMO[::2], DEMO[1::2], strict=True))
+    for name in [name for name in pairs if name.startswith(("--lora", "--quantization", "--eval"))]:
+        del pairs[name]
+    pairs |= {
+        "--model_name_or_path": str(folder / "start"),
+        "--output_dir": str(folder / "run"),
+        "--max_steps": str(steps),
+        "--device": "cpu",
+    }
+    status = isotype_command(["sft", *(part for pair in pairs.items() for part in pair), "-q"])
+    if status != 0:
+        raise SystemExit(f"the training ended with {status}")
+
+
 # ------------------------------------------------------------------------------------------------ what measuring takes
 
 
@@ -227,23 +377,21 @@ def peak() -> int:
 
 
 def timed(folder: str, what: str) -> None:
-    """In a process of its own: seconds, and bytes that the peak lies above what was there before."""
+    """In a process of its own: seconds of processor, and bytes that the peak lies above what was there before."""
     from isotype.checkpoint.damage.measure import measure_divergence
 
     small = Path(folder) / "small"
     isotype.measure_quality(small, tokens=64, exact=(), progress=False)  # libraries, and what they hold
-    before, started = peak(), time.perf_counter()
+    before, started = peak(), time.process_time()
     if what == "run":
         measure_divergence(folder, {}, progress=False)
     else:
         isotype.measure_quality(folder, exact=("nf4",) if what == "exact" else (), progress=False)
-    print(time.perf_counter() - started, peak() - before)
+    print(time.process_time() - started, peak() - before)
 
 
 def times(layers: int) -> None:
-    with tempfile.TemporaryDirectory(
-        dir=Path.home() if Path("/dev/shm").stat().st_size == 0 else None
-    ) as name:
+    with tempfile.TemporaryDirectory() as name:  # 2.2 GB, in TMPDIR
         folder = Path(name)
         block = checkpoint(folder, layers)
         import transformers
@@ -273,6 +421,9 @@ def times(layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--time", action="store_true")
+    parser.add_argument("--fine-tuned", action="store_true")
+    parser.add_argument("--start", nargs="*", default=["zero"], choices=("zero", "error", "weighted"))
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument(
         "--rows", nargs="*", default=[], help="beginnings of the names of rows; all by default"
     )
@@ -287,6 +438,8 @@ def main() -> None:
         timed(options.folder, options.timed)
     elif options.time:
         times(options.layers)
+    elif options.fine_tuned:
+        fine_tuned(options.start, options.rows, options.damages, options.steps)
     else:
         table(options.rows, options.damages)
 

@@ -67,10 +67,11 @@ def quantize_fitted(
         end = min(begin + step, blocks)
         part = flat[begin * blocksize : end * blocksize].float()
         at = (first + begin * blocksize) % moments.numel()
-        padding = (0, (end - begin) * blocksize - part.numel())
-        values = torch.nn.functional.pad(part, padding).view(-1, blocksize)
-        weights = torch.nn.functional.pad(repeated[at : at + part.numel()], padding).view(-1, blocksize)
-        constants[begin:end], nearest = _fit(values, weights, form)
+        weights = repeated[at : at + part.numel()]
+        padding = (end - begin) * blocksize - part.numel()
+        if padding:
+            part, weights = (torch.nn.functional.pad(each, (0, padding)) for each in (part, weights))
+        constants[begin:end], nearest = _fit(part.view(-1, blocksize), weights.view(-1, blocksize), form)
         codes[begin * blocksize : end * blocksize] = nearest
     even = codes[: flat.numel() + flat.numel() % 2]
     packed = ((even[::2] << 4) | even[1::2]).view(storage).unsqueeze(1)
