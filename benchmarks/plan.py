@@ -155,7 +155,7 @@ def plan_here(arguments: list[str]) -> dict[str, Any]:
     """A plan in this process, as the command makes it: what is imported counts."""
     began = time.perf_counter()
     gc.disable()  # as the command does
-    from isotype.planning.plan import plan_of_request
+    from isotype.planning.from_request import plan_of_request
     from isotype.planning.request import parse_request
 
     plan = plan_of_request(parse_request(arguments)[0])

@@ -25,8 +25,8 @@ cd "$top" || exit 2
 python=${PYTHON:-$top/.venv/bin/python}
 
 computes=(tests/core tests/precision tests/contracts tests/lora tests/model tests/rules tests/model/test_loss.py tests/train/test_step.py)
-reads=(tests/core tests/data tests/report tests/cli tests/checkpoint tests/ranges/test_cache.py tests/train/test_recipes.py
-    tests/train/test_validate.py tests/train/test_saved.py tests/test_public.py)
+reads=(tests/core tests/data tests/report tests/cli tests/checkpoint tests/ranges/test_cache.py tests/train/test_training.py
+    tests/train/test_validate.py tests/train/test_checkpoints.py tests/test_public.py)
 quick_computes=(tests/core/test_compiled.py tests/precision tests/lora/test_linear.py tests/lora/test_products.py tests/lora/test_norms.py
     tests/lora/test_loss.py tests/model/test_boundary.py)
 quick_reads=(tests/core tests/data/test_load.py tests/report/test_check.py tests/cli/test_main.py)

@@ -24,7 +24,7 @@ from tools.walk import walk
 
 WALKS = {
     "check's model": ("isotype.preflight.check:check", "model"),
-    "a training command's settings": ("isotype.train.recipes:run", "settings"),
+    "a training command's settings": ("isotype.train.training:run", "settings"),
     "a policy": ("isotype.train.models:adapted_model", "policy"),
 }
 """What is followed: a function and its parameter."""

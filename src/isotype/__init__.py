@@ -14,9 +14,9 @@ from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
     from isotype.checkpoint.damage.measure import measure_quality
-    from isotype.checkpoint.measure import measure_ranges
+    from isotype.checkpoint.load_named import load
+    from isotype.checkpoint.measure_ranges import measure_ranges
     from isotype.checkpoint.modules import StateDictAdapter, load_module
-    from isotype.checkpoint.open import load
     from isotype.checkpoint.resolve import resolve_precision
     from isotype.core.errors import (
         CheckpointError,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from isotype.lora.fuse import FusionReport, fuse, unfuse
     from isotype.model.adapters import add_lora
-    from isotype.planning.plan import Plan, plan
+    from isotype.planning.from_request import Plan, plan
     from isotype.precision.damages import Damages
     from isotype.precision.policy import PrecisionPolicy
     from isotype.precision.ranges import Ranges
@@ -45,7 +45,7 @@ __version__ = VERSION
 _HOME = {
     "resolve_precision": "isotype.checkpoint.resolve",
     "PrecisionPolicy": "isotype.precision.policy",
-    "load": "isotype.checkpoint.open",
+    "load": "isotype.checkpoint.load_named",
     "load_module": "isotype.checkpoint.modules",
     "StateDictAdapter": "isotype.checkpoint.modules",
     "add_lora": "isotype.model.adapters",
@@ -53,16 +53,16 @@ _HOME = {
     "unfuse": "isotype.lora.fuse",
     "enforce": "isotype.train.enforce",
     "check": "isotype.preflight.check",
-    "plan": "isotype.planning.plan",
+    "plan": "isotype.planning.from_request",
     "repair": "isotype.preflight.repair",
-    "measure_ranges": "isotype.checkpoint.measure",
+    "measure_ranges": "isotype.checkpoint.measure_ranges",
     "measure_quality": "isotype.checkpoint.damage.measure",
     "PrecisionCallback": "isotype.train.callback",
     "Damages": "isotype.precision.damages",
     "Finding": "isotype.records.finding",
     "Fix": "isotype.records.finding",
     "FusionReport": "isotype.lora.fuse",
-    "Plan": "isotype.planning.plan",
+    "Plan": "isotype.planning.from_request",
     "Ranges": "isotype.precision.ranges",
     "Repairs": "isotype.preflight.repair",
     "Report": "isotype.report.check.report",

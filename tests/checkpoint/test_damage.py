@@ -15,7 +15,7 @@ from torch import nn
 import isotype
 from isotype.checkpoint.damage.measure import _of_signs, measure_divergence
 from isotype.checkpoint.damage.rounding import pieces, rounded
-from isotype.checkpoint.measured import kept_damages
+from isotype.checkpoint.kept import kept_damages
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from isotype.data.methods import METHODS
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.settings import parse_settings
 from tests import processes
 from tests.distributed import ranks
@@ -149,9 +149,9 @@ def require_fused_as_peft(case: str, result: dict[str, Any]) -> None:
         assert step == pytest.approx(expected, rel=max(alike / 10, 2e-6)), case
 
 
-def alone(arguments: Sequence[str]) -> recipes.Outcome:
+def alone(arguments: Sequence[str]) -> training.Outcome:
     """Run a training in this process."""
-    return recipes.run(
+    return training.run(
         parse_settings(METHODS["sft"], list(arguments)), Console(file=io.StringIO(), width=200)
     )
 

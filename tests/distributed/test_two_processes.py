@@ -17,7 +17,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
 from isotype.core.files import write_whole
-from isotype.train.saved import damage
+from isotype.train.checkpoints import damage
 from isotype.train.sharded import SHARDS
 from tests.checkpoint.test_gguf import write_gguf
 from tests.checkpoint.test_load import mxfp4_checkpoint

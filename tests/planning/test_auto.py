@@ -23,8 +23,8 @@ FINDING = Finding("IST605", "error", "the step does not fit", kind="memory")
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch, formula: object) -> None:
     """Every device leaves 6 MiB to a step; none is measured."""
-    monkeypatch.setattr("isotype.planning.plan.with_rates", lambda profile: (profile, ""))
-    monkeypatch.setattr("isotype.planning.plan.room_of", lambda profile: Room(6 * 2**20, "6 MiB"))
+    monkeypatch.setattr("isotype.planning.from_request.with_rates", lambda profile: (profile, ""))
+    monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(6 * 2**20, "6 MiB"))
 
 
 def arguments(config: Path, text: str) -> list[str]:
@@ -83,7 +83,7 @@ def test_rows_that_were_typed_are_pinned(config: Path, room: None) -> None:
 
 
 def test_nothing_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotype.planning.plan.room_of", lambda profile: Room(2**19, "512 KiB"))
+    monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "512 KiB"))
     with pytest.raises(UsageError, match="nothing fits"):
         filled("sft", arguments(config, "--per_device_train_batch_size auto"))
 
@@ -105,7 +105,7 @@ def test_a_training_takes_the_plans_values_and_says_so(
         seen.append(settings)
         raise UsageError("that is enough", [])
 
-    monkeypatch.setattr("isotype.train.recipes.run", run)
+    monkeypatch.setattr("isotype.train.training.run", run)
     text = "--max_length 256 --per_device_train_batch_size auto --quantization auto --dataset_name embedded:precision_qa"
     assert main(["sft", *arguments(config, text)]) == 2
     settings: object = seen[0]
@@ -136,7 +136,7 @@ def test_a_training_that_ran_out_of_memory_says_what_fits(
     def run(settings: object, console: Console) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("isotype.train.recipes.run", run)
+    monkeypatch.setattr("isotype.train.training.run", run)
     argv = arguments(config, "--max_length 256 --per_device_train_batch_size 64")
     with pytest.raises(torch.OutOfMemoryError):
         training.train("sft", argv, Console())
@@ -147,7 +147,7 @@ def test_a_training_that_ran_out_of_memory_says_what_fits(
 
 
 def test_where_nothing_smaller_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotype.planning.plan.room_of", lambda profile: Room(2**19, "512 KiB"))
+    monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "512 KiB"))
     assert "nothing smaller of this model fits" in advice("sft", arguments(config, "--max_length 256"))
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from isotype.checkpoint.measured import keep_damages
+from isotype.checkpoint.kept import keep_damages
 from isotype.checkpoint.opened import open_checkpoint, open_model
-from isotype.planning.plan import measured_layers, totals
+from isotype.planning.from_request import measured_layers, totals
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import isotype
-from isotype.checkpoint.measured import keep_damages
+from isotype.checkpoint.kept import keep_damages
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.formats import FITTED
 from isotype.planning.auto import filled
-from isotype.planning.plan import Plan
+from isotype.planning.from_request import Plan
 from isotype.precision.by_damage import base_bytes
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.records.memory import Memory

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.measured import keep_ranges, kept_ranges
+from isotype.checkpoint.kept import keep_ranges, kept_ranges
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import SaveError
 from isotype.precision.ranges import Ranges

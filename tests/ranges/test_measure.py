@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import isotype
-from isotype.checkpoint.measured import kept_ranges
+from isotype.checkpoint.kept import kept_ranges
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
 from tests.checkpoint.test_load import mxfp4_checkpoint

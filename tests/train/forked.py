@@ -22,8 +22,8 @@ import isotype.data.load
 import isotype.train.callback
 import isotype.train.models
 import isotype.train.progress
-import isotype.train.recipes
-import isotype.train.record
+import isotype.train.recorder
+import isotype.train.training
 from isotype.data.methods import METHODS
 
 METHODS["sft"].dataclass_types()

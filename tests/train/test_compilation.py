@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import isotype
 from isotype.data.methods import METHODS
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.compilation import CompiledBlock, compile_blocks
 from isotype.train.governed import governed
 from isotype.train.settings import parse_settings
@@ -65,7 +65,7 @@ def train(path: Path, out: Path, *more: str) -> tuple[list[float], str]:
         --device cpu --eval_split 4 --report_to none""".split()
     text = io.StringIO()
     console = Console(file=text, width=200)
-    outcome = recipes.run(parse_settings(METHODS["sft"], [*argv, *more]), console)
+    outcome = training.run(parse_settings(METHODS["sft"], [*argv, *more]), console)
     return [step.loss for step in outcome.record.steps], text.getvalue()
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.settings import parse_settings
 from isotype.train.validate import check_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -32,10 +32,10 @@ def arguments(path: Path, out: Path, *more: object) -> list[str]:
     return [*argv, *map(str, more)]
 
 
-def train(path: Path, out: Path, *more: object) -> tuple[recipes.Outcome, str]:
+def train(path: Path, out: Path, *more: object) -> tuple[training.Outcome, str]:
     text = io.StringIO()
     settings = parse_settings(METHODS["sft"], arguments(path, out, *more))
-    return recipes.run(settings, Console(file=text, width=300)), text.getvalue()
+    return training.run(settings, Console(file=text, width=300)), text.getvalue()
 
 
 def test_it_stops_says_so_and_counts_on_after_a_resume(path: Path, tmp_path: Path) -> None:

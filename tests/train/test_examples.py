@@ -21,7 +21,7 @@ from isotype.core.errors import DataError, Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.data.reading import ColumnMap, parse_columns
 from isotype.report.run.record import DataSummary
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.examples import data_summary, padding_share, percentiles, planned_epochs, show_data
 from isotype.train.lengths import Lengths
 from isotype.train.settings import parse_settings
@@ -36,11 +36,11 @@ def model(tmp_path_factory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def train(method: str, model: Path, data: Path, out: Path, *argv: object) -> tuple[recipes.Outcome, str]:
+def train(method: str, model: Path, data: Path, out: Path, *argv: object) -> tuple[training.Outcome, str]:
     fixed = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", out, "--max_steps", 2]
     text = io.StringIO()
     settings = parse_settings(METHODS[method], [str(a) for a in (*fixed, "--save_strategy", "no", *argv)])
-    return recipes.run(settings, Console(file=text, width=80)), text.getvalue()
+    return training.run(settings, Console(file=text, width=80)), text.getvalue()
 
 
 # --- columns ----------------------------------------------------------------------------------------------

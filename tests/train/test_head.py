@@ -20,7 +20,7 @@ import isotype.train.head
 from isotype.data.methods import METHODS
 from isotype.lora.head import head_of
 from isotype.records.request import LossOf
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.head import put_head, use_own_head, use_trl_head
 from isotype.train.settings import parse_settings
 from isotype.train.synthetic import step_inputs
@@ -152,7 +152,7 @@ def test_methods_as_with_trl(
             --max_steps 2 --logging_steps 1 --learning_rate 1e-3 --per_device_train_batch_size 2 --seed 0
             --gradient_checkpointing False --report_to none --lora_dropout 0 {FLAGS.get(method, "")} {more}"""
         before = len(calls)
-        outcome = recipes.run(parse_settings(METHODS[method], arguments.split()), Console(quiet=True))
+        outcome = training.run(parse_settings(METHODS[method], arguments.split()), Console(quiet=True))
         losses.append([step.loss for step in outcome.record.steps])
         used.append(len(calls) > before)
     assert used == [True, False]

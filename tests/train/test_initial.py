@@ -17,7 +17,7 @@ from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.settings import parse_settings
 from isotype.train.step_plan import parse_options, plan_of
 from tests.pairwise import few
@@ -32,16 +32,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("model"))
 
 
-def train(path: Path, out: Path, *more: object, method: str = "sft") -> recipes.Outcome:
+def train(path: Path, out: Path, *more: object, method: str = "sft") -> training.Outcome:
     data = save_rows(out.parent / f"{method}.jsonl", rows(method))
     argv = f"""--model_name_or_path {path} --dataset_name {data} --output_dir {out} --max_steps 4 --logging_steps 1
         --per_device_train_batch_size 2 --learning_rate 1e-2 --lora_r 4 --lora_dropout 0 --save_steps 2 --device cpu
         --report_to none""".split()
     settings = parse_settings(METHODS[method], [*argv, *map(str, more)])
-    return recipes.run(settings, Console(file=io.StringIO(), width=200))
+    return training.run(settings, Console(file=io.StringIO(), width=200))
 
 
-def losses(outcome: recipes.Outcome) -> list[float]:
+def losses(outcome: training.Outcome) -> list[float]:
     return [step.loss for step in outcome.record.steps]
 
 

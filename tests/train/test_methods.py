@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from isotype.data.methods import METHODS
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.settings import parse_settings
 from tests.pairwise import few
 from tests.policy import assert_policy_holds
@@ -35,23 +35,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The trainers that `run` builds."""
     trainers: list[Any] = []
-    build = recipes.enforce_trainer
+    build = training.enforce_trainer
 
     def enforce_and_keep(trainer: Any, *args: Any) -> Any:
         trainers.append(trainer)
         return build(trainer, *args)
 
-    monkeypatch.setattr(recipes, "enforce_trainer", enforce_and_keep)
+    monkeypatch.setattr(training, "enforce_trainer", enforce_and_keep)
     return trainers
 
 
-def train(model: Path, method: str, dtype: str, out: Path, more: str = "") -> recipes.Outcome:
+def train(model: Path, method: str, dtype: str, out: Path, more: str = "") -> training.Outcome:
     data = save_rows(out.with_suffix(".jsonl"), rows(method))
     arguments = f"""--model_name_or_path {model} --dataset_name {data} --output_dir {out} --dtype {dtype}
         --quantization nf4 --max_steps 3 --logging_steps 1 --learning_rate 1e-2 --save_steps 3
         --per_device_train_batch_size 2 --gradient_checkpointing False --report_to none
         --dataloader_pin_memory False {FLAGS.get(method, "")} {more}"""
-    return recipes.run(parse_settings(METHODS[method], arguments.split()), Console(quiet=True))
+    return training.run(parse_settings(METHODS[method], arguments.split()), Console(quiet=True))
 
 
 @few(

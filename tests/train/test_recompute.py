@@ -22,7 +22,7 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES
-from isotype.train import launched, recipes, recompute_choice, step
+from isotype.train import launched, recompute_choice, step, training
 from isotype.train.lengths import Lengths, longest_possible
 from isotype.train.models import processing_class
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose, room_of, steady_peak
@@ -206,7 +206,7 @@ def of_training(settings: Settings) -> StepPlan:
 
 
 def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: Path) -> None:
-    check, training = (
+    check, planned = (
         of_check(model, data),
         of_training(parse_settings(METHODS["sft"], arguments(model, data))),
     )
@@ -223,9 +223,9 @@ def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: 
         "lora",
     }
     assert {name: getattr(check, name) for name in made_by} == {
-        name: getattr(training, name) for name in made_by
+        name: getattr(planned, name) for name in made_by
     }
-    assert check.lora.to_dict() == training.lora.to_dict()
+    assert check.lora.to_dict() == planned.lora.to_dict()
 
 
 def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
@@ -258,10 +258,10 @@ def test_a_check_says_what_the_other_choice_takes(model: Path, monkeypatch: pyte
     assert re.search(r"off \(auto\): .*; with every layer [\d.]+ [KM]iB, [\d.e-]+ s at least", note()), note()
 
 
-def run(model: Path, data: Path, out: Path, *more: object) -> tuple[recipes.Outcome, str]:
+def run(model: Path, data: Path, out: Path, *more: object) -> tuple[training.Outcome, str]:
     text = io.StringIO()
     argv = arguments(model, data, "--output_dir", out, "--max_steps", 2, "--save_steps", 1, *more)
-    return recipes.run(parse_settings(METHODS["sft"], argv), Console(file=text, width=200)), text.getvalue()
+    return training.run(parse_settings(METHODS["sft"], argv), Console(file=text, width=200)), text.getvalue()
 
 
 def test_a_run_says_what_it_chose_and_goes_on_with_it(
@@ -269,16 +269,16 @@ def test_a_run_says_what_it_chose_and_goes_on_with_it(
 ) -> None:
     monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
     on: list[bool] = []
-    began = recipes._train
+    began = training._train
 
-    def train(run: Any, built: Any, console: Console) -> recipes.Outcome:
+    def train(run: Any, built: Any, console: Console) -> training.Outcome:
         outcome = began(run, built, console)
         on.append(
             any(getattr(each, "gradient_checkpointing", False) for each in built.trainer.model.modules())
         )
         return outcome
 
-    monkeypatch.setattr(recipes, "_train", train)
+    monkeypatch.setattr(training, "_train", train)
     outcome, text = run(model, data, tmp_path / "out")
     assert on == [False]
     row = next(row for row in outcome.record.policy if row.role == "checkpointing")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from isotype.core.errors import CheckpointError
 from isotype.data.methods import METHODS
 from isotype.report.run.json import from_json, to_json
-from isotype.train import recipes
+from isotype.train import training
 from isotype.train.resume import RUN_FILE
 from isotype.train.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -24,7 +24,7 @@ from tests.train.tiny import rows, save_chat_model, save_rows
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-def train(root: Path, *argv: object) -> tuple[recipes.Outcome, str]:
+def train(root: Path, *argv: object) -> tuple[training.Outcome, str]:
     arguments = [
         "--model_name_or_path", root / "model", "--dataset_name", root / "train.jsonl", "--output_dir", root / "out",
         "--max_steps", 2, "--save_steps", 1, "--logging_steps", 1, "--per_device_train_batch_size", 2,
@@ -32,7 +32,7 @@ def train(root: Path, *argv: object) -> tuple[recipes.Outcome, str]:
     ]  # fmt: skip
     text = io.StringIO()
     settings = parse_settings(METHODS["sft"], [str(each) for each in arguments])
-    return recipes.run(settings, Console(file=text, width=200)), text.getvalue()
+    return training.run(settings, Console(file=text, width=200)), text.getvalue()
 
 
 @pytest.fixture(scope="module")

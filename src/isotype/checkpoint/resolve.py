@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from isotype.checkpoint.measured import kept_damages, kept_ranges
+from isotype.checkpoint.kept import kept_damages, kept_ranges
 from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED

@@ -13,8 +13,8 @@ from isotype.report.narrow import wrapped
 from isotype.report.run.record import loss_sentences
 
 if TYPE_CHECKING:
-    from isotype.train.recipes import Outcome
     from isotype.train.settings import Settings
+    from isotype.train.training import Outcome
 
 
 def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:

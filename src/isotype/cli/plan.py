@@ -9,7 +9,7 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.errors import UsageError
-from isotype.planning.plan import plan_of_request
+from isotype.planning.from_request import plan_of_request
 from isotype.planning.request import parse_request
 from isotype.planning.shelf import names_a_model, plans
 from isotype.planning.text import render, render_models

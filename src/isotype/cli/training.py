@@ -38,8 +38,8 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     with interrupts_kept():  # libraries that are imported may catch everything, too
         from isotype.cli.outcome import show_outcome
         from isotype.data.methods import METHODS
-        from isotype.train.recipes import run
         from isotype.train.settings import parse_settings
+        from isotype.train.training import run
 
         rest = _planned(command, rest, console)
         settings = parse_settings(METHODS[command], rest)

@@ -9,7 +9,7 @@ from isotype.core.errors import Problem, UsageError
 from isotype.core.formats import MIXED
 from isotype.core.units import format_bytes
 from isotype.planning.command import MEMORY
-from isotype.planning.plan import plan_of_request
+from isotype.planning.from_request import plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
 from isotype.train.command import set_flag, value_of, without_flag

@@ -24,7 +24,7 @@ from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
-from isotype.train.ranges import policy_by_ranges
+from isotype.train.policy import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room
 from isotype.train.step import PlannedStep, row_length
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isotype.planning.plan import Plan, plan_of_request
+from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Device, Row
 from isotype.planning.request import parse_request, parser
 from isotype.train.command import set_flag, value_of
@@ -64,7 +64,7 @@ def plans(argv: Sequence[str]) -> Iterator[Plan]:
     """The plans of the largest models of the shelf that fit; of those that do not, too, where none does.
 
     Raises:
-        UsageError, PrecisionError, DataError: as `isotype.planning.plan.plan`.
+        UsageError, PrecisionError, DataError: as `isotype.planning.from_request.plan`.
     """
     fitting = 0
     for name, config in SHELF.items():

@@ -32,7 +32,7 @@ from isotype.train.generate import Prompt
 from isotype.train.head import HEAD_CHOICE
 from isotype.train.lengths import Lengths
 from isotype.train.recompute_choice import Choice
-from isotype.train.record import RunRecorder
+from isotype.train.recorder import RunRecorder
 from isotype.train.run import Run
 from isotype.train.settings import Settings
 

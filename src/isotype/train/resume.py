@@ -22,14 +22,14 @@ from isotype.data.fingerprint import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import JSON_NAME
-from isotype.train.launched import under_launcher
-from isotype.train.saved import (
+from isotype.train.checkpoints import (
     RESULT_FILES,
     all_checkpoints,
     damage,
     read_json,
     whole_checkpoints,
 )
+from isotype.train.launched import under_launcher
 from isotype.train.settings import Settings
 from isotype.train.start import MADE_BY
 

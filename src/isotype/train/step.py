@@ -28,16 +28,16 @@ from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.step_time import step_time
+from isotype.train.checkpoints import read_json
 from isotype.train.fit import fitting
 from isotype.train.head import put_head
 from isotype.train.launched import from_first
 from isotype.train.lengths import Lengths
 from isotype.train.models import weightless_model
-from isotype.train.ranges import policy_by_ranges
+from isotype.train.policy import policy_by_ranges
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
 from isotype.train.resume import RUN_FILE
 from isotype.train.run import Run
-from isotype.train.saved import read_json
 from isotype.train.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
 from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 

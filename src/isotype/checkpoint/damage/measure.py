@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
+from isotype.checkpoint.kept import kept_or_noted
 from isotype.checkpoint.load_plan import quantized_weights
-from isotype.checkpoint.measure import TOKENS, module_to_measure, to_measure
-from isotype.checkpoint.measured import kept_or_noted
+from isotype.checkpoint.measure_ranges import TOKENS, module_to_measure, to_measure
 from isotype.checkpoint.opened import Checkpoint, downloaded, open_checkpoint
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
@@ -45,7 +45,7 @@ def measure_quality(
 
     A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.layers.Layers`); for each format in
     `exact`, a forward with all layers in it gives the divergence itself. A checkpoint is read block by block, each time; a model in memory
-    is not changed. What is measured of a checkpoint on the text of this package is kept for `isotype.checkpoint.measured.kept_damages`.
+    is not changed. What is measured of a checkpoint on the text of this package is kept for `isotype.checkpoint.kept.kept_damages`.
 
     Args:
         model: a module, or a checkpoint: a directory, a GGUF file, `embedded:NAME` or a hub id; it returns logits.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.measured import kept_damages
+from isotype.checkpoint.kept import kept_damages
 from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name

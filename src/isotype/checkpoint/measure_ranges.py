@@ -11,9 +11,9 @@ from torch import nn
 
 from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.formats.hub import local_snapshot
+from isotype.checkpoint.kept import kept_or_noted
 from isotype.checkpoint.load import load_checkpoint, saved_format, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
-from isotype.checkpoint.measured import kept_or_noted
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_request
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
@@ -45,7 +45,7 @@ def measure_ranges(
     boundaries. Of a checkpoint, and of a model in memory, one block at a time is there in float32: blocks are computed
     again in the backward. A model in memory is not changed, nor its gradients, hooks, modes or random states. What is
     measured of a checkpoint on text of this package, no less than by default, is kept for
-    `isotype.checkpoint.measured.kept_ranges`.
+    `isotype.checkpoint.kept.kept_ranges`.
 
     Args:
         model: a module (with PEFT adapters, quantized layers, boundaries or not), or a checkpoint: a directory, a

@@ -36,6 +36,10 @@ from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.assistant import labelled_rows, labels_kept
+from isotype.train.checkpoints import (
+    remove_other_kind,
+    trained_kind,
+)
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import take_one_gpu, training_device, wait_less
 from isotype.train.examples import data_summary, example_of, hold_back, show_data
@@ -50,7 +54,7 @@ from isotype.train.launched import leave_group_at_exit, lost_process_named, take
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
-from isotype.train.ranges import policy_of_run
+from isotype.train.policy import policy_of_run
 from isotype.train.recompute_choice import Choice
 from isotype.train.resume import (
     check_resume,
@@ -61,11 +65,7 @@ from isotype.train.resume import (
     say_where,
 )
 from isotype.train.run import Run
-from isotype.train.run_files import earlier_report, files_of_checkpoint, report_failure, write_report
-from isotype.train.saved import (
-    remove_other_kind,
-    trained_kind,
-)
+from isotype.train.run_report import earlier_report, files_of_checkpoint, report_failure, write_report
 from isotype.train.settings import Settings, cure_by_name
 from isotype.train.start import start_of
 from isotype.train.step import SAVED_AS, take_choice
@@ -389,7 +389,7 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
 
     from isotype.train.callback import PrecisionCallback
     from isotype.train.progress import ProgressView
-    from isotype.train.record import Kept, RunRecorder
+    from isotype.train.recorder import Kept, RunRecorder
 
     settings, root = run.settings, Path(run.settings.training.output_dir)
     trainer, sample = built.trainer, _as_asked_before(built.asked, run.earlier)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.train.saved import (
+from isotype.train.checkpoints import (
     MANIFEST,
     all_checkpoints,
     damage,

@@ -23,7 +23,7 @@ from isotype.cli.main import main
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train import describe, recipes
+from isotype.train import describe, training
 from isotype.train.generate import encode
 from isotype.train.models import check_module_names, processing_class
 from isotype.train.settings import parse_settings
@@ -44,12 +44,12 @@ def data(tmp_path) -> Path:
     return save_rows(tmp_path / "train.jsonl", rows("sft"))
 
 
-def train(model: Path, data: Path, out: Path | None, *argv: object) -> tuple[recipes.Outcome, str]:
+def train(model: Path, data: Path, out: Path | None, *argv: object) -> tuple[training.Outcome, str]:
     arguments = ["--model_name_or_path", model, "--dataset_name", data, "--max_steps", 2]
     arguments += [] if out is None else ["--output_dir", out]
     text = io.StringIO()
     settings = parse_settings(METHODS["sft"], [str(a) for a in (*arguments, "--save_steps", 1, *argv)])
-    return recipes.run(settings, Console(file=text, width=200)), text.getvalue()
+    return training.run(settings, Console(file=text, width=200)), text.getvalue()
 
 
 def names(directory: Path) -> set[str]:
@@ -319,7 +319,7 @@ def test_the_last_step_before_an_exception_is_in_the_report(
 ):
     """Of a device that leaves updates out by itself, where a step is read while the next one runs."""
     from isotype.train import step_values
-    from isotype.train.record import RunRecorder
+    from isotype.train.recorder import RunRecorder
 
     monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
 
@@ -349,7 +349,7 @@ def test_the_last_step_before_an_exception_is_in_the_report(
 
 
 def test_trained_weights_that_are_not_finite_are_not_saved(model, data, tmp_path, capsys, monkeypatch):
-    from isotype.train.record import RunRecorder
+    from isotype.train.recorder import RunRecorder
 
     def ruin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:  # counted after this

@@ -12,8 +12,8 @@ import torch
 
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.train import launched, ranges
-from isotype.train.ranges import policy_by_ranges, policy_of_run
+from isotype.train import launched, policy
+from isotype.train.policy import policy_by_ranges, policy_of_run
 from tests.train.test_recompute import Processes
 
 REQUEST = PrecisionRequest("float16", None)
@@ -33,13 +33,13 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found = measure() if measure is not None else None
         return found, found
 
-    monkeypatch.setattr(ranges, "measure_checkpoint", measure)
-    monkeypatch.setattr(ranges, "resolve_request", resolve)
+    monkeypatch.setattr(policy, "measure_checkpoint", measure)
+    monkeypatch.setattr(policy, "resolve_request", resolve)
     return devices
 
 
 def on(monkeypatch: pytest.MonkeyPatch, profile: DeviceProfile) -> None:
-    monkeypatch.setattr(ranges, "device_profile", lambda _: profile)
+    monkeypatch.setattr(policy, "device_profile", lambda _: profile)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(empty_cache=lambda: None))
 
 
@@ -72,7 +72,7 @@ def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
     measurements: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, replace(device_profile("t4"), present=True, name="cuda:0"))
-    measure = ranges.measure_checkpoint
+    measure = policy.measure_checkpoint
 
     def full(checkpoint: Any, *, device: torch.device | None = None) -> Any:
         if device is not None:
@@ -80,8 +80,8 @@ def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
             raise torch.OutOfMemoryError("none left")
         return measure(checkpoint)
 
-    monkeypatch.setattr(ranges, "measure_checkpoint", full)
-    monkeypatch.setattr(ranges, "replace", lambda found, notes: SimpleNamespace(notes=notes))
+    monkeypatch.setattr(policy, "measure_checkpoint", full)
+    monkeypatch.setattr(policy, "replace", lambda found, notes: SimpleNamespace(notes=notes))
     _, found = policy_by_ranges(MODEL, REQUEST, "t4")
     assert measurements == [torch.device("cuda", 0), None]
     assert found is not None
@@ -93,13 +93,13 @@ def test_one_process_of_a_run_measures_and_all_decide_by_it(
 ) -> None:
     two = Processes()
     monkeypatch.setattr(launched, "distributed", two)
-    monkeypatch.setattr(ranges, "processes", lambda: 2)
+    monkeypatch.setattr(policy, "processes", lambda: 2)
     results = two.both(lambda _: policy_of_run(MODEL, REQUEST, "cpu"))
     assert measurements == [None]
     assert [found.number for _, found in results] == [1, 1]
 
 
 def test_a_run_of_one_process_asks_nobody(measurements: list[Any]) -> None:
-    policy, found = policy_of_run(MODEL, REQUEST, "cpu", when="known")
-    assert policy is found is None
+    decided, ranges = policy_of_run(MODEL, REQUEST, "cpu", when="known")
+    assert decided is ranges is None
     assert measurements == []

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 import isotype
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError, UsageError
-from isotype.planning.plan import Plan
+from isotype.planning.from_request import Plan
 from isotype.planning.record import Row
 from isotype.train.recompute_choice import steady_peak
 from isotype.train.step import check_plan

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from isotype.checkpoint.damage.measure import measure_damages
-from isotype.checkpoint.measure import measure_checkpoint
+from isotype.checkpoint.measure_ranges import measure_checkpoint
 from isotype.checkpoint.opened import Checkpoint
 from isotype.checkpoint.resolve import resolve_request, with_storage_reason
 from isotype.core.formats import MIXED
