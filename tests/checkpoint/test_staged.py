@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import isotype
 from isotype.checkpoint import fill as filling
-from isotype.checkpoint import streaming
+from isotype.checkpoint import load
 from isotype.checkpoint.formats import staged as staging
 from isotype.checkpoint.formats.headers import read_file_headers
 from isotype.checkpoint.formats.staged import staged
@@ -174,7 +174,7 @@ def test_a_model_has_the_same_bits_as_from_mapped_files(
         return real(work, size, **kwargs)
 
     monkeypatch.setattr(filling, "staged", watched)
-    monkeypatch.setattr(streaming, "fill", partial(filling.fill, staging=1 << 14))
+    monkeypatch.setattr(load, "fill", partial(filling.fill, staging=1 << 14))
     read = isotype.load(tmp_path, policy)
     assert used == [1 << 14]
     assert read.state_dict().keys() == mapped.keys()
