@@ -129,7 +129,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def copied(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tokenizer_copy(tiny, cache_dir=tmp_path_factory.mktemp("cache"))
+    return tokenizer_copy(read_headers(tiny), cache_dir=tmp_path_factory.mktemp("cache"))
 
 
 # Headers
@@ -342,7 +342,7 @@ def test_pre_tokenizers_that_transformers_knows_stay(tmp_path: Path, pre: str) -
 
     path = write_gguf(tmp_path / "m.gguf", pre=pre)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    ours = AutoTokenizer.from_pretrained(tokenizer_copy(path, cache_dir=tmp_path / "cache"))
+    ours = AutoTokenizer.from_pretrained(tokenizer_copy(read_headers(path), cache_dir=tmp_path / "cache"))
     for text in ("h  12", "h\n 1", "don't  HI", "12345"):
         assert ours.tokenize(text) == theirs.tokenize(text)
 
@@ -350,7 +350,7 @@ def test_pre_tokenizers_that_transformers_knows_stay(tmp_path: Path, pre: str) -
 def test_a_pre_tokenizer_that_nobody_knows_is_warned_of(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", pre="falcon")
     with pytest.warns(UserWarning, match="pre-tokenizer") as caught:
-        tokenizer_copy(path, cache_dir=tmp_path / "cache")
+        tokenizer_copy(read_headers(path), cache_dir=tmp_path / "cache")
     assert [str(warning.message) for warning in caught] == [
         "transformers does not know the pre-tokenizer 'falcon' of this GGUF file and splits text as GPT-2 does: "
         "some texts become other tokens than in training; use the tokenizer of the original model"
@@ -360,7 +360,7 @@ def test_a_pre_tokenizer_that_nobody_knows_is_warned_of(tmp_path: Path) -> None:
 def test_the_copy_is_made_once(copied: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_convert", None)
     before = (copied / "tokenizer.json").stat().st_mtime_ns
-    assert tokenizer_copy(tiny, cache_dir=copied.parent) == copied
+    assert tokenizer_copy(read_headers(tiny), cache_dir=copied.parent) == copied
     assert (copied / "tokenizer.json").stat().st_mtime_ns == before
 
 
@@ -375,8 +375,11 @@ def test_another_file_is_another_copy(tiny: Path, tmp_path: Path, monkeypatch: p
     content[-1] ^= 1
     changed.write_bytes(content)
     cache = tmp_path / "cache"
-    copies = {tokenizer_copy(tiny, cache_dir=cache), tokenizer_copy(changed, cache_dir=cache)}
-    assert len(copies | {tokenizer_copy(tiny, cache_dir=cache)}) == 2
+    copies = {
+        tokenizer_copy(read_headers(tiny), cache_dir=cache),
+        tokenizer_copy(read_headers(changed), cache_dir=cache),
+    }
+    assert len(copies | {tokenizer_copy(read_headers(tiny), cache_dir=cache)}) == 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -389,7 +392,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 
     monkeypatch.setattr(module, "_convert", interrupted)
     with pytest.raises(error):
-        tokenizer_copy(tiny, cache_dir=tmp_path)
+        tokenizer_copy(read_headers(tiny), cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -397,10 +400,10 @@ def test_losing_the_race_is_no_error(tiny: Path, tmp_path: Path, monkeypatch: py
     def slower(path: Path, metadata: object, target: Path) -> None:
         (target / "mine").touch()
         monkeypatch.setattr(module, "_convert", fake_convert)
-        (tokenizer_copy(path, target.parent) / "theirs").touch()
+        (tokenizer_copy(read_headers(path), target.parent) / "theirs").touch()
 
     monkeypatch.setattr(module, "_convert", slower)
-    target = tokenizer_copy(tiny, cache_dir=tmp_path)
+    target = tokenizer_copy(read_headers(tiny), cache_dir=tmp_path)
     assert sorted(file.name for file in target.iterdir()) == ["config.json", "theirs"]
     assert list(tmp_path.iterdir()) == [target]
 
@@ -408,7 +411,7 @@ def test_losing_the_race_is_no_error(tiny: Path, tmp_path: Path, monkeypatch: py
 def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", arch="plamo")
     with pytest.raises(CheckpointError) as caught:
-        tokenizer_copy(path, cache_dir=tmp_path / "cache")
+        tokenizer_copy(read_headers(path), cache_dir=tmp_path / "cache")
     problem = caught.value.problems[0]
     assert caught.value.headline == "transformers cannot read this GGUF file"
     assert problem.expected == "an architecture that transformers reads from GGUF (this one: plamo)"
@@ -419,7 +422,7 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None
 def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(SaveError) as caught:
-        tokenizer_copy(tiny, cache_dir=tmp_path)
+        tokenizer_copy(read_headers(tiny), cache_dir=tmp_path)
     assert str(caught.value) == (
         f"not enough disk space\n  - {tmp_path} has 0.0 MiB left\n    expected  room for the tokenizer of a GGUF file\n"
         "    fix       free some space, or set ISOTYPE_CACHE to another disk"
@@ -429,7 +432,7 @@ def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_cache_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SaveError) as caught:
-        tokenizer_copy(tiny, cache_dir=tmp_path / "file")
+        tokenizer_copy(read_headers(tiny), cache_dir=tmp_path / "file")
     assert caught.value.headline == "no cache directory"
     assert caught.value.problems[0].fix == "set ISOTYPE_CACHE to another one"
 
@@ -443,7 +446,7 @@ def test_no_progress_bar_is_shown_and_the_setting_is_kept(
 
     (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
     try:
-        tokenizer_copy(tiny, cache_dir=tmp_path)
+        tokenizer_copy(read_headers(tiny), cache_dir=tmp_path)
         assert logging.is_progress_bar_enabled() == shown
         assert are_progress_bars_disabled() != shown
     finally:
@@ -468,7 +471,9 @@ def smollm2() -> Path:
 def smollm2_tokenizer(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(tokenizer_copy(smollm2, tmp_path_factory.mktemp("smollm2")))
+    return AutoTokenizer.from_pretrained(
+        tokenizer_copy(read_headers(smollm2), tmp_path_factory.mktemp("smollm2"))
+    )
 
 
 @pytest.mark.slow

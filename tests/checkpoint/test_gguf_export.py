@@ -20,6 +20,7 @@ import isotype
 from isotype.checkpoint.export.gguf_model import ARCHITECTURES, Tensors, write_tensors
 from isotype.checkpoint.export.gguf_tokenizer import _LLAMA3
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
+from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.locate import embedded_file
 from isotype.core.dtypes import GGUF_BLOCKS
 from isotype.core.errors import PrecisionError, UsageError
@@ -306,7 +307,7 @@ def test_smollm2_comes_out_as_it_went_in(tmp_path: Path):
     """Numbers, vocabulary and merges of the embedded model's own GGUF file, which llama.cpp's converter wrote."""
     source = embedded_file("smollm2")
     model = isotype.load(source, isotype.resolve_precision(source, torch.bfloat16, device="cpu"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_copy(source))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_copy(read_headers(source)))
     write_gguf(model, tokenizer, tmp_path / "model.gguf", "q8_0", "smollm2")
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "model.gguf")
     numbers = [key for key in before.fields if key.startswith("llama.")]

@@ -69,7 +69,7 @@ def test_the_config_does_not_need_the_vocabulary(tmp_path, monkeypatch, sized):
         "_get_field_parts",
         lambda self, at, kind: arrays.append(kind) or read(self, at, kind),
     )
-    assert gguf_config(path).to_dict() == full.to_dict()
+    assert gguf_config(read_headers(path)).to_dict() == full.to_dict()
     assert arrays
     assert gguf.GGUFValueType.ARRAY not in arrays
 
@@ -77,7 +77,7 @@ def test_the_config_does_not_need_the_vocabulary(tmp_path, monkeypatch, sized):
 def test_a_plan_of_a_gguf_file(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     policy = PrecisionPolicy(torch.bfloat16, "bfloat16")
-    plan = load_plan(skeleton(gguf_config(path), policy), read_headers(path), policy)
+    plan = load_plan(skeleton(gguf_config(read_headers(path)), policy), read_headers(path), policy)
     plan.require_complete()
     how = {tensor.name: (tensor.stored, tensor.storage, tensor.how) for tensor in plan.tensors}
     assert how["model.layers.0.self_attn.q_proj.weight"] == ("Q8_0", "bfloat16", "renamed, dequantized")

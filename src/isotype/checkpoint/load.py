@@ -21,7 +21,13 @@ from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_file_headers
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.mapping.match import Match, match
-from isotype.checkpoint.opened import Checkpoint, config_of, open_checkpoint, require_complete_gguf
+from isotype.checkpoint.opened import (
+    Checkpoint,
+    config_of,
+    headers_of,
+    open_checkpoint,
+    require_complete_gguf,
+)
 from isotype.checkpoint.values.gguf_values import turning
 from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.checkpoint.weightless import (
@@ -156,7 +162,7 @@ def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
     """
     if isinstance(checkpoint.source, Path) and checkpoint.source.suffix == ".gguf":
         require_complete_gguf(checkpoint)
-        return tokenizer_copy(checkpoint.source)
+        return tokenizer_copy(headers_of(checkpoint))
     return checkpoint.source
 
 

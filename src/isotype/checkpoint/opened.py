@@ -152,8 +152,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     """
     if checkpoint.config is not None:
         return checkpoint.config
-    assert checkpoint.files is not None
-    return gguf_config(checkpoint.files)
+    return gguf_config(headers_of(checkpoint))
 
 
 def require_complete_gguf(checkpoint: Checkpoint) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.formats.config import building, gguf_config, read_config
 from isotype.checkpoint.formats.config import model_class as class_of
-from isotype.checkpoint.formats.headers import contents, find_weights
+from isotype.checkpoint.formats.headers import contents, find_weights, read_headers
 from isotype.checkpoint.formats.hub import hub_config
 from isotype.checkpoint.locate import resolve_source
 from isotype.compat.torch import own_parameters
@@ -53,7 +53,7 @@ def model_config(source: Any, *, revision: str | None = None) -> Any:
             raise CheckpointError.of("not a model", what, "config.json or a .gguf file", fix)
         location = weights[0]
     if location.suffix == ".gguf":
-        return gguf_config(location)
+        return gguf_config(read_headers(location))
     if location.is_dir() or location.name == "config.json":
         return read_config(location if location.is_dir() else location.parent)
     expected = "a checkpoint directory, its config.json or a .gguf file"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.blank import NoDraws
-from isotype.checkpoint.formats.gguf import read_gguf_header, without_vocabulary
+from isotype.checkpoint.formats.gguf import without_vocabulary
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem
@@ -171,21 +172,21 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
     return dtype
 
 
-def gguf_config(path: Path) -> Any:
-    """The config of a GGUF file.
+def gguf_config(headers: CheckpointHeaders) -> Any:
+    """The config of a GGUF file, of its headers.
 
     Raises:
-        CheckpointError: the file is damaged, or of an architecture that transformers does not read from GGUF.
+        CheckpointError: it is of an architecture that transformers does not read from GGUF.
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    _, metadata = read_gguf_header(path)
+    path = headers.path
     try:
-        if not _size_is_read(str(metadata.get("general.architecture"))):
+        if not _size_is_read(headers.architecture):
             return _config(path)
         with tempfile.TemporaryDirectory(prefix="isotype-") as scratch:
             copy = Path(scratch) / path.name
-            copy.write_bytes(without_vocabulary(path))
+            copy.write_bytes(without_vocabulary(path, headers.tensors))
             config = _config(copy)
     except (*BUILD_ERRORS, StrictDataclassError) as error:
         fix = "use the config.json of the model it was made from"

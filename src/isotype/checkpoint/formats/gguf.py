@@ -99,15 +99,11 @@ def _entries(
         yield key, begin, at
 
 
-def without_vocabulary(path: Path) -> bytes:
-    """A small GGUF file with the metadata of another, without the arrays of its tokenizer, and its tensors' names.
+def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
+    """A small GGUF file with the metadata of another, without the arrays of its tokenizer, and the names of its `tensors`.
 
     What a config is made from. gguf.GGUFReader takes seconds for a vocabulary, whose size is noted under its own key.
-
-    Raises:
-        CheckpointError: as `read_gguf_header`.
     """
-    tensors, _ = read_gguf_header(path)
     metadata: dict[str, object] = {}
     kept: list[bytes] = []
     words = 0

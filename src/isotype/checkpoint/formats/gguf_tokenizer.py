@@ -12,7 +12,7 @@ from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.formats.gguf import read_gguf_header
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.compat.transformers import gguf_bar_hidden
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, Problem, SaveError
@@ -31,22 +31,21 @@ _ISOLATED_DIGITS = frozenset(
 _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 
 
-def tokenizer_copy(gguf_path: str | Path, cache_dir: Path | None = None) -> Path:
+def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) -> Path:
     """A directory with the tokenizer and the config of a GGUF file's model, as save_pretrained() writes them.
 
     The copy is made once and kept: it is found again by the file's size and first and last MiB. It appears whole or
     not at all, also when several processes make it at the same time.
 
     Args:
-        gguf_path: the GGUF file.
+        headers: of the GGUF file.
         cache_dir: where copies are kept; default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`.
 
     Raises:
-        CheckpointError: the file is damaged, or of an architecture that transformers cannot read from GGUF.
+        CheckpointError: the file is of an architecture that transformers cannot read from GGUF.
         SaveError: the copy cannot be written.
     """
-    path = Path(gguf_path)
-    _, metadata = read_gguf_header(path)
+    path = headers.path
     root = cache_dir or default_cache_dir() / "gguf"
     target = root / f"{path.stem}-{_fingerprint(path)}-tokenizer"
     if target.is_dir():
@@ -55,7 +54,7 @@ def tokenizer_copy(gguf_path: str | Path, cache_dir: Path | None = None) -> Path
     scratch = root / f".{target.name}.{uuid.uuid4().hex}"
     try:
         scratch.mkdir()
-        _convert(path, metadata, scratch)
+        _convert(path, headers.metadata, scratch)
         fsync_tree(scratch)
         try:
             scratch.rename(target)
