@@ -24,9 +24,9 @@ from load import prepared
 
 def config_only(checkpoint: str, directory: Path) -> Path:
     """A directory with the config of a checkpoint, and nothing else."""
-    from isotype.checkpoint.weightless import model_config
+    from isotype.checkpoint.opened import config_of, open_model
 
-    model_config(checkpoint).save_pretrained(directory)
+    config_of(open_model(checkpoint)).save_pretrained(directory)
     return directory
 
 

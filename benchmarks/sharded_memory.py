@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isotype
+from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.shard import load_sharded
 from isotype.train.models import weightless_model
 
@@ -119,7 +120,7 @@ def policy_of(path: Path, case: Case) -> Any:
 def foreseen(path: Path, case: Case, processes: int, fold: bool = False) -> Any:
     """The report on a step of a case, from the config alone."""
     policy = policy_of(path, case)
-    model = weightless_model(str(path), policy, lora=LORA if case.lora else None, fold=fold)
+    model = weightless_model(config_of(open_model(path)), policy, lora=LORA if case.lora else None, fold=fold)
     _prepare(model, case)
     return isotype.check(
         model,

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.opened import facts_of
-from isotype.checkpoint.weightless import model_config, skeleton, store
+from isotype.checkpoint.opened import config_of, facts_of, open_model
+from isotype.checkpoint.weightless import skeleton, store
 from isotype.model.boundary import original_class
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import is_pinned
@@ -252,7 +252,7 @@ def test_mxfp4_beside_nf4(tmp_path: Path) -> None:
     assert seen["linear4bit"] >= 8
     for key, value in dense.items():
         assert torch.equal(model.get_parameter(key), value.to(torch.bfloat16)), key
-    planned = store(skeleton(model_config(directory), policy), policy)
+    planned = store(skeleton(config_of(open_model(directory)), policy), policy)
     assert {name: (p.shape, p.dtype) for name, p in planned.named_parameters()} == {
         name: (p.shape, p.dtype) for name, p in model.named_parameters()
     }

@@ -15,8 +15,9 @@ from torch import nn
 import isotype
 from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
+from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.values.dequantize import dense_weight
-from isotype.checkpoint.weightless import model_config, skeleton, store
+from isotype.checkpoint.weightless import skeleton, store
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError
 from isotype.model.adapters import add_lora
@@ -104,7 +105,7 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
         )
         for each, quantization in (("nf4", "nf4"), ("int8", "int8"), ("float32", None))
     }
-    blank = dict(store(skeleton(model_config(path), policy), policy).named_modules())
+    blank = dict(store(skeleton(config_of(open_model(path)), policy), policy).named_modules())
     seen = []
     for module_name, module in model.named_modules():
         if module_name in FORMATS[name] or type(module).__name__.startswith("Linear4bit"):
@@ -267,7 +268,7 @@ def test_a_merge_adds_to_the_weights_that_were_trained_on(tmp_path: Path, stored
 def test_a_check_traces_a_mixed_base(saved: Callable[..., Path]) -> None:
     path = saved("llama")
     policy = mixed(path)
-    blank = store(skeleton(model_config(path), policy), policy)
+    blank = store(skeleton(config_of(open_model(path)), policy), policy)
     model = add_lora(blank, policy, r=4, target_modules="all-linear")
     report = isotype.check(model, tiny_batch("llama"), policy, device="cpu")
     report.raise_for_errors()

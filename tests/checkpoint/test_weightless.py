@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from isotype.checkpoint.load import load
+from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.weightless import model_config, skeleton, store
+from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError
 from isotype.model.adapters import add_lora
 from tests.models import CONFIGS
@@ -84,7 +85,7 @@ def test_it_equals_the_loaded_model(saved, name, dtype, quantization, double):
     path = saved(name)
     policy = resolve_precision(path, dtype, quantization, "cpu", double_quant=double)
     real = load(path, policy)
-    weightless = store(skeleton(model_config(path), policy), policy)
+    weightless = store(skeleton(config_of(open_model(path)), policy), policy)
     assert facts(weightless) == facts(real)
     assert {tensor.device.type for tensor in (*weightless.parameters(), *weightless.buffers())} == {"meta"}
     lora = {"r": 4, "fan_in_fan_out": name == "gpt2" and quantization is None}
@@ -96,7 +97,7 @@ def test_it_equals_the_loaded_model(saved, name, dtype, quantization, double):
 
 def test_a_model_that_is_trained_whole_keeps_its_gradients(saved):
     policy = resolve_precision(saved("llama"), "bfloat16", device="cpu", trainable="full")
-    weightless = store(skeleton(model_config(saved("llama")), policy), policy)
+    weightless = store(skeleton(config_of(open_model(saved("llama"))), policy), policy)
     assert facts(weightless) == facts(load(saved("llama"), policy))
     assert all(parameter.requires_grad for parameter in weightless.parameters())
 
@@ -113,7 +114,7 @@ def test_a_checkpoint_that_is_saved_quantized_keeps_the_layers_it_left_dense(sav
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     policy = resolve_precision(tmp_path, "bfloat16", device="cpu")
-    model = store(skeleton(model_config(tmp_path), policy), policy)
+    model = store(skeleton(config_of(open_model(tmp_path)), policy), policy)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     assert classes["model.layers.0.mlp.up_proj"] == "Linear4bit"
     assert classes["model.layers.1.mlp.up_proj"] == classes["lm_head"] == "Linear"
@@ -132,16 +133,14 @@ def test_mxfp4_is_dequantized_as_load_does():
     assert config.quantization_config is not None, "the caller's config is untouched"
 
 
-def test_the_config_comes_from_a_directory_its_file_or_a_gguf(saved, tmp_path):
+def test_the_config_comes_from_a_directory_or_its_file(saved, tmp_path):
     path = saved("llama")
-    assert model_config(path).to_dict() == model_config(path / "config.json").to_dict()
-    config = model_config(path)
-    assert model_config(config) is config
+    assert config_of(open_model(path)).to_dict() == config_of(open_model(path / "config.json")).to_dict()
     with pytest.raises(CheckpointError, match="not a model") as caught:
-        model_config(path / "model.safetensors")
+        open_model(path / "model.safetensors")
     assert caught.value.problems[0].fix == f"give the directory {path}"
-    with pytest.raises(CheckpointError, match="not a model"):
-        model_config(tmp_path)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        open_model(tmp_path)
 
 
 def test_a_config_that_its_class_cannot_be_built_from():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isotype.checkpoint.load import load
+from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.adapters import add_lora
@@ -37,7 +38,9 @@ def test_it_is_what_load_and_add_lora_give(saved, quantization, variant):
     path = saved("llama-tied-bias" if variant == {"bias": "lora_only"} else "llama", torch.bfloat16)
     policy = resolve_precision(path, "bfloat16", quantization, "cpu")
     real = add_lora(load(path, policy), policy, r=4, **variant)
-    assert facts(weightless_model(path, policy, lora={"r": 4, **variant})) == facts(real)
+    assert facts(weightless_model(config_of(open_model(path)), policy, lora={"r": 4, **variant})) == facts(
+        real
+    )
 
 
 def test_layers_fold_before_adapters_are_made(config):

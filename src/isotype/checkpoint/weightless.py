@@ -15,11 +15,8 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.formats.config import building, gguf_config, read_config
+from isotype.checkpoint.formats.config import building
 from isotype.checkpoint.formats.config import model_class as class_of
-from isotype.checkpoint.formats.headers import contents, find_weights, read_headers
-from isotype.checkpoint.formats.hub import hub_config
-from isotype.checkpoint.locate import resolve_source
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import class_for_load, is_auto_class, own_class_again, set_attention
 from isotype.core.errors import CheckpointError
@@ -27,39 +24,6 @@ from isotype.model.enforce import enforce_model
 from isotype.model.mixed import store_layers
 from isotype.model.quantize import quantize_blank
 from isotype.precision.policy import PrecisionPolicy
-
-
-def model_config(source: Any, *, revision: str | None = None) -> Any:
-    """The transformers config of a model, without its weights.
-
-    Args:
-        source: a transformers config, a checkpoint directory, its config.json, a GGUF file, `embedded:NAME` or a
-            hub id.
-        revision: branch, tag or commit of a hub id; of no meaning for anything else.
-
-    Raises:
-        CheckpointError: there is no config there, or it is damaged or of an unknown model.
-    """
-    if hasattr(source, "to_dict"):
-        return source
-    location = resolve_source(source)
-    if isinstance(location, str):
-        return hub_config(location, revision)
-    if location.is_dir() and not (location / "config.json").is_file():
-        weights = find_weights(location)
-        if weights is None or weights[0].suffix != ".gguf":
-            what = f"the directory {location} holds {contents(location)}"
-            fix = "give the directory that save_pretrained() wrote"
-            raise CheckpointError.of("not a model", what, "config.json or a .gguf file", fix)
-        location = weights[0]
-    if location.suffix == ".gguf":
-        return gguf_config(read_headers(location))
-    if location.is_dir() or location.name == "config.json":
-        return read_config(location if location.is_dir() else location.parent)
-    expected = "a checkpoint directory, its config.json or a .gguf file"
-    raise CheckpointError.of(
-        "not a model", f"the file {location}", expected, f"give the directory {location.parent}"
-    )
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:

@@ -21,7 +21,7 @@ from isotype.checkpoint.load import load_checkpoint, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.shard import load_rows
-from isotype.checkpoint.weightless import model_config, skeleton, skipped_modules, store
+from isotype.checkpoint.weightless import skeleton, skipped_modules, store
 from isotype.compat.hub import asking
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
@@ -287,32 +287,29 @@ _NUMBER = re.compile(r"(^|\.)\d+(\\?\.|$)|\\d|\[\d|\(\d")
 
 
 def weightless_model(
-    source: Any,
+    config: Any,
     policy: PrecisionPolicy,
     *,
     model_class: Any = None,
     lora: Any = None,
     fold: bool = False,
-    revision: str | None = None,
     attn_implementation: str | None = None,
     **settings: Any,
 ) -> Any:
     """What `isotype.load` and `isotype.add_lora` would give under `policy`, every tensor on the meta device.
 
     Args:
-        source: a transformers config, a checkpoint directory, its config.json, a GGUF file, `embedded:NAME` or a
-            hub id; weights are not read.
+        config: of transformers; it is copied.
         policy: from `isotype.resolve_precision`.
         model_class: a transformers model class or auto class; by default the class that the config names.
         lora: a `peft.LoraConfig` or the arguments of one; None for no adapters.
         fold: whether equal layers are folded (see `isotype.model.fold`): before adapters are made, except where
             layers are chosen by their numbers.
-        revision: branch, tag or commit of a hub id.
         attn_implementation: as in `from_pretrained`.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
-        CheckpointError: there is no config, or its class does not fit it.
+        CheckpointError: transformers has no class for the config, or one that it does not fit.
         PrecisionError: adapters under a policy that trains every weight.
         UsageError: an adapter that cannot be made on this model.
     """
@@ -323,7 +320,6 @@ def weightless_model(
             "trainable='lora'",
             "resolve the policy with trainable='lora'",
         )
-    config = model_config(source, revision=revision)
     model = skeleton(
         config, policy, model_class=model_class, attn_implementation=attn_implementation, **settings
     )

@@ -33,9 +33,8 @@ from isotype.checkpoint.merge.write import (
     written_path,
 )
 from isotype.checkpoint.merge.written_model import WrittenModel
-from isotype.checkpoint.opened import facts_of, open_checkpoint
+from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint, open_model
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.weightless import model_config
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, Problem, UsageError
 from isotype.core.formats import QUANTIZATIONS
@@ -109,7 +108,7 @@ def merge_adapter(
     if stored is None and is_file(final):
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
-        check_exportable(model_config(source, revision=revision))
+        check_exportable(config_of(open_model(source, revision)))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
     instead = wider(stored, torch.bfloat16, torch.float32)
@@ -324,8 +323,8 @@ def check_same_base(adapter: Adapter, base: str, revision: str | None = None) ->
     Raises:
         CheckpointError: it is another model, though the adapter's weights may fit into it; every difference is named.
     """
-    sources = ((base, revision), (adapter.base, adapter.revision))
-    own, trained = (model_config(source, revision=of).get_text_config() for source, of in sources)
+    sources = ((base, revision), (str(adapter.base), adapter.revision))
+    own, trained = (config_of(open_model(source, of)).get_text_config() for source, of in sources)
     problems = [
         Problem(
             f"--base {base}: {name} {_value(own, name)}",
