@@ -7,7 +7,7 @@ steps, besides the weights that were there before) beside `Row.peak`, and tokens
 `Row.tokens_per_second`, with rates measured on this machine; Kendall's tau of the two orders. With OMP_NUM_THREADS=1 a step's seconds are
 those of the CPU, so that what else runs on the machine counts for less.
 `largest`: the rows of a micro-batch that a plan finds for a memory, beside the most that real steps get through in a process whose memory is
-limited (RLIMIT_DATA) to what it has without a model and so much more; 3 % of that is left for what is no tensor. Every block of 64 KiB is the
+limited (RLIMIT_DATA) to what it has besides the model and so much more, the model in it; 3 % of that is left for what is no tensor. Every block of 64 KiB is the
 system's own there, so that the limit counts what is alive and not what glibc's heap has between it, which is a third on top.
 `commands`: ten printed commands of plans for `--device cpu` are run for a step each; `checks`: the command of a small model for every
 device profile is judged by `isotype check`.
@@ -360,6 +360,7 @@ def _largest_row(case: Case, source: str, limit: str) -> Row:
     size = parse_size(limit)
     assert size is not None
     more: dict[str, Any] = {} if case.quantization is None else {"quantization": case.quantization}
+    more["gradient_checkpointing"] = str(case.checkpointing)
     # Of 840 rows in as few micro-batches as fit every number up to 8 is a possible answer, and every second one up to 16.
     plan = isotype.plan(
         source, "cpu", length=case.length, tokens_per_step=840 * case.length, dtype="float32", max_memory=f"{int(SHARE * size)}B", **more
@@ -376,12 +377,17 @@ def limited_here(case: Case, limit: str, rows: int) -> dict[str, Any]:
     assert size is not None
     with tempfile.TemporaryDirectory() as folder:
         source = _source(case, Path(folder))
-        policy = _largest_row(case, source, limit).policy
-        _three_steps(replace(case, rows=1), source, policy)  # libraries and kernels are loaded
+        policy = isotype.resolve_precision(
+            source, dtype="float32", quantization=case.quantization, device="cpu"
+        )
+        _fused_steps(*_prepared(replace(case, rows=1), source, policy))  # libraries and kernels are loaded
+        model, batch, optimizer = _prepared(replace(case, rows=rows), source, policy)
         gc.collect()
-        limit_data(size)
+        limit_data(
+            size - _held(model)
+        )  # a loaded file stays mapped: the limit would count it beside the weights
         try:
-            _three_steps(replace(case, rows=rows), source, policy)
+            _fused_steps(model, batch, optimizer)
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
                 raise
@@ -389,8 +395,7 @@ def limited_here(case: Case, limit: str, rows: int) -> dict[str, Any]:
     return {"runs": True}
 
 
-def _three_steps(case: Case, source: str, policy: isotype.PrecisionPolicy) -> None:
-    model, batch, optimizer = _prepared(case, source, policy)
+def _fused_steps(model: Any, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
     isotype.fuse(model)
     for _ in range(3):
         _step(model, batch, optimizer)
