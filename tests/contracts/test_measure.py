@@ -173,11 +173,12 @@ def test_an_example_this_device_cannot_run_is_named() -> None:
     assert "cannot be multiplied" in measured["broken"][0]
 
 
-def test_an_operator_that_kills_its_process_is_named_and_the_others_are_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A table of four operators, one of which kills the process that calls it."""
+    folder = tmp_path_factory.mktemp("fatal")
     # The child processes load this through Python's own hook.
-    (tmp_path / "sitecustomize.py").write_text(
+    (folder / "sitecustomize.py").write_text(
         "import os, torch\n"
         "library = torch.library.Library('fatal', 'DEF')\n"
         "library.define('kill(Tensor x) -> Tensor')\n"
@@ -186,19 +187,29 @@ def test_an_operator_that_kills_its_process_is_named_and_the_others_are_measured
         f"library.impl('kill', lambda x: os.kill(os.getpid(), {int(signal.SIGKILL)}), 'CPU')\n",
         encoding="utf-8",
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     call = [[encode(torch.ones(2))], {}]
-    table = measure(
-        {op: [call] for op in ("aten.neg.default", "fatal.kill.default", "fatal.spare.default")}, "cpu"
-    )
-    uniform = {"b": "b", "f": "f", "h": "h"}
-    assert table["operators"] == {"aten.neg.default": uniform, "fatal.spare.default": uniform}
-    assert table["died"] == {"fatal.kill.default": "its process ended with status -9"}
+    calls = {op: [call] for op in ("aten.neg.default", "fatal.kill.default", "fatal.spare.default")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        return measure({**calls, "aten.mm.default": RECORDED["aten.mm.default"]}, "cpu")
 
 
-def test_a_table_is_written_in_one_piece_and_read_back(tmp_path: Path) -> None:
+UNIFORM = {"b": "b", "f": "f", "h": "h"}
+PRODUCTS = {**WHOLE.operators["aten.mm.default"], **dict.fromkeys(["bf", "bh", "fb", "fh", "hb", "hf"], 0)}
+
+
+def test_an_operator_that_kills_its_process_is_named_and_the_others_are_measured(
+    measured: dict[str, Any],
+) -> None:
+    assert measured["operators"].keys() == {"aten.neg.default", "fatal.spare.default", "aten.mm.default"}
+    assert measured["operators"]["aten.neg.default"] == UNIFORM
+    assert measured["operators"]["fatal.spare.default"] == UNIFORM
+    assert measured["died"] == {"fatal.kill.default": "its process ended with status -9"}
+
+
+def test_a_table_is_written_in_one_piece_and_read_back(measured: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    write_json(path, measure({"aten.mm.default": RECORDED["aten.mm.default"]}, "cpu"))
+    write_json(path, measured)
     table = read_table(path)
     assert json.loads(path.read_text(encoding="utf-8"))["limits"].keys() <= {
         "ATEN_CPU_CAPABILITY",
@@ -206,8 +217,7 @@ def test_a_table_is_written_in_one_piece_and_read_back(tmp_path: Path) -> None:
     }
     assert table.device == "cpu"
     assert table.torch_version == torch.__version__
-    assert table.operators == {"aten.mm.default": {**WHOLE.operators["aten.mm.default"], **dict.fromkeys(
-        ["bf", "bh", "fb", "fh", "hb", "hf"], 0)}}  # fmt: skip
+    assert table.operators["aten.mm.default"] == PRODUCTS
     assert table.messages == ("expected m1 and m2 to have the same dtype, but got: {0} != {1}",)
     assert [file.name for file in tmp_path.iterdir()] == ["cpu.json"]
 
