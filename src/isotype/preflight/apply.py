@@ -116,38 +116,28 @@ def _cast_parameter(target: Any, value: str) -> list[Undo]:
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
     """Give a parameter other data: optimizers and other modules hold on to it."""
     dtype = parse_dtype(value)
-    data, gradient = parameter.data, parameter.grad
-    if data.dtype == dtype:
+    if parameter.dtype == dtype:
         return []
-    parameter.grad = None
-    parameter.data = data.to(dtype)
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)
-
-    def undo() -> None:
-        parameter.grad = None
-        parameter.data = data
-        parameter.grad = gradient
-
-    return [undo]
+    return _exchanged(parameter, "data", parameter.data.to(dtype), dtype)
 
 
 def _set_gradient(target: Any, value: str) -> list[Undo]:
     module, name = target
-    parameter: Any = own_parameters(module)[name]
-    before, gradient = parameter.grad_dtype, parameter.grad
     dtype = parse_dtype(value)
-    parameter.grad = None
-    parameter.grad_dtype = dtype
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)
+    return _exchanged(own_parameters(module)[name], "grad_dtype", dtype, dtype)
 
-    def undo() -> None:
+
+def _exchanged(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> list[Undo]:
+    """Give a parameter another `data` or `grad_dtype`, and its gradient, which has to fit, the dtype."""
+    before, gradient = getattr(parameter, name), parameter.grad
+
+    def put(value: Any, gradient: torch.Tensor | None) -> None:
         parameter.grad = None
-        parameter.grad_dtype = before
+        setattr(parameter, name, value)
         parameter.grad = gradient
 
-    return [undo]
+    put(value, None if gradient is None else gradient.to(dtype))
+    return [partial(put, before, gradient)]
 
 
 def _cast_buffer(target: Any, value: str) -> list[Undo]:
