@@ -16,13 +16,13 @@ import pytest
 from rich.console import Console
 
 from isotype.core.errors import UsageError
-from isotype.data.load import training_data
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import launched, recompute_choice, step, training
+from isotype.train.data import training_data
 from isotype.train.lengths import Lengths, longest_possible
 from isotype.train.models import processing_class
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose, room_of, steady_peak

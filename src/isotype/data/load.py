@@ -81,54 +81,6 @@ def load_training_data(
     return _load_local(local, script_args.dataset_streaming, job)
 
 
-def training_data(
-    settings: Any, say: Callable[[str], object] = logger.info
-) -> DatasetDict | IterableDatasetDict:
-    """The data of a training command, as its arguments name it, before rows are held back.
-
-    Args:
-        settings: of the command, see `isotype.train.settings.Settings`.
-        say: takes each line about the data that the user should read.
-
-    Raises:
-        DataError: as `load_training_data`.
-    """
-    evaluates = settings.training.eval_strategy != "no"
-    return load_training_data(
-        settings.script,
-        settings.dataset,
-        settings.method.name,
-        need_test=evaluates and settings.extra.eval_split is None,
-        text_field=getattr(settings.training, "dataset_text_field", "text"),
-        columns=settings.extra.columns,
-        chat=settings.extra.apply_chat_template,
-        say=say,
-    )
-
-
-def training_data_here(
-    settings: Any, say: Callable[[str], object] = logger.info
-) -> DatasetDict | IterableDatasetDict | None:
-    """The data of a training command, if it lies on this machine; None where none is named or it is the hub's.
-
-    Args:
-        settings: of the command, see `isotype.train.settings.Settings`.
-        say: takes each line about the data that the user should read.
-
-    Raises:
-        DataError: as `load_training_data`.
-    """
-    script, mixture = settings.script, settings.dataset
-    if mixture is not None and mixture.datasets:
-        remote = [e for e in mixture.datasets if e.data_files or e.data_dir or find_local(e.path) is None]
-        return None if remote else training_data(settings, say)
-    if not script.dataset_name:
-        return None
-    if find_local(script.dataset_name, test_split=script.dataset_test_split) is None:
-        return None
-    return training_data(settings, say)
-
-
 def _load_local(local: LocalData, streaming: bool, job: Job) -> DatasetDict | IterableDatasetDict:
     from datasets import DatasetDict, IterableDatasetDict
 

@@ -12,14 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers.trainer_utils import IntervalStrategy
 
-from isotype.core.errors import UsageError
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
 from isotype.train.lengths import Lengths
-from isotype.train.settings import Settings
 
 _LONGEST_TEXT = 600  # characters of one stretch of an example
 
@@ -61,34 +58,6 @@ def planned_epochs(args: Any, rows: int, batch: int) -> float:
     steps: int = args.max_steps
     whole, rest = divmod(steps, math.ceil(batches / accumulated))
     return whole + rest * accumulated / batches
-
-
-def hold_back(settings: Settings, data: Any) -> Any:
-    """The splits, with `--eval_split` of the training rows held back as the test split; evaluation is then on.
-
-    Raises:
-        UsageError: not a share or a number of rows that leaves some to train on; a stream.
-    """
-    share, script, training = settings.extra.eval_split, settings.script, settings.training
-    if share is None:
-        return data
-    rows = data[script.dataset_train_split]
-    countable = hasattr(rows, "train_test_split")
-    held = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
-    if not countable or not 0 < held < len(rows):
-        expected = (
-            f"a share below 1, or fewer rows than the {len(rows):,} there are"
-            if countable
-            else "no --dataset_streaming"
-        )
-        fix = "--eval_split 0.05 holds back a twentieth"
-        raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
-    parts = rows.train_test_split(test_size=held, seed=training.seed)
-    if "eval_strategy" not in settings.explicit:
-        training.eval_strategy, training.do_eval = IntervalStrategy.STEPS, True
-        if "eval_steps" not in settings.explicit:
-            training.eval_steps = 0.2
-    return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})
 
 
 def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:

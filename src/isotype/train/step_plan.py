@@ -420,8 +420,8 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         DataError: the data set cannot be trained on, as the training itself would say.
         UsageError, CheckpointError: the tokenizer does not fit it.
     """
-    from isotype.data.load import training_data_here
     from isotype.train.assistant import labelled_rows
+    from isotype.train.data import training_data_here
     from isotype.train.lengths import COUNTED_ROWS, lengths_of
     from isotype.train.models import tokenizer_here
     from isotype.train.validate import check_tokenizer, plain_turns

@@ -42,7 +42,7 @@ from isotype.train.checkpoints import (
 )
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import take_one_gpu, training_device, wait_less
-from isotype.train.examples import data_summary, example_of, hold_back, show_data
+from isotype.train.examples import data_summary, example_of, show_data
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
     enforce_trainer,
@@ -144,7 +144,7 @@ def _decided(
     settings: Settings, start: Adapter | None, profile: DeviceProfile, rewards: dict[str, Any]
 ) -> Run:
     """The run: data, checkpoint and policy, read and decided, and compared with the run that it goes on from."""
-    from isotype.data.load import training_data
+    from isotype.train.data import hold_back, training_data
 
     resume = resume_point(settings)
     earlier = earlier_report(resume)

@@ -1,0 +1,91 @@
+"""The rows of a training command: as its arguments name them, and what is held back of them for evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import IntervalStrategy
+
+from isotype.core.errors import UsageError
+from isotype.data.load import load_training_data
+from isotype.data.locate import find_local
+from isotype.train.settings import Settings
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict, IterableDatasetDict
+
+
+def training_data(settings: Settings, say: Callable[[str], object]) -> DatasetDict | IterableDatasetDict:
+    """The data of a training command, as its arguments name it, before rows are held back.
+
+    Args:
+        settings: of the command.
+        say: takes each line about the data that the user should read.
+
+    Raises:
+        DataError: as `isotype.data.load.load_training_data`.
+    """
+    evaluates = settings.training.eval_strategy != "no"
+    return load_training_data(
+        settings.script,
+        settings.dataset,
+        settings.method.name,
+        need_test=evaluates and settings.extra.eval_split is None,
+        text_field=getattr(settings.training, "dataset_text_field", "text"),
+        columns=settings.extra.columns,
+        chat=settings.extra.apply_chat_template,
+        say=say,
+    )
+
+
+def training_data_here(
+    settings: Settings, say: Callable[[str], object]
+) -> DatasetDict | IterableDatasetDict | None:
+    """The data of a training command, if it lies on this machine; None where none is named or it is the hub's.
+
+    Args:
+        settings: of the command.
+        say: takes each line about the data that the user should read.
+
+    Raises:
+        DataError: as `isotype.data.load.load_training_data`.
+    """
+    script, mixture = settings.script, settings.dataset
+    if mixture is not None and mixture.datasets:
+        remote = [e for e in mixture.datasets if e.data_files or e.data_dir or find_local(e.path) is None]
+        return None if remote else training_data(settings, say)
+    if not script.dataset_name:
+        return None
+    if find_local(script.dataset_name, test_split=script.dataset_test_split) is None:
+        return None
+    return training_data(settings, say)
+
+
+def hold_back(settings: Settings, data: Any) -> Any:
+    """The splits, with `--eval_split` of the training rows held back as the test split; evaluation is then on.
+
+    Raises:
+        UsageError: not a share or a number of rows that leaves some to train on; a stream.
+    """
+    share, script, training = settings.extra.eval_split, settings.script, settings.training
+    if share is None:
+        return data
+    rows = data[script.dataset_train_split]
+    countable = hasattr(rows, "train_test_split")
+    held = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
+    if not countable or not 0 < held < len(rows):
+        expected = (
+            f"a share below 1, or fewer rows than the {len(rows):,} there are"
+            if countable
+            else "no --dataset_streaming"
+        )
+        fix = "--eval_split 0.05 holds back a twentieth"
+        raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
+    parts = rows.train_test_split(test_size=held, seed=training.seed)
+    if "eval_strategy" not in settings.explicit:
+        training.eval_strategy, training.do_eval = IntervalStrategy.STEPS, True
+        if "eval_steps" not in settings.explicit:
+            training.eval_steps = 0.2
+    return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})
