@@ -54,7 +54,7 @@ class Scenario:
         cause: a regular expression that the finding's `cause` (or its evidence) has to match.
         crashes: a regular expression that the real error has to match, at present on this CPU; "" for a silent case
             or one that only another device refuses.
-        phase: where the real step raises, "" for silent cases.
+        phase: where the real step raises, if it does.
         cost: for silent cases: says what it really costs here (a measured fact: bytes, dtype of an output, values
             that did not move), or None once it is fixed. Raises nothing.
         fix: a regular expression that the description of the first verified fix has to match.
@@ -67,7 +67,7 @@ class Scenario:
     codes: tuple[str, ...]
     cause: str
     crashes: str = ""
-    phase: str = ""
+    phase: str = "forward"
     cost: Callable[[Broken], str | None] | None = None
     fix: str = "."
     advice: Callable[[], Broken] | None = None

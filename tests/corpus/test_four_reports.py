@@ -142,7 +142,6 @@ REPORTS: tuple[Scenario, ...] = (
         ("IST401", "IST101"),
         r"quantized|q_proj",
         crashes=matmul_error(BF16, FP16),
-        phase="forward",
     ),
     Scenario(
         "QLoRA float16 compute, bitsandbytes layers",
@@ -165,7 +164,6 @@ REPORTS: tuple[Scenario, ...] = (
         ("IST406",),
         r"a tensor that the code keeps outside of the model is bfloat16",
         crashes=matmul_error(FP16, BF16),
-        phase="forward",
     ),
     Scenario(
         "unsloth #4026 alternating",
@@ -173,7 +171,6 @@ REPORTS: tuple[Scenario, ...] = (
         ("IST406",),
         r"the scratch tensor that (first|second)\.layers\.0\.self_attn\.q_proj allocated is b?float16",
         crashes=matmul_error(FP16, BF16),
-        phase="forward",
     ),
     Scenario(
         "unsloth #4026 concurrent",
@@ -181,7 +178,6 @@ REPORTS: tuple[Scenario, ...] = (
         ("IST406",),
         r"the scratch tensor that (first|second)\.layers\.0\.self_attn\.q_proj allocated is b?float16",
         crashes=matmul_error(BF16, FP16),
-        phase="forward",
     ),
 )
 BY_NAME = {report.case: report for report in REPORTS}

@@ -193,7 +193,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102",),
         r"lora_A",
         crashes=matmul_error(FP16, FP32),
-        phase="forward",
         notes="Today's PEFT casts the input; its switch for that cast is off here, which is how it was in the report.",
     ),
     Scenario(
@@ -202,7 +201,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102", "IST101"),
         r"projection|learned_source",
         crashes=matmul_error(FP16, FP32),
-        phase="forward",
     ),
     Scenario(
         "diffusers-11270",
@@ -210,7 +208,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST101", "IST401", "IST102"),
         r"x_embedder",
         crashes=r"mat1 and mat2 must have the same dtype, but got BFloat16 and Half",
-        phase="forward",
         notes="diffusers is not needed: its widening of the quantized entrance is three lines.",
     ),
     Scenario(
@@ -235,7 +232,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102", "IST101"),
         r"lora_A|crashes_adapters\.py",
         crashes=matmul_error(FP32, BF16),
-        phase="forward",
         notes="The step of one rank; ZeRO-2 adds nothing to the dtypes of a forward.",
     ),
     Scenario(
@@ -244,7 +240,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102", "IST101"),
         r"lora_A|norm|crashes_adapters\.py",
         crashes=matmul_error(FP32, BF16),
-        phase="forward",
         notes="The reporter did not know why inputs turn float32: PEFT of that time did it without autocast.",
     ),
 )

@@ -197,7 +197,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST604", "IST104", "IST101", "IST199"),
         r"norm",
         crashes=FLASH,
-        phase="forward",
         notes="FlashAttention's own check of dtypes is written here in front of torch's attention.",
     ),
     Scenario(
@@ -206,7 +205,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST604", "IST104", "IST101", "IST199"),
         r"norm|embed_tokens",
         crashes=FLASH,
-        phase="forward",
         notes="As unsloth-827, with q, k and v packed into one tensor.",
     ),
     Scenario(
@@ -215,7 +213,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST604", "IST104", "IST101", "IST199"),
         r"embed_tokens|proj|norm",
         crashes=FLASH,
-        phase="forward",
         advice=qwen_in_bfloat16,
         notes="Older transformers loaded in float32 where no dtype was asked for; the cure is an argument.",
     ),
@@ -232,7 +229,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST104", "IST101"),
         r"crashes_attention\.py|ones|constant|mask",
         crashes=r"expected scalar type \w+ but found \w+|same dtype",
-        phase="forward",
         notes="torch 2.13's fused attention takes a float32 mask; the plain attention of the same model does not.",
     ),
     Scenario(
@@ -241,7 +237,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST802", "IST104", "IST199"),
         r"crashes_attention\.py|mask|without overflow",
         crashes=r"value cannot be converted to type c10::Half without overflow",
-        phase="forward",
         advice=lambda: code_llama_mask(None),
         notes="The mask is made in the wrapper here, as the modelling code of that time made it.",
     ),
@@ -251,7 +246,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST104",),
         r"norm|embed_tokens",
         crashes=r"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask\.dtype: c10::BFloat16",
-        phase="forward",
     ),
 )
 LEFT_OUT: dict[str, str] = {}

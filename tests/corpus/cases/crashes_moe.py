@@ -298,7 +298,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST103",),
         r"norm|autocast",
         crashes=INDEX_PUT.format("Float", "BFloat16"),
-        phase="forward",
         notes="DeepSeek's own modelling code, which the report ran, wrote into an empty tensor of its input's dtype.",
     ),
     Scenario(
@@ -307,7 +306,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST103",),
         r"crashes_moe\.py|cast",
         crashes=INDEX_PUT.format("BFloat16", "Float"),
-        phase="forward",
         advice=lambda: prior_prediction(FP32),
         notes="The write is in the training loop's own code.",
     ),
@@ -317,7 +315,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST103",),
         r"vision_tower|multi_modal_projector|embed_tokens|autocast",
         crashes=INDEX_PUT.format("Half", "Float"),
-        phase="forward",
         notes="transformers merges with a cast today; the merge here is the one of the report's version.",
     ),
     Scenario(

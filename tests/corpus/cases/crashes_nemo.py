@@ -129,7 +129,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST101",),
         r"layers\.\S*input_layernorm",
         crashes=r"(mat1|m1|self) and (mat2|m2) .*same dtype, but got",
-        phase="forward",
         notes="Plain PyTorch: neither NeMo nor transformers is needed.",
     ),
 )

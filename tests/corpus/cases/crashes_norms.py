@@ -188,7 +188,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST101",),
         r"multi_modal_projector\.mm_soft_emb_norm",
         crashes=matmul_error(FP32, FP16),
-        phase="forward",
         notes="The patched norm is written here; the rest is transformers' Gemma 3 with its vision tower.",
     ),
     Scenario(

@@ -189,7 +189,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST101",),
         r"norm",
         crashes=matmul_error(FP32, BF16),
-        phase="forward",
         notes="Cause not in the report: upcast norms without autocast is what its arguments leave; ZeRO-3 not run.",
     ),
     Scenario(
@@ -198,7 +197,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102", "IST101"),
         r"lora_B",
         crashes=r"self and mat2 must have the same dtype, but got Half and Float",
-        phase="forward",
         notes="Cause not in the report: half output, float32 adapters, the adapter's product added by `addmm`.",
     ),
     Scenario(
@@ -207,7 +205,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST101",),
         r"norm",
         crashes=matmul_error(FP32, FP16),
-        phase="forward",
         notes="Cause not in the report: LLaMA-Factory upcast layer norms for quantized models at that time.",
     ),
     Scenario(
@@ -216,7 +213,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST101", "IST105"),
         r"norm",
         crashes=r"self and mat2 must have the same dtype, but got Half and Float",
-        phase="forward",
         notes="Cause not in the report; it used Liger, whose loss sums by `addmm(out=)`, which autocast does not touch.",
     ),
     Scenario(
@@ -225,7 +221,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST101",),
         r"resampler|patches",
         crashes=r"mat1 and mat2 must have the same dtype, but got Float and Half",
-        phase="forward",
         notes="Cause not in the report: a half language model behind a float32 resampler gives its very words.",
     ),
 )

@@ -260,7 +260,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102", "IST101"),
         r"lokr_w1|lokr_w2|magnitude",
         crashes=r"(self|mat1) and mat2 must have the same dtype, but got BFloat16 and Float",
-        phase="forward",
     ),
     Scenario(
         "peft-3601",
@@ -268,7 +267,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102", "IST101", "IST203", "IST199"),
         r"autocast|baddbmm|delta|lora_|parametrization",
         crashes=r"Registering a parametrization may not change the dtype of the tensor",
-        phase="forward",
         advice=lambda: target_parameters(autocast=False),
         notes="Today's PEFT folds with autocast off; here is the fold as it was. What raises is Python code of torch.",
     ),
@@ -278,7 +276,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST104", "IST102"),
         r"prefix|crashes_variants\.py",
         crashes=r"same dtype, but got query\.dtype: c10::Half key\.dtype: float",
-        phase="forward",
         notes="Today's PEFT reads the base's dtype again; the dtype that is remembered here is the report's.",
     ),
     Scenario(
@@ -287,7 +284,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102", "IST101"),
         r"ia3_l",
         crashes=matmul_error(FP32, BF16),
-        phase="forward",
         notes="Today's PEFT casts in every method; the IA3 layer here is the one before that. transformers' T5 keeps "
         "`wo` in float32 only when it loads.",
     ),
@@ -306,7 +302,6 @@ SCENARIOS: tuple[Scenario, ...] = (
         ("IST102",),
         r"lokr_w1|lokr_w2",
         crashes=matmul_error(BF16, FP32),
-        phase="forward",
     ),
     Scenario(
         "peft-62",
