@@ -21,7 +21,7 @@ from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.compat.hub import asking
-from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.errors import CheckpointError, Problem, UsageError, first_line
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
@@ -428,7 +428,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None) -> Any | None:
             return None
         raise CheckpointError.of(
             "the tokenizer cannot be read",
-            f"{source}: {str(error).splitlines()[0]}",
+            f"{source}: {first_line(error)}",
             "a tokenizer",
             "copy its files again",
         ) from error

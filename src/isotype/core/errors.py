@@ -88,5 +88,10 @@ class SaveError(IsotypeError):
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message in one line; its class where it has none."""
+    """The first line of an error's message; its class where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """All of an error's message, in one line; its class where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import PLAIN
+from isotype.core.errors import first_line
 from isotype.lora.fused import working_dtype
 from isotype.lora.gpu.heads import TIMES, HeadShape, HeadTimes, card_of, times_file
 from isotype.lora.logits import Head
@@ -147,5 +148,5 @@ def _trial(call: Callable[[], object]) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:  # a compiler, a driver or a launch raises whatever it likes
-        first = str(failure).partition("\n")[0]
+        first = first_line(failure)
         raise TheirsFailedError(f"{type(failure).__name__}: {first}") from failure

@@ -24,7 +24,7 @@ from isotype.checkpoint.shard import load_rows
 from isotype.checkpoint.weightless import skeleton, skipped_modules, store
 from isotype.compat.hub import asking
 from isotype.compat.transformers import mark_as_sharded
-from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
+from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError, first_line, one_line
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.fold import fold as fold_layers
@@ -113,7 +113,7 @@ def _adapted(settings: Settings, policy: PrecisionPolicy, start: Adapter | None,
         # PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt.
         raise UsageError.of(
             "the adapter cannot be made as asked",
-            first_sentence(error),
+            one_line(error),
             "arguments that PEFT can adapt this model by",
             "see --lora_*",
         ) from error
@@ -236,11 +236,6 @@ def _is_target(name: str, targets: Any) -> bool:
     return any(name == each or name.endswith(f".{each}") for each in targets or ())
 
 
-def first_sentence(error: BaseException) -> str:
-    """The message of a library's error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:
     """(source, tokenizer) of a model on this machine: a directory, a GGUF file, an embedded model, a hub id that was downloaded.
 
@@ -274,7 +269,7 @@ def processing_class(source: Path | str, **kwargs: Any) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError.of(
             "no tokenizer in the checkpoint",
-            f"{source}: {why or str(error).splitlines()[0]}",
+            f"{source}: {why or first_line(error)}",
             "tokenizer.json and tokenizer_config.json beside the weights",
             "copy them from the model that the weights come from",
         ) from error
@@ -373,7 +368,7 @@ def _adapter_arguments() -> Iterator[None]:
     except (ValueError, NotImplementedError) as error:
         raise UsageError.of(
             "the adapter cannot be made as asked",
-            first_sentence(error),
+            one_line(error),
             "arguments that PEFT can adapt this model by",
             "see --lora_*",
         ) from error

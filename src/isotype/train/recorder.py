@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from isotype.core.errors import SaveError
+from isotype.core.errors import SaveError, first_line
 from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.diverged import stopped
@@ -196,7 +196,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         try:
             _, record = deferred.read()
         except RuntimeError as error:  # what has failed may be the device
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             return f"step {deferred.record.step} is not in the report: its loss cannot be read from the device ({reason})"
         self.steps.append(record)
         return ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from isotype.compat.standard import actions_of
 from isotype.core.arguments import Parser, closest
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import Problem, UsageError, one_line
 from isotype.core.renamed import renamed
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
@@ -96,7 +96,7 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         parsed = parser.parse_args_into_dataclasses(args=[*arguments, *neutral])
     except (ValueError, TypeError, OSError) as error:
         wrong = list(number_problems(partial(_given_value, parser, given, config_keys=config_keys)))
-        message = " ".join(str(error).split())
+        message = one_line(error)
         values = vars(parser.parse_known_args([*arguments, *neutral])[0])
         fix = cure_by_trial(
             explicit & values.keys(), partial(_works_without, parser, values)
@@ -314,7 +314,7 @@ def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        message = getattr(error, "problem", None) or " ".join(str(error).split())
+        message = getattr(error, "problem", None) or one_line(error)
         raise UsageError.of(
             "config file is not YAML",
             f"--config {path}{at}: {message}",

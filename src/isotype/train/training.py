@@ -21,7 +21,7 @@ from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.transformers import name_of, rename
-from isotype.core.errors import IsotypeError, TrainingError, UsageError
+from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import recover
 from isotype.core.lock import only_writer
 from isotype.core.terminal import command_line
@@ -53,7 +53,7 @@ from isotype.train.governed import (
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.libraries import require_fitting_libraries
-from isotype.train.models import adapted_model, first_sentence, processing_class, reference_there
+from isotype.train.models import adapted_model, processing_class, reference_there
 from isotype.train.policy import policy_of_run
 from isotype.train.recompute_choice import Choice
 from isotype.train.resume import (
@@ -326,7 +326,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
-        trainer, message = settings.method.trainer, first_sentence(error)
+        trainer, message = settings.method.trainer, one_line(error)
         values = {**vars(settings.model), **vars(settings.training)}
         fix = cure_by_name(message, settings.explicit, values, f"isotype {settings.method.name}")
         raise UsageError.of(

@@ -19,7 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from isotype.checkpoint.formats.headers import contents
 from isotype.checkpoint.opened import Checkpoint
 from isotype.compat.hub import asking, offline_if_unreachable
-from isotype.core.errors import CheckpointError, DataError, PrecisionError, Problem, UsageError
+from isotype.core.errors import (
+    CheckpointError,
+    DataError,
+    PrecisionError,
+    Problem,
+    UsageError,
+    first_line,
+    one_line,
+)
 from isotype.core.optimizers import package_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.arguments import name_problems, number_problems
@@ -194,7 +202,7 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         fix = _schedule_cure(training.lr_scheduler_type)
         get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
-        message = " ".join(str(error).split())
+        message = one_line(error)
         yield Problem(f"{given}: {message}", "arguments that it can be made of", fix)
 
 
@@ -277,7 +285,7 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
             with nullcontext("") if Path(name).is_dir() else offline_if_unreachable() as why:
                 kind.from_pretrained(name)
         except (OSError, ValueError) as error:
-            given = f"--{flag} {name}: {why or str(error).strip().splitlines()[0]}"
+            given = f"--{flag} {name}: {why or first_line(error)}"
             yield Problem(
                 given, expected, "check the spelling and the network, or give what lies on this machine"
             )

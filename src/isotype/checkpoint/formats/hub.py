@@ -8,7 +8,7 @@ from typing import Any
 from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, missing_shards, read_headers
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.compat.hub import offline_if_unreachable
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError, Problem, first_line
 
 _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -27,7 +27,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
         with offline_if_unreachable() as why:
             return AutoConfig.from_pretrained(model_id, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = why or (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = why or first_line(error)
         raise CheckpointError.of(
             "the model cannot be read from the hub",
             f"hub id {model_id}{f' at revision {revision}' if revision else ''}: {reason}",
@@ -81,7 +81,7 @@ def download(model_id: str, revision: str | None = None) -> Path:
         with offline_if_unreachable() as why:
             return Path(snapshot_download(model_id, revision=revision, allow_patterns=_OF_A_MODEL))
     except (OSError, HTTPError, ValueError) as error:
-        reason = why or (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = why or first_line(error)
         problem = Problem(
             f"hub id {model_id}: {reason}",
             "a model on the hub, or in its local cache",

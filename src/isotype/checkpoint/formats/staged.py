@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, damaged
-from isotype.core.errors import Problem
+from isotype.core.errors import Problem, first_line
 
 logger = logging.getLogger("isotype")
 
@@ -206,6 +206,6 @@ def _buffer(size: int, pinned: bool) -> torch.Tensor:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             logger.warning("weights are copied to the GPU out of pageable memory, more slowly: %s", reason)
     return torch.empty(size, dtype=torch.uint8)
