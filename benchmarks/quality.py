@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 import isotype
 from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.load import tokenizer_source
+from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.values.dequantize import dense_weight
 from isotype.cli.main import main as isotype_command
@@ -257,7 +258,7 @@ def fine_tuned(starts: Sequence[str], only: list[str], kept: Path | None, steps:
             continue
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, comparison.with_weights({}) as model:
-            base = begin(model, damages, policies[name], start, Path(folder) / "start")
+            base = begin(damages, policies[name], start, Path(folder) / "start")
             with comparison.with_weights(adapted(base, Path(folder) / "start")):
                 nats, before = comparison.nats(), loss(model, questions)
             train(Path(folder), steps)
@@ -297,23 +298,19 @@ def loss(model: Any, questions: list[tuple[torch.Tensor, int]]) -> float:
     return total / count
 
 
-def begin(
-    dense: Any, damages: Damages, policy: PrecisionPolicy, start: str, folder: Path
-) -> dict[str, torch.Tensor]:
+def begin(damages: Damages, policy: PrecisionPolicy, start: str, folder: Path) -> dict[str, torch.Tensor]:
     """Save an adapter that has not been trained; returns the weights `[out, in]` of the base's layers."""
     torch.manual_seed(0)
     model = isotype.add_lora(isotype.load(MODEL, policy), policy, r=RANK, lora_alpha=2 * RANK)
-    weights = {}
-    for name, layer in model.get_base_model().named_modules():
-        if not hasattr(layer, "lora_A"):
-            continue
-        weights[name] = dense_of(layer.get_base_layer())
-        if start != "zero":
-            error = dense.get_submodule(name).weight.data - weights[name]
-            moments = read(damages.by_module[name].moments)
-            take_in(layer, error, moments.sqrt() if start == "weighted" else torch.ones(error.shape[1]))
+    if start != "zero":
+        moments = {layer.module: read(layer.moments) for layer in damages.layers}
+        begin_from_error(model, open_checkpoint(MODEL), moments if start == "weighted" else {})
     model.save_pretrained(folder)
-    return weights
+    return {
+        name: dense_of(layer.get_base_layer())
+        for name, layer in model.get_base_model().named_modules()
+        if hasattr(layer, "lora_A")
+    }
 
 
 def adapted(weights: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
@@ -324,15 +321,6 @@ def adapted(weights: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torc
         name: weight + 2 * saved[f"{names[name]}B.weight"] @ saved[f"{names[name]}A.weight"]
         for name, weight in weights.items()
     }
-
-
-def take_in(layer: Any, error: torch.Tensor, weights: torch.Tensor) -> None:
-    """Let s B A be the part of least error of rank r of `[out, in]`, whose columns count by their weights."""
-    torch.manual_seed(0)
-    left, values, right = torch.svd_lowrank(error * weights, q=2 * RANK, niter=4)
-    root = (values[:RANK] / layer.scaling["default"]).sqrt()
-    layer.lora_B["default"].weight.data = (left[:, :RANK] * root).contiguous()
-    layer.lora_A["default"].weight.data = ((right[:, :RANK] * root).T / weights).contiguous()
 
 
 def train(folder: Path, steps: int) -> None:

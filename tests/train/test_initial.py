@@ -20,6 +20,7 @@ from isotype.data.methods import METHODS
 from isotype.train import training
 from isotype.train.settings import parse_settings
 from isotype.train.step_plan import parse_options, plan_of
+from tests.adapters import save_adapter
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -79,13 +80,30 @@ def test_what_is_drawn_leaves_the_model_as_it_is_at_first(path: Path, tmp_path: 
     assert peft.PeftConfig.from_pretrained(tmp_path / "out").init_lora_weights == name
 
 
+def test_what_begins_from_the_quantization_error_goes_on_as_any_adapter(path: Path, tmp_path: Path) -> None:
+    flags = ("--quantization", "nf4", "--init_lora_weights", "loftq")
+    whole = train(path, tmp_path / "out", *flags)
+    plain = train(path, tmp_path / "plain", "--quantization", "nf4", "--max_steps", 1)
+    assert losses(whole)[0] != losses(plain)[0]  # which are of the same function where adapters begin at zero
+    again = train(path, tmp_path / "out", *flags, "--resume_from_checkpoint", tmp_path / "out/checkpoint-2")
+    assert losses(again)[2:] == pytest.approx(losses(whole)[2:], rel=1e-6)
+    # PEFT would decompose weights of its own for "loftq": what was begun so is in the file.
+    assert peft.PeftConfig.from_pretrained(tmp_path / "out").init_lora_weights is True
+    model, _, _ = load_for_inference(tmp_path / "out")
+    merge_adapter(tmp_path / "out", tmp_path / "merged", dtype="float32")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--init_lora_weights pisa", "did you mean pissa"),
         ("--init_lora_weights pissa_niter_4", "these iterations begin at random"),
         ("--init_lora_weights eva", "needs passes over data"),
-        ("--init_lora_weights loftq", "a base that is quantized and the one that is not"),
+        ("--init_lora_weights loftq --quantization nf4 --use_dora True", "DoRA's magnitudes"),
+        ("--init_lora_weights loftq --quantization nf4 --chat_template_path x/y", "there before the trainer"),
         ("--init_lora_weights mica", "its B is not trained"),
         ("--init_lora_weights orthogonal --lora_r 5", "an even rank"),
         ("--init_lora_weights orthogonal --quantization nf4", "PEFT draws in its dtype"),
@@ -131,3 +149,24 @@ def test_a_base_that_comes_quantized_is_refused_when_the_policy_is_known(path: P
     policy = isotype.resolve_precision(path, "float32", "nf4", device="cpu")
     with pytest.raises(isotype.PrecisionError, match="pissa and a base in nf4"):
         check_initial(settings, policy)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_what_begins_from_errors_of_4_bits_wants_4_bits(
+    path: Path, tmp_path: Path, quantization: str | None
+) -> None:
+    more = ("--quantization", quantization) if quantization else ()
+    with pytest.raises(isotype.PrecisionError, match="a base in 4 bits"):
+        train(path, tmp_path / "out", "--init_lora_weights", "loftq", *more)
+
+
+def test_an_adapter_on_int8_is_trained_further_on_int8(path: Path, tmp_path: Path) -> None:
+    from isotype.train.start import start_of
+
+    adapter = save_adapter(path, tmp_path / "adapter", "float32", "int8")
+    settings, start = start_of(parse_settings(METHODS["sft"], ["--model_name_or_path", str(adapter)]))
+    assert start is not None
+    request = settings.precision
+    assert request.quant_storage is None  # of codes of 4 bits
+    policy = isotype.resolve_precision(path, request.dtype, request.quantization, "cpu")
+    assert policy.storage == "int8"

@@ -104,8 +104,9 @@ class IsotypeArguments:
     init_lora_weights: str | None = field(
         default=None,
         metadata={
-            "help": "How adapters begin, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa; by default A is drawn "
-            "(Kaiming) and B is zero. olora and pissa take a part out of the base's weights, which may not be quantized then."
+            "help": "How adapters begin, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq; by default A is drawn "
+            "(Kaiming) and B is zero. loftq makes up for a part of what 4 bits are off by. olora and pissa take a part out of "
+            "the base's weights, which may not be quantized then."
         },
     )
     early_stopping_patience: int | None = field(
@@ -265,7 +266,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
     Argument("lora_task_type", choices=_task_types),
     Argument("use_dora", "adapter", "True"),
-    Argument("init_lora_weights", "adapter", "pissa", "or olora, gaussian, orthogonal"),
+    Argument("init_lora_weights", "adapter", "loftq", "or pissa, olora, gaussian, orthogonal"),
     Argument("use_peft", "adapter", "False", "train every weight"),
     Argument(
         "early_stopping_patience",

@@ -19,6 +19,7 @@ from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load_checkpoint, tokenizer_source
 from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.shard import load_rows
 from isotype.checkpoint.weightless import skeleton, skipped_modules, store
@@ -30,7 +31,9 @@ from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.fold import fold as fold_layers
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.launched import Sharding
+from isotype.train.policy import moments_of_run
 from isotype.train.settings import Settings
+from isotype.train.start import LOFTQ, brings_tokens
 
 # What the policy decides; `read_precision_request` has heard what the arguments say about it.
 _DECIDED = (
@@ -63,8 +66,10 @@ def adapted_model(
         **given,
         **dict(method.model_kwargs),
     }
-    late = start is None and policy.trainable == "lora" and _brings_tokens(training)
-    adapt = None if late or policy.trainable == "full" else partial(_adapted, settings, policy, start)
+    late = start is None and policy.trainable == "lora" and brings_tokens(training)
+    adapt = (
+        None if late or policy.trainable == "full" else partial(_adapted, settings, checkpoint, policy, start)
+    )
     try:
         if settings.sharding is not None:
             model = _sharded(settings.sharding, checkpoint, policy, adapt, kwargs)
@@ -88,27 +93,27 @@ def adapted_model(
     return model, peft_config
 
 
-def _brings_tokens(training: Any) -> bool:
-    """Whether a chat template of another model is taken over, with its tokens; sft and reward have the argument."""
-    template = getattr(training, "chat_template_path", None)
-    return template is not None and not Path(template).is_file()
-
-
 def _peft_config(settings: Settings, model: Any) -> Any:
     from trl import get_peft_config
 
     config = get_peft_config(settings.model)
     config.bias = settings.extra.lora_bias
-    config.init_lora_weights = settings.extra.init_lora_weights or True
+    asked = settings.extra.init_lora_weights
+    config.init_lora_weights = True if asked in (None, LOFTQ) else asked
     check_module_names(model, config)
     return config
 
 
-def _adapted(settings: Settings, policy: PrecisionPolicy, start: Adapter | None, model: Any) -> Any:
+def _adapted(
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, start: Adapter | None, model: Any
+) -> Any:
     if start is not None:
         return _with_reference(settings, attach(model, start))
     try:
-        return _with_reference(settings, add_lora(model, policy, _peft_config(settings, model)))
+        model = add_lora(model, policy, _peft_config(settings, model))
+        if settings.extra.init_lora_weights == LOFTQ:
+            begin_from_error(model, checkpoint, moments_of_run(checkpoint))
+        return _with_reference(settings, model)
     except (ValueError, NotImplementedError) as error:
         # PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt.
         raise UsageError.of(

@@ -8,13 +8,15 @@ from functools import partial
 import torch
 
 from isotype.checkpoint.damage.measure import measure_damages
+from isotype.checkpoint.kept import kept_damages
 from isotype.checkpoint.measure_ranges import measure_checkpoint
-from isotype.checkpoint.opened import Checkpoint
+from isotype.checkpoint.opened import Checkpoint, downloaded
 from isotype.checkpoint.resolve import resolve_request, with_storage_reason
 from isotype.core.formats import MIXED
 from isotype.precision.by_damage import as_decided
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.precision.moments import read
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.train.launched import from_first, processes
@@ -60,6 +62,18 @@ def policy_of_run(
         checkpoint.facts, as_decided(request, policy), device, checkpoint, measure=known
     )
     return with_storage_reason(mine, policy.reasons["storage"]), ranges
+
+
+def moments_of_run(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """`[in]` second moments of each linear layer's input channels, as they were measured, or are now: by the first process of several."""
+
+    def measured() -> dict[str, str]:
+        here = downloaded(checkpoint)
+        kept = None if here.fingerprint is None else kept_damages(here.fingerprint)
+        return {layer.module: layer.moments for layer in (kept or measure_damages(here)).layers}
+
+    written = measured() if processes() == 1 else from_first(measured)
+    return {name: read(text) for name, text in written.items()}
 
 
 def _measured(checkpoint: Checkpoint, profile: DeviceProfile) -> Ranges:

@@ -31,7 +31,7 @@ from isotype.train.checkpoints import (
 )
 from isotype.train.launched import under_launcher
 from isotype.train.settings import Settings
-from isotype.train.start import MADE_BY
+from isotype.train.start import LOFTQ, MADE_BY
 
 _NO_RESUME = (None, False, "False", "false")
 
@@ -286,9 +286,8 @@ def _lora(settings: Settings, start: Adapter | None) -> dict[str, Any]:
         made = {flag: getattr(start.config, key, None) for flag, key in MADE_BY.items()}
     else:
         made = {flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY}
-    made["init_lora_weights"] = (
-        made["init_lora_weights"] or True
-    )  # PEFT's word for how adapters begin by default
+    if made["init_lora_weights"] in (None, LOFTQ):
+        made["init_lora_weights"] = True  # PEFT's word for adapters whose base stays as it is
     made["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
     return {flag: _sorted(value) for flag, value in made.items()}
 

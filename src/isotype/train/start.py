@@ -11,7 +11,7 @@ from typing import Any
 from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
-from isotype.core.formats import MIXED
+from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.settings import Settings
 
@@ -63,7 +63,8 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
                 request,
                 quantization=saved.storage,
                 double_quant=request.double_quant or saved.double_quant or None,
-                quant_storage=request.quant_storage or saved.quant_storage,
+                quant_storage=request.quant_storage
+                or (saved.quant_storage if saved.storage in FOUR_BITS else None),
                 layers=saved.layers,
                 base_memory=None,
             )
@@ -127,12 +128,14 @@ What is left of the base is computed anew wherever the adapter is put on it: the
 A and B is, whatever signs the decomposition chooses.
 """
 
+LOFTQ = "loftq"
+"""The initialisation from the quantization errors of layers in 4 bits, see `isotype.checkpoint.loftq`."""
+
 _DATA = "it needs passes over data before the adapter is there: save one by PEFT's script and give it as --model_name_or_path"
 _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
     "corda": _DATA,
     "lora_ga": _DATA,
-    "loftq": "it begins from a base that is quantized and the one that is not: save one by PEFT's script and give it as --model_name_or_path",
     "mica": "its B is not trained, which no policy here knows",
 }
 """What PEFT has besides -> why not here."""
@@ -143,7 +146,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     name, extra = settings.extra.init_lora_weights, settings.extra
     if name is None:
         return
-    given, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE)
+    given, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE, LOFTQ)
     expected = f"one of {', '.join(choices)}"
     if name.startswith("pissa_niter_"):
         fix = "--init_lora_weights pissa: these iterations begin at random, and leave another base at every load"
@@ -157,12 +160,31 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"{given} --lora_r {settings.model.lora_r}", "an even rank", fix)
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
-    if name not in PART_OF_BASE:
+    if name == LOFTQ:
+        yield from _loftq_problems(settings, given)
+    if name not in (*PART_OF_BASE, LOFTQ):
         return
     if settings.sharding is not None:
         fix = f"leave --init_lora_weights out, or --fsdp with it (--device {extra.device})"
         yield Problem(f"{given} --fsdp", "weights in one piece, which it decomposes", fix)
     yield from part_of_base_problems(settings, name)
+
+
+def _loftq_problems(settings: Settings, given: str) -> Iterator[Problem]:
+    if settings.model.use_dora:
+        fix = "leave one of the two out"
+        yield Problem(
+            f"{given} --use_dora", "LoRA: DoRA's magnitudes are those of the quantized weights", fix
+        )
+    if brings_tokens(settings.training):
+        fix = "leave --init_lora_weights out"
+        yield Problem(f"{given} --chat_template_path", "an adapter that is there before the trainer", fix)
+
+
+def brings_tokens(training: Any) -> bool:
+    """Whether a chat template of another model is taken over, with its tokens; sft and reward have the argument."""
+    template = getattr(training, "chat_template_path", None)
+    return template is not None and not Path(template).is_file()
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
@@ -198,6 +220,13 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
     name = settings.extra.init_lora_weights
     if name in OF_FLOATS and policy.quantized:
         raise PrecisionError("the adapter cannot begin so", [_quantized(name, policy.storage)])
+    if name == LOFTQ and policy.storage not in FOUR_BITS:
+        raise PrecisionError.of(
+            "the adapter cannot begin so",
+            f"--init_lora_weights {name} and a base in {policy.storage}",
+            "a base in 4 bits: it begins from what they are off by",
+            "--quantization nf4, or leave --init_lora_weights out",
+        )
 
 
 def _quantized(name: str, storage: str) -> Problem:

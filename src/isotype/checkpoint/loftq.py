@@ -1,0 +1,92 @@
+"""Adapters that begin from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659), the base left as it is.
+
+LoftQ takes turns between quantizing W - BA and decomposing what is left of W. Here it is one turn, of a base that is quantized: with the error
+D = W - Q(W) and the scale s = alpha / r, s B A is the matrix of rank r that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21)
+sets B A to it, without the scale.
+
+Inputs whose channels have the moments m make an output error of Σ m d² (`isotype.model.fitted`). With U the first r left singular vectors of
+D diag(√m), U Uᵀ D is the nearest in that norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of
+from isotype.checkpoint.stored_weights import StoredWeights, blank_model
+from isotype.checkpoint.values.dequantize import dense_weight
+from isotype.core.bar import Bar
+from isotype.core.errors import PrecisionError
+from isotype.core.names import base_name
+from isotype.model.quantized import holds_turned
+from isotype.model.walk import is_tuner_layer, kind_of, places
+
+_TURNS = 4
+"""Products with D and Dᵀ that sharpen the singular vectors; with fewer the last of r are off by some percent."""
+
+
+@torch.no_grad()
+def begin_from_error(
+    model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor], *, adapter: str = "default"
+) -> int:
+    """Set the adapters of layers in 4 bits to the nearest matrices to their quantization errors; returns how many layers these are.
+
+    int8's errors are a hundredth of these: its layers keep their adapters, as those without quantization do.
+
+    Args:
+        model: PEFT's, with LoRA layers on a base that was loaded from the checkpoint.
+        checkpoint: with the weights as they were before.
+        moments: by the layer's name in the base model, `[in]` second moments of its input channels relative to each other; a layer
+            without them has inputs that are alike.
+        adapter: PEFT's name of it.
+
+    Raises:
+        PrecisionError: the checkpoint is saved quantized, so that nobody knows the errors.
+    """
+    saved = checkpoint.facts.quantization
+    if saved is not None and not saved.dequantized:
+        raise PrecisionError.of(
+            "adapters cannot begin from the quantization error",
+            f"{checkpoint.name}, saved in {saved.format}",
+            "a checkpoint in a float dtype, which isotype quantizes while it loads it",
+            "leave --init_lora_weights out, or give the model that it was quantized from",
+        )
+    checkpoint = downloaded(checkpoint)
+    stored = StoredWeights(blank_model(config_of(checkpoint)), headers_of(checkpoint))
+    layers: list[tuple[str, Any]] = []
+    for place in places(model):
+        layer: Any = place.module
+        adapts = is_tuner_layer(layer) and adapter in getattr(layer, "lora_A", ())
+        if adapts and kind_of(layer.get_base_layer()) == "linear4bit":
+            layers.append((base_name(place.name), layer))
+    bar = Bar("decomposing quantization errors")
+    bar.total = len(layers)
+    try:
+        for name, layer in layers:
+            base = layer.get_base_layer()
+            weight = stored.read(f"{name}.weight").float()
+            error = (weight.T if holds_turned(base) else weight) - dense_weight(base, torch.float32)
+            _take_in(layer, adapter, error, moments.get(name))
+            bar.advance()
+    finally:
+        bar.close()
+    return len(layers)
+
+
+def _take_in(layer: Any, adapter: str, error: torch.Tensor, moments: torch.Tensor | None) -> None:
+    """Let s B A be the matrix of rank r at most that is nearest to the error `[out, in]`."""
+    down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    error = error.to(down.device)
+    weighed = error if moments is None else error * moments.to(down.device, torch.float32).sqrt()
+    rank = min(down.shape[0], *error.shape)
+    with torch.random.fork_rng(devices=[down.device] if down.device.type == "cuda" else []):
+        torch.manual_seed(0)  # the same at every start, whatever was drawn before
+        left, values, _ = torch.svd_lowrank(weighed, q=min(2 * rank, *error.shape), niter=_TURNS)
+    rank = min(rank, int((values > 0).sum()))
+    roots = (values[:rank] / layer.scaling[adapter]).sqrt()
+    up.zero_()
+    up[:, :rank] = left[:, :rank] * roots
+    down[:rank] = (left[:, :rank].T @ error) / (layer.scaling[adapter] * roots).unsqueeze(1)
