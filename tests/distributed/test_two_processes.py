@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
 from isotype.core.files import write_whole
+from isotype.precision.policy import PrecisionPolicy
 from isotype.train.checkpoints import damage
 from isotype.train.sharded import SHARDS
 from tests.checkpoint.test_gguf import write_gguf
@@ -38,11 +39,12 @@ MODELS = {"experts": "qwen3-moe", "turned": "gpt2"}
 WHOLE = ("gguf", "mxfp4")
 """Whose tensors every process reads whole: rows of what is stored in blocks are not cut out."""
 TRAININGS = {
+    "mixed": ("--quantization", "mixed", "--dtype", "float32", "--save_steps", 2, *SHARDED),
     "nf4": ("--quantization", "nf4", "--dtype", "float32", "--save_steps", 2, *SHARDED),
     "full": ("--use_peft", "False", "--dtype", "bfloat16", "--save_steps", 2, *SHARDED),
     "ddp": ("--quantization", "int8", "--dtype", "float32"),
 }
-USUAL = ("nf4",)
+USUAL = ("mixed",)
 HELD = ("bf16 FSDP2, checkpointing",)
 HELD_SELDOM = ("nf4 FSDP2", "bf16 DDP", "nf4 DDP", "nf4 DDP, checkpointing")
 """With `HELD`, every pair of storage, sharding and checkpointing."""
@@ -51,6 +53,14 @@ STEPS = ("--max_steps", 4)
 
 
 pytestmark = pytest.mark.newest  # torch 2.10 shards no integers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(base: Path) -> Iterator[None]:
+    """Where what a mixed base is chosen by is kept: the first process measures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISOTYPE_CACHE", str(base / "cache"))
+        yield
 
 
 @dataclass(frozen=True)
@@ -168,7 +178,7 @@ def _as_whole(load: dict[str, Any], most: float) -> None:
 @pytest.fixture(scope="module")
 def whole(together: Together, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process leaves of the training that two share."""
-    return _alone(together, tmp_path_factory.mktemp("whole"), "nf4")
+    return _alone(together, tmp_path_factory.mktemp("whole"), "mixed")
 
 
 def _alone(together: Together, out: Path, name: str) -> Path:
@@ -184,7 +194,7 @@ def test_two_processes_train_every_way_as_one(every, tmp_path, name):
 
 
 def test_two_processes_train_as_one(together, whole):
-    _same_losses(together.root / "nf4", whole, 2e-5)
+    _same_losses(together.root / "mixed", whole, 2e-5)
 
 
 def _same_losses(together: Path, alone: Path, tolerance: float) -> None:
@@ -226,7 +236,11 @@ def _as_foreseen(together: Together, name: str, at: int) -> None:
 
 
 def test_the_adapter_is_one_file_that_peft_loads(together, whole):
-    out = together.root / "nf4"
+    out = together.root / "mixed"
+    policy, single = (PrecisionPolicy.read(path) for path in (out, whole))
+    assert policy is not None
+    assert single is not None
+    assert policy.layers == single.layers != ()
     weights, expected = (load_file(path / "adapter_model.safetensors") for path in (out, whole))
     assert weights.keys() == expected.keys()
     for name, value in weights.items():
@@ -238,12 +252,12 @@ def test_the_adapter_is_one_file_that_peft_loads(together, whole):
 
 
 def test_a_sharded_checkpoint_goes_on_in_one_process(together, tmp_path):
-    checkpoint = together.root / "nf4" / "checkpoint-2"
+    checkpoint = together.root / "mixed" / "checkpoint-2"
     assert damage(checkpoint) is None
     assert len(list((checkpoint / SHARDS).glob("*.safetensors"))) == 2
-    resumed = [*TRAININGS["nf4"][:4], "--resume_from_checkpoint", checkpoint]
+    resumed = [*TRAININGS["mixed"][:4], "--resume_from_checkpoint", checkpoint]
     alone(argv(together.model, together.data, tmp_path, 1, *STEPS, *resumed))
-    assert losses(tmp_path)[-2:] == pytest.approx(losses(together.root / "nf4")[-2:], abs=2e-5)
+    assert losses(tmp_path)[-2:] == pytest.approx(losses(together.root / "mixed")[-2:], abs=2e-5)
 
 
 @pytest.mark.exhaustive
