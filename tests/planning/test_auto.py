@@ -160,7 +160,7 @@ def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) 
     fixes = findings[0].fixes
     assert fixes[0].verified
     assert fixes[0].description == (
-        f"this fits: isotype sft --model_name_or_path {config} --dtype float16 --dataset_name embedded:precision_qa "
+        f"this fits: isotype sft --model_name_or_path {config.parent} --dtype float16 --dataset_name embedded:precision_qa "
         "--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --max_length 256 --gradient_checkpointing True"
     )
     assert with_nearest(findings, step, command) is findings  # it names one already

@@ -128,6 +128,8 @@ def test_nothing_fits(config: Path, formula: object) -> None:
 def test_the_text_ends_with_the_command(plan: Plan) -> None:
     text = str(plan)
     assert text.splitlines()[-1] == plan.command
+    assert plan.command is not None
+    assert not shlex.split(plan.command)[3].endswith("config.json")  # the folder, where weights are
     assert max(map(len, text.splitlines()[:12])) <= 110
     assert "unknown" in text
     assert re.search(r"memory     peak in \w+: ", text)

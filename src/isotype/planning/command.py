@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.data.methods import METHODS
 from isotype.planning.record import Row
@@ -9,6 +11,7 @@ from isotype.planning.request import PlanRequest
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command import set_flag, value_of, without_flag
 
+MODEL = "--model_name_or_path"
 MEMORY = "--base_memory"
 EXAMPLE_DATA = "embedded:precision_qa"
 """The data set of a command whose user has named none: it runs as it is printed."""
@@ -17,6 +20,9 @@ EXAMPLE_DATA = "embedded:precision_qa"
 def command_of(request: PlanRequest, row: Row, profile: DeviceProfile) -> tuple[str, ...]:
     """The training command of a row; a device that is not in this machine is not named in it, for it means nothing there."""
     tokens = without_flag(list(request.command), "--device")
+    model = Path(value_of(tokens, MODEL) or "")
+    if model.name == "config.json" and model.is_file():
+        tokens = set_flag(tokens, MODEL, str(model.parent))  # where its weights are, or will be
     if value_of(tokens, "--dataset_name") is None and value_of(tokens, "--config") is None:
         tokens = [*tokens, "--dataset_name", EXAMPLE_DATA]
     if row.storage in QUANTIZATIONS:
