@@ -7,12 +7,14 @@ result, through a known activation, and the other to the third, whose result it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from isotype.lora.gates import GATES, Gate
+from isotype.model.trial import is_close, result_of
 from isotype.model.walk import is_tuner_layer
 
 
@@ -60,11 +62,7 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, _modules={**module._modules, **stubs})
     x = torch.randn(2, 8, dtype=torch.float64, generator=generator)
-    try:
-        with torch.no_grad():
-            result = type(module).forward(twin, x)
-    except Exception:  # noqa: BLE001 - a module that takes something else than one tensor raises whatever it likes
-        return None
+    result = result_of(partial(type(module).forward, twin), x)
     if [inputs is x for _, inputs in calls] != [True, True, False]:
         return None
     (one, _), (two, _), (down, product) = calls
@@ -72,7 +70,7 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
         return None
     for first, second in ((one, two), (two, one)):
         for gate in GATES.values():
-            if torch.allclose(gate.product(results[first], results[second]), product, rtol=1e-6):
+            if is_close(product, gate.product(results[first], results[second]), rtol=1e-6, atol=1e-8):
                 return GatedParts(first, second, down, gate, (one, two))
     return None
 

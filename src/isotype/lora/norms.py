@@ -22,6 +22,7 @@ from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
 from isotype.model.boundary_choice import returns_float32
 from isotype.model.shard import is_sharded
+from isotype.model.trial import is_close, result_of
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -54,16 +55,12 @@ def norm_parts(module: Any) -> NormParts | None:
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
         vars(module)[PARAMETERS] = {"weight": nn.Parameter(weight, requires_grad=False)}
     x = torch.randn(3, weight.shape[0], generator=generator).to(weight.device)
-    try:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            output = module(x)
-    except Exception:  # noqa: BLE001 - a module that takes something else than one tensor raises whatever it likes
-        return None
+    output = result_of(module, x)
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for offset in (0.0, 1.0):
         wanted = normed * (offset + weight.double())
         # The weight may be rounded once more than here; no other formula comes near.
-        if isinstance(output, torch.Tensor) and torch.allclose(output.double(), wanted, rtol=1e-4, atol=1e-6):
+        if is_close(output, wanted, rtol=1e-4, atol=1e-6):
             return NormParts(eps, offset)
     return None
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from isotype.compat.swapped import globals_of, see_module, with_global
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
+from isotype.model.trial import is_close, result_of
 
 NAME = "apply_rotary_pos_emb"
 """What the modules of transformers call the function."""
@@ -78,17 +79,11 @@ def _is_rotation(rotate: Any) -> bool:
     for dtype, tolerance in _TOLERANCES.items():
         operands = [x.to(dtype) for x in numbers]
         q, k, cos, sin = (x.double() for x in operands)
-        try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                turned = rotate(*operands)
-        except Exception:  # noqa: BLE001 - a function that takes something else raises whatever it likes
-            return False
+        turned = result_of(rotate, *operands)
         if not isinstance(turned, tuple) or len(turned) != 2:
             return False
         for output, wanted in zip(turned, (_rotated(q, cos, sin), _rotated(k, cos, sin)), strict=True):
-            if not isinstance(output, torch.Tensor) or (output.dtype, output.shape) != (dtype, wanted.shape):
-                return False
-            if not torch.allclose(output.double(), wanted, rtol=tolerance, atol=tolerance):
+            if not is_close(output, wanted, rtol=tolerance, atol=tolerance) or output.dtype != dtype:
                 return False
     return True
 

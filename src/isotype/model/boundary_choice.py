@@ -4,6 +4,7 @@ exceptions), of its own float32 weights, or of what it returns."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from isotype.compat.torch import PARAMETERS, own_parameters
 from isotype.core.names import base_name
 from isotype.model.boundary import BoundarySettings, original_class
+from isotype.model.trial import result_of
 from isotype.model.walk import (
     LINEAR_KINDS,
     Place,
@@ -189,9 +191,5 @@ def _run_on_meta(norm: nn.Module, weights: Mapping[str, torch.Tensor], dtype: to
     }
     twin.__dict__.update(norm.__dict__, **{PARAMETERS: {**own_parameters(norm), **blank}})
     size = next(each.shape[0] for each in weights.values() if each.dim() == 1)
-    try:
-        with torch.no_grad():
-            output = plain.forward(twin, torch.empty(1, size, dtype=dtype, device="meta"))
-    except Exception:  # noqa: BLE001 - a norm of something else than one tensor raises whatever it likes
-        return False
+    output = result_of(partial(plain.forward, twin), torch.empty(1, size, dtype=dtype, device="meta"))
     return isinstance(output, torch.Tensor) and output.dtype == torch.float32
