@@ -16,7 +16,6 @@ import importlib.util
 import json
 import math
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -360,8 +359,10 @@ def checkpoint(folder: Path, layers: int) -> int:
     return int(sum(each.numel() for each in model.model.layers[0].parameters())) * 4
 
 
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident(key: str) -> int:
+    """Bytes of this process: `VmRSS` now, `VmHWM` at the worst moment."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
 
 
 def timed(folder: str, what: str) -> None:
@@ -370,12 +371,13 @@ def timed(folder: str, what: str) -> None:
 
     small = Path(folder) / "small"
     isotype.measure_quality(small, tokens=64, exact=(), progress=False)  # libraries, and what they hold
-    before, started = peak(), time.process_time()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again
+    before, started = resident("VmRSS"), time.process_time()
     if what == "run":
         measure_divergence(folder, {}, progress=False)
     else:
         isotype.measure_quality(folder, exact=("nf4",) if what == "exact" else (), progress=False)
-    print(time.process_time() - started, peak() - before)
+    print(time.process_time() - started, resident("VmHWM") - before)
 
 
 def times(layers: int) -> None:

@@ -6,7 +6,7 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 
-from isotype.model.fitted import quantize_by, quantize_fitted
+from isotype.model.fitted import nearest_values, quantize_by, quantize_fitted
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.moments import read, written
 
@@ -65,6 +65,18 @@ def test_shapes_and_dtypes_are_stored_as_bitsandbytes_does(
     fitted = error(weight, codes, state, moments).sum()
     # Quantized constants: a relative error of some percent more.
     assert fitted <= error(weight, plain_codes, plain, moments).sum() * 1.1 + 1e-6
+
+
+@pytest.mark.parametrize("shape", [(50, 72), (7, 33), (3, 64)])
+def test_values_without_codes_are_those_of_the_codes(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for moments in (inputs_of(shape[1]), None):
+        values = nearest_values(weight, "nf4", moments, blocksize=64)
+        expected = bnb.dequantize_4bit(*quantize_by(moments, weight, "nf4"))
+        # In the middle between two values of the format it may be the other one: a few elements of each 10,000.
+        assert ((values - expected).abs() > 1e-6).float().mean() < 1e-3
+    weight[0, 1] = torch.inf
+    assert nearest_values(weight, "nf4", None, blocksize=64).shape == shape
 
 
 def test_rows_of_a_weight_are_cut_anywhere() -> None:

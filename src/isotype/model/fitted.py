@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,25 +59,65 @@ def quantize_fitted(
         As `quantize_4bit`; the codes are the nearest under constants before these are quantized themselves, as bitsandbytes' are.
     """
     flat = weight.detach().reshape(-1)
-    blocks = math.ceil(flat.numel() / blocksize)
-    codes = torch.empty(blocks * blocksize, dtype=torch.uint8, device=flat.device)
-    constants = torch.empty(blocks, device=flat.device)
-    repeated = _repeated(moments.to(flat.device, torch.float32), _PIECE)
-    step = _PIECE // blocksize
-    for begin in range(0, blocks, step):
-        end = min(begin + step, blocks)
-        part = flat[begin * blocksize : end * blocksize].float()
-        at = (first + begin * blocksize) % moments.numel()
-        weights = repeated[at : at + part.numel()]
-        padding = (end - begin) * blocksize - part.numel()
-        if padding:
-            part, weights = (torch.nn.functional.pad(each, (0, padding)) for each in (part, weights))
-        constants[begin:end], nearest = _fit(part.view(-1, blocksize), weights.view(-1, blocksize), form)
-        codes[begin * blocksize : end * blocksize] = nearest
+    count = math.ceil(flat.numel() / blocksize)
+    codes = torch.empty(count * blocksize, dtype=torch.uint8, device=flat.device)
+    constants = torch.empty(count, device=flat.device)
+    _, codes_of = _cells(form, flat.device)
+    for begin, values, weights in _blocks(flat, blocksize, moments, first):
+        part = _constants(values, weights, form)
+        constants[begin : begin + part.numel()] = part
+        chosen = codes_of.index_select(0, _cell(_finite(values, part), part))
+        codes[begin * blocksize :][: chosen.numel()] = chosen
     even = codes[: flat.numel() + flat.numel() % 2]
     packed = ((even[::2] << 4) | even[1::2]).view(storage).unsqueeze(1)
     settings = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": blocksize, "quant_type": form}
     return packed, state_4bit(constants, double_quant=double_quant, **settings)
+
+
+def nearest_values(
+    weight: torch.Tensor, form: str, moments: torch.Tensor | None, *, blocksize: int
+) -> torch.Tensor:
+    """The values that a float32 weight has in 4 bits, without a way through codes: for sums over many of them.
+
+    Without moments, constants are the blocks' largest magnitudes; values within 1/32767 of the middle between two of the format's may be the
+    other one than bitsandbytes takes.
+
+    Args:
+        weight: `[rows, columns]`, or whole blocks of its rows.
+        form, moments, blocksize: as of `quantize_fitted`.
+    """
+    flat = weight.detach().reshape(-1)
+    near = torch.empty_like(flat)
+    values_of, _ = _cells(form, flat.device)
+    for begin, values, weights in _blocks(flat, blocksize, moments, 0):
+        part = values.abs().amax(dim=1) if weights is None else _constants(values, weights, form)
+        chosen = values_of.index_select(0, _cell(_finite(values, part), part))
+        chosen = chosen.view_as(values).mul_(part.unsqueeze(1))
+        place = near[begin * blocksize :][: chosen.numel()]
+        place.copy_(chosen.view(-1)[: place.numel()])
+    return near.view_as(weight)
+
+
+def _blocks(
+    flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+    """(number of the first one, values in float32, their channels' moments) `[blocks, blocksize]`, some at a time, zeros where the last is not full."""
+    columns = 1 if moments is None else moments.numel()
+    repeated = None if moments is None else _repeated(moments.to(flat.device, torch.float32), _PIECE)
+    step = _PIECE // blocksize * blocksize
+    for begin in range(0, flat.numel(), step):
+        values = flat[begin : begin + step].float()
+        at = (first + begin) % columns
+        weights = None if repeated is None else repeated[at : at + values.numel()]
+        padding = -values.numel() % blocksize
+        if padding:
+            values = torch.nn.functional.pad(values, (0, padding))
+            weights = None if weights is None else torch.nn.functional.pad(weights, (0, padding))
+        yield (
+            begin // blocksize,
+            values.view(-1, blocksize),
+            None if weights is None else weights.view(-1, blocksize),
+        )
 
 
 def _repeated(moments: torch.Tensor, length: int) -> torch.Tensor:
@@ -84,13 +125,13 @@ def _repeated(moments: torch.Tensor, length: int) -> torch.Tensor:
     return moments.repeat(math.ceil(length / moments.numel()) + 1)
 
 
-def _fit(values: torch.Tensor, weights: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The constants `[blocks]` of blocks `[blocks, blocksize]`, and their codes, one a byte."""
+def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) -> torch.Tensor:
+    """The constants `[blocks]` of least error of blocks `[blocks, blocksize]`."""
+    assert weights is not None
     largest = values.abs().amax(dim=1)
-    if not largest.max() < torch.inf:
-        values = values.nan_to_num(0, 0, 0)
+    values = _finite(values, largest)
     products = values * weights
-    values_of, codes_of = _cells(form, values.device)
+    values_of, _ = _cells(form, values.device)
     best, constants = torch.full_like(largest, -1), largest.clone()
     for start in _STARTS:
         near = values_of.index_select(0, _cell(values, largest * start)).view_as(values)
@@ -101,7 +142,12 @@ def _fit(values: torch.Tensor, weights: torch.Tensor, form: str) -> tuple[torch.
         better = gain > best
         best = torch.where(better, gain, best)
         constants = torch.where(better, above / below, constants)
-    return constants, codes_of.index_select(0, _cell(values, constants))
+    return constants
+
+
+def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
+    """The blocks' values, 0 in the place of those that are not finite: a constant of each block says whether there are any."""
+    return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 
 def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ class Layers:
             part = weight[rows]
             fisher = above[:, rows].T @ squares
             for form in MEASURED:
-                off = rounded(part, form, moments).sub_(part).square_()
+                off = rounded(part, form, moments, exact=False).sub_(part).square_()
                 error[form] += float(off.sum())
                 damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
         for form in MEASURED:
