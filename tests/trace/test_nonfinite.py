@@ -213,6 +213,9 @@ class Attention(nn.Module):
                 ~keep, least
             )
             scores = scores + mask
+        elif self.masked_by == "tensor":
+            mask = torch.where(keep, torch.tensor(0.0, dtype=scores.dtype), torch.finfo(scores.dtype).min)
+            scores = scores + mask + mask
         else:
             mask = torch.empty_like(scores)
             mask[:] = 0
@@ -233,7 +236,7 @@ def attended(masked_by: str, keep: torch.Tensor) -> NonFinite | None:
     return first_nonfinite(model, run, [given])
 
 
-@pytest.mark.parametrize("masked_by", ["fill", "where", "add", "least"])
+@pytest.mark.parametrize("masked_by", ["fill", "where", "add", "least", "tensor"])
 def test_masks_are_no_findings_but_softmax_of_nothing_is(masked_by: str):
     keep = torch.ones(2, 3, 4, dtype=torch.bool)
     keep[..., 2:] = False

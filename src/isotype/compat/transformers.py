@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib.metadata import version
 from types import FrameType
 from typing import Any, Final
 
 import torch
+from packaging.version import Version
 
 from isotype.compat.replaced import MethodsOfOne, replaced
 from isotype.compat.standard import frame_above
@@ -274,9 +276,15 @@ OVERRIDDEN: Final = tuple(
 """The Trainer's methods that `TrainerSteps` overrides."""
 
 
+SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
+"""Methods of `OVERRIDDEN` that an older transformers has no step for: it brings sharded gradients together in every micro-batch."""
+
+
 def incompatibilities(trainer: type) -> list[str]:
     """What `TrainerSteps` overrides and a trainer's class does not have: its steps would be left out without a word."""
-    return [f"{trainer.__name__} has no method {name}" for name in OVERRIDDEN if not hasattr(trainer, name)]
+    installed = Version(version("transformers"))
+    steps = [name for name in OVERRIDDEN if name not in SINCE or installed >= SINCE[name]]
+    return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]
 
 
 # ------------------------------------------------------------------------------------------------------ replaced for a time

@@ -143,8 +143,9 @@ def _sparser(without: int, least: int, room: int) -> range:
 
 
 def takes_every_n_layers() -> bool:
-    """Whether this transformers can checkpoint some of the layers (5.23 can)."""
+    """Whether this transformers can checkpoint some of the layers, by either name of the method (5.20 to 5.23 can)."""
     from transformers import PreTrainedModel
 
-    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
-    return enable is not None and "every_n_layers" in inspect.signature(enable).parameters
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    methods = [getattr(PreTrainedModel, name) for name in names if hasattr(PreTrainedModel, name)]
+    return any("every_n_layers" in inspect.signature(method).parameters for method in methods)

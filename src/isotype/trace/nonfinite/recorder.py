@@ -105,7 +105,9 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         operands = operands_of(func, args, kwargs)
         result = func(*args, **kwargs)
         place = self._place()
-        if not is_view(func):
+        if func in _LIFTS:
+            _add(self._constant, result)  # `torch.tensor(0.0)` in the code
+        elif not is_view(func):
             self.finding = self._look(_Call(func, args, kwargs, operands, place), result)
             if self.finding is not None and self._stop:
                 raise FoundError
@@ -245,6 +247,7 @@ def _add(into: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
         into[storage_key(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
+_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 
 
