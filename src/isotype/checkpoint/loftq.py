@@ -21,6 +21,7 @@ from isotype.checkpoint.values.dequantize import dense_weight
 from isotype.core.bar import Bar
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
+from isotype.core.random_states import random_states_kept
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_tuner_layer, kind_of, places
 
@@ -82,7 +83,7 @@ def _take_in(layer: Any, adapter: str, error: torch.Tensor, moments: torch.Tenso
     error = error.to(down.device)
     weighed = error if moments is None else error * moments.to(down.device, torch.float32).sqrt()
     rank = min(down.shape[0], *error.shape)
-    with torch.random.fork_rng(devices=[down.device] if down.device.type == "cuda" else []):
+    with random_states_kept(down.device):
         torch.manual_seed(0)  # the same at every start, whatever was drawn before
         left, values, _ = torch.svd_lowrank(weighed, q=min(2 * rank, *error.shape), niter=_TURNS)
     rank = min(rank, int((values > 0).sum()))

@@ -26,6 +26,9 @@ def rounded(
         form: one of `isotype.precision.damages.MEASURED`.
         moments: `[columns]`, of the layer's input channels; what constants are fitted to in a format that says so.
         exact: bitsandbytes' values to the bit; else see `isotype.model.fitted.nearest_values`, in half the time.
+
+    Raises:
+        ValueError: a format that is fitted, without moments.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -34,7 +37,8 @@ def rounded(
         return weight.to(parse_dtype(form)).float()
     name, size = FORMATS[form].code, FORMATS[form].block
     fitted = FORMATS[form].fitted
-    assert moments is not None or not fitted
+    if fitted and moments is None:
+        raise ValueError(f"{form} is fitted to the moments of a layer's inputs, and there are none")
     if fitted or not exact:
         return nearest_values(weight, name, moments if fitted else None, blocksize=size)
     codes, state = quantize_4bit(weight.contiguous(), name, blocksize=size)
