@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isotype.preflight.setup import setup_of
 from isotype.records.memory import Memory
@@ -24,15 +25,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step_of(request: StepRequest) -> Trace:
-    """Weights of 1 MiB in 4 bits, 4 MiB otherwise, and 4 KiB a token, of which checkpointing saves three quarters; a product."""
+    """Weights of 1 MiB in 4 bits, 4 MiB otherwise, and 4 KiB a token, of which checkpointing saves three quarters, of the layers that have it."""
     setup = setup_of(request)
     rows, tokens = setup.batch["input_ids"]
     policy = setup.policy
     assert policy is not None
-    on = any(getattr(module, "gradient_checkpointing", False) for module in request.model.modules())
+    layers = [module for module in request.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    on = sum(module.gradient_checkpointing for module in layers) / len(layers)
     sizes = {
         "weights": 2**20 * (1 if policy.quantized else 4),
-        "activations": rows * tokens * 2 ** (10 if on else 12),
+        "activations": int(rows * tokens * 2**10 * (4 - 3 * on)),
     }
     numbers = Operand("self", policy.compute, (rows * tokens, 64), Origin("input", policy.compute, "x"))
     product = Call(
@@ -42,7 +44,7 @@ def step_of(request: StepRequest) -> Trace:
         "",
         (numbers, numbers),
         ((policy.compute, (rows * tokens, 64)),),
-        flops=rows * tokens * 10**6 * (4 if on else 3),
+        flops=int(rows * tokens * 10**6 * (3 + on)),
     )
     return Trace(setup, (product,), (), {}, Memory({"forward": sizes}))  # type: ignore[dict-item]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.data.methods import METHODS
@@ -12,13 +15,23 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command import set_flag, value_of, without_flag
 
 MODEL = "--model_name_or_path"
+CHECKPOINTING, EVERY = "--gradient_checkpointing", "every_n_layers"
 MEMORY = "--base_memory"
 EXAMPLE_DATA = "embedded:precision_qa"
 """The data set of a command whose user has named none: it runs as it is printed."""
 
 
-def command_of(request: PlanRequest, row: Row, profile: DeviceProfile) -> tuple[str, ...]:
-    """The training command of a row; a device that is not in this machine is not named in it, for it means nothing there."""
+def command_of(
+    request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
+) -> tuple[str, ...]:
+    """The training command of a row; a device that is not in this machine is not named in it, for it means nothing there.
+
+    Args:
+        request: what was asked.
+        row: the settings.
+        profile: of the row's device.
+        checkpointing: arguments of the model's `gradient_checkpointing_enable`; None for no layer.
+    """
     tokens = without_flag(list(request.command), "--device")
     model = Path(value_of(tokens, MODEL) or "")
     if model.name == "config.json" and model.is_file():
@@ -33,9 +46,12 @@ def command_of(request: PlanRequest, row: Row, profile: DeviceProfile) -> tuple[
         ("--per_device_train_batch_size", row.rows),
         ("--gradient_accumulation_steps", row.accumulation),
         (_length_flag(request), row.length),
-        ("--gradient_checkpointing", row.checkpointing_flag or "auto"),
+        (CHECKPOINTING, row.checkpointing_flag or "True"),
     ):
         tokens = set_flag(tokens, name, str(value))
+    number = (checkpointing or {}).get(EVERY, 1)
+    if number > 1:
+        tokens = set_flag(tokens, f"{CHECKPOINTING}_kwargs", json.dumps({EVERY: number}))
     if row.sharding == "FSDP2" and value_of(tokens, "--fsdp") is None:
         tokens += ["--fsdp", "full_shard"]
     if profile.present and request.devices != ("auto",):

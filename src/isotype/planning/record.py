@@ -135,7 +135,7 @@ class Row:
 
     @property
     def checkpointing_flag(self) -> str | None:
-        """What `--gradient_checkpointing` says of it; None of every n-th layer, which the training chooses itself."""
+        """What `--gradient_checkpointing` says of it; None of every n-th layer, which takes a number besides."""
         return {"off": "False", "every layer": "True"}.get(self.checkpointing)
 
 

@@ -25,7 +25,7 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
 from isotype.train.policy import policy_by_ranges
-from isotype.train.recompute_choice import Choice, NotForeseenError, Room
+from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose
 from isotype.train.step import PlannedStep, row_length
 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
@@ -112,15 +112,39 @@ class Search:
 
     def _uniform_rows(self) -> Iterator[Row]:
         for option in self._options():
-            steps = Steps(option.step, option.arguments, self.profiles)
-            self._known[_key(option)] = option, steps
+            steps = self._steps(option)
             try:
                 for profile in self.profiles:
-                    yield self._row(option, steps, profile)
+                    row = self._row(option, steps, profile)
+                    yield row
+                    if row.fits and option.arguments and self.request.step.auto and not option.sharding:
+                        yield from self._sparser_row(option, profile)
             except NotForeseenError as why:
                 self.refused.append(
                     f"{option.step.policy.storage}, checkpointing {option.checkpointing}: {why}"
                 )
+
+    def _steps(self, option: Option) -> Steps:
+        known = self._known.setdefault(
+            _key(option), (option, Steps(option.step, option.arguments, self.profiles))
+        )
+        return known[1]
+
+    def _sparser_row(self, option: Option, profile: DeviceProfile) -> Iterator[Row]:
+        """Beside a row that computes every layer again, one with every n-th, where no row of data fits with none and one does with some.
+
+        Where one fits without, a smaller micro-batch is faster than layers that are computed again.
+        """
+        rows = self.request.rows or 1
+
+        def foresee(arguments: Mapping[str, Any] | None) -> int:
+            return self._steps(Option(option.step, arguments)).peak(rows, self.length)
+
+        choice = choose(foresee, self.rooms[profile.name])
+        if choice.arguments is not None and choice.arguments != CHECKPOINTING:
+            some = Option(option.step, choice.arguments)
+            short = replace(self, request=replace(self.request, longest=False))
+            yield short._row(some, self._steps(some), profile)
 
     def _options(self) -> Iterator[Option]:
         for step in self._planned_steps():
@@ -196,7 +220,7 @@ class Search:
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
         """Of each row with 4 bits that fits, one whose base takes the memory that is left."""
         for row in rows:
-            if row.storage != "nf4" or not row.fits:
+            if row.storage != "nf4" or not row.fits or row.checkpointing_flag is None:
                 continue
             option, _ = self._known[row.storage, row.checkpointing, row.sharding]
             mixed = self._fitted(option, row, profile)
@@ -288,7 +312,7 @@ class Search:
         )
         self.notes += [note for note in traced.notes if note not in self.notes]
         work = work_of(self.request, row, partial(_seconds, steps, profile.name)) if fits else None
-        return replace(row, command=command_of(self.request, row, profile), work=work)
+        return replace(row, command=command_of(self.request, row, profile, option.arguments), work=work)
 
     def _damage(self, policy: PrecisionPolicy) -> float | None:
         layers = self.request.layers
