@@ -117,7 +117,7 @@ class Search:
                 for profile in self.profiles:
                     row = self._row(option, steps, profile)
                     yield row
-                    if row.fits and option.arguments and self.request.step.auto and not option.sharding:
+                    if row.fits and self._looks_between(option):
                         yield from self._sparser_row(option, profile)
             except NotForeseenError as why:
                 self.refused.append(
@@ -129,6 +129,11 @@ class Search:
             _key(option), (option, Steps(option.step, option.arguments, self.profiles))
         )
         return known[1]
+
+    def _looks_between(self, option: Option) -> bool:
+        """Whether some layers are of interest beside all of them: of one storage, for such a step, whose layers differ, takes long to trace."""
+        every = option.arguments is not None and self.request.step.auto
+        return every and not option.sharding and self._storages() is not STORAGES
 
     def _sparser_row(self, option: Option, profile: DeviceProfile) -> Iterator[Row]:
         """Beside a row that computes every layer again, one with every n-th, where no row of data fits with none and one does with some.
