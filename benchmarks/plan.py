@@ -39,7 +39,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import isotype
 from isotype.compat.glibc import freed_memory_kept
-from isotype.core.units import parse_size
 from isotype.planning.record import Row
 
 TOLERANCE, LEAST_TAU, FACTOR = 0.05, 0.8, 1.5
@@ -118,17 +117,17 @@ CASES = (
 )
 
 LIMITS = tuple(
-    (Case(source, storage, checkpointing, 0, length), limit)
+    (Case(source, storage, checkpointing, 0, length), limit * 2**20)
     for source, storage, checkpointing, length, limit in (
-        ("LlamaConfig", None, False, 256, "320MiB"),
-        ("LlamaConfig", "nf4", True, 512, "300MiB"),
-        ("Gemma2Config", None, True, 512, "500MiB"),
-        ("Gemma2Config", "nf4", False, 256, "600MiB"),
-        ("embedded:smollm2", None, False, 128, "2GiB"),
-        ("embedded:smollm2", "nf4", True, 256, "1GiB"),
+        ("LlamaConfig", None, False, 256, 320),
+        ("LlamaConfig", "nf4", True, 512, 300),
+        ("Gemma2Config", None, True, 512, 500),
+        ("Gemma2Config", "nf4", False, 256, 600),
+        ("embedded:smollm2", None, False, 128, 2048),
+        ("embedded:smollm2", "nf4", True, 256, 1024),
     )
 )
-"""Settings, and what a process may take besides what it has without a model."""
+"""Settings, and bytes that a process may take besides what it has without a model."""
 
 
 # What a plan takes
@@ -141,7 +140,7 @@ def plan_times() -> list[dict[str, Any]]:
         for name, (config, arguments) in LARGE.items():
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(config), encoding="utf-8")
-            results.append({"plan": name, **_in_a_process("--child-plan", str(path), *arguments)})
+            results.append({"plan": name, **_in_a_process("--child", "plan", str(path), *arguments)})
             shown = results[-1]
             print(
                 f"{name:<20} {shown['seconds']:6.1f} s {shown['cpu_seconds']:6.1f} s of CPU {shown['gib']:6.2f} GiB "
@@ -191,7 +190,7 @@ def row_figures() -> list[dict[str, Any]]:
     head = f"{'row':<52} {'foreseen':>12} {'measured':>12} {'error':>7} {'tokens/s':>9} {'measured':>9} {'ratio':>6}"
     print(head)
     for at, case in enumerate(CASES):
-        figures = _in_a_process("--child-row", str(at))
+        figures = _in_a_process("--child", "row", str(at))
         results.append({"row": case.name, **figures})
         print(
             f"{case.name:<52} {figures['foreseen'] / 2**20:>8.1f} MiB {figures['peak'] / 2**20:>8.1f} MiB "
@@ -228,7 +227,7 @@ def row_here(case: Case) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         source = _source(case, Path(folder))
-        row = _planned(case, source)
+        row = _planned(case, source, 2**36, case.rows * case.length, rows=case.rows)
         peak, seconds = _steps(case, source, row)
     return {
         "foreseen": row.peak,
@@ -250,15 +249,13 @@ def _source(case: Case, folder: Path) -> str:
     return str(folder)
 
 
-def _planned(case: Case, source: str) -> Row:
-    more: dict[str, Any] = {} if case.quantization is None else {"quantization": case.quantization}
+def _planned(case: Case, source: str, memory: int, tokens: int, **pins: Any) -> Row:
+    """The row of a case in a plan for this CPU, of steps with so many tokens."""
+    if case.quantization is not None:
+        pins["quantization"] = case.quantization
     plan = isotype.plan(
-        source, "cpu", rows=case.rows, length=case.length, tokens_per_step=case.rows * case.length, dtype="float32", max_memory="64GiB", **more
+        source, "cpu", length=case.length, tokens_per_step=tokens, dtype="float32", max_memory=f"{memory}B", **pins
     )  # fmt: skip
-    return _row_of(plan, case)
-
-
-def _row_of(plan: isotype.Plan, case: Case) -> Row:
     wanted = "every layer" if case.checkpointing else "off"
     storage = case.quantization or "float32"
     return next(row for row in plan.rows if (row.checkpointing, row.storage) == (wanted, storage))
@@ -332,49 +329,41 @@ def _step(model: Any, batch: dict[str, torch.Tensor], optimizer: torch.optim.Opt
 def largest_figures() -> list[dict[str, Any]]:
     """One entry a limit: the rows of a micro-batch that the plan found, and the most that real steps got through."""
     results = []
-    print(f"{'settings':<52} {'limit':>8} {'plan may take':>14} {'found':>6} {'ran':>4}")
+    print(f"{'settings':<52} {'limit':>8} {'plan may take':>14} {'planned':>8} {'ran':>4}")
     for at, (case, limit) in enumerate(LIMITS):
-        found = _in_a_process("--child-largest", str(at))
-        rows = found["rows"]
+        planned = _in_a_process("--child", "largest", str(at))
+        rows = planned["rows"]
         ran = rows if _runs(at, rows) else 0
         while ran and ran < rows + MORE_ROWS and _runs(at, ran + 1):
             ran += 1
-        results.append({"case": case.name, "limit": limit, **found, "ran": ran})
+        results.append({"case": case.name, "limit": limit, **planned, "ran": ran})
         label = case.name.replace("0 of", "rows of")
-        print(f"{label:<52} {limit:>8} {found['room'] / 2**20:>10.0f} MiB {rows:>6} {ran:>4}", flush=True)
+        print(
+            f"{label:<52} {limit / 2**20:>4.0f} MiB {planned['room'] / 2**20:>10.0f} MiB {rows:>8} {ran:>4}",
+            flush=True,
+        )
     return results
 
 
 def _runs(at: int, rows: int) -> bool:
-    return bool(_in_a_process("--child-limit", str(at), str(rows), **OWN_BLOCKS)["runs"])
+    return bool(_in_a_process("--child", "limit", str(at), str(rows), **OWN_BLOCKS)["runs"])
 
 
-def largest_here(case: Case, limit: str) -> dict[str, Any]:
-    """What the plan finds."""
+def largest_here(case: Case, limit: int) -> dict[str, Any]:
+    """What the plan has as the largest micro-batch."""
+    # Of 840 rows in as few micro-batches as fit every number up to 8 is a possible answer, and every second one up to 16.
+    tokens, checkpointing = 840 * case.length, str(case.checkpointing)
     with tempfile.TemporaryDirectory() as folder:
-        row = _largest_row(case, _source(case, Path(folder)), limit)
+        source = _source(case, Path(folder))
+        row = _planned(case, source, int(SHARE * limit), tokens, gradient_checkpointing=checkpointing)
     return {"rows": row.rows, "room": row.room, "peak": row.peak}
 
 
-def _largest_row(case: Case, source: str, limit: str) -> Row:
-    size = parse_size(limit)
-    assert size is not None
-    more: dict[str, Any] = {} if case.quantization is None else {"quantization": case.quantization}
-    more["gradient_checkpointing"] = str(case.checkpointing)
-    # Of 840 rows in as few micro-batches as fit every number up to 8 is a possible answer, and every second one up to 16.
-    plan = isotype.plan(
-        source, "cpu", length=case.length, tokens_per_step=840 * case.length, dtype="float32", max_memory=f"{int(SHARE * size)}B", **more
-    )  # fmt: skip
-    return _row_of(plan, case)
-
-
-def limited_here(case: Case, limit: str, rows: int) -> dict[str, Any]:
+def limited_here(case: Case, limit: int, rows: int) -> dict[str, Any]:
     """Whether three steps run in this process with a limit on its memory."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    size = parse_size(limit)
-    assert size is not None
     with tempfile.TemporaryDirectory() as folder:
         source = _source(case, Path(folder))
         policy = isotype.resolve_precision(
@@ -383,9 +372,8 @@ def limited_here(case: Case, limit: str, rows: int) -> dict[str, Any]:
         _fused_steps(*_prepared(replace(case, rows=1), source, policy))  # libraries and kernels are loaded
         model, batch, optimizer = _prepared(replace(case, rows=rows), source, policy)
         gc.collect()
-        limit_data(
-            size - _held(model)
-        )  # a loaded file stays mapped: the limit would count it beside the weights
+        # A loaded file stays mapped: the limit would count it beside the weights.
+        limit_data(limit - _held(model))
         try:
             _fused_steps(model, batch, optimizer)
         except (MemoryError, RuntimeError) as error:
@@ -467,28 +455,24 @@ PARTS: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
     "checks": check_results,
 }
 
+CHILDREN: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "plan": lambda *arguments: plan_here(list(arguments)),
+    "row": lambda at: row_here(CASES[int(at)]),
+    "largest": lambda at: largest_here(*LIMITS[int(at)]),
+    "limit": lambda at, rows: limited_here(*LIMITS[int(at)], int(rows)),
+}
+"""What `_in_a_process` asks for, by name: functions of the words that follow it."""
+
 
 def main() -> int:
     """Run the parts that are asked for and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["time", "rows"])
-    parser.add_argument("--child-plan", nargs=argparse.REMAINDER)
-    parser.add_argument("--child-row", type=int)
-    parser.add_argument("--child-largest", type=int)
-    parser.add_argument("--child-limit", type=int, nargs=2)
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help="one measurement, in this process")
     options = parser.parse_args()
-    if options.child_plan:
-        print(json.dumps(plan_here(options.child_plan)))
-        return 0
-    if options.child_row is not None:
-        print(json.dumps(row_here(CASES[options.child_row])))
-        return 0
-    if options.child_largest is not None:
-        print(json.dumps(largest_here(*LIMITS[options.child_largest])))
-        return 0
-    if options.child_limit is not None:
-        at, number = options.child_limit
-        print(json.dumps(limited_here(LIMITS[at][0], LIMITS[at][1], number)))
+    if options.child:
+        name, *values = options.child
+        print(json.dumps(CHILDREN[name](*values)))
         return 0
     results = {part: PARTS[part]() for part in options.parts}
     print(json.dumps(results))

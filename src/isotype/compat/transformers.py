@@ -155,8 +155,8 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
     def load(model: Any, state_dict: Any, files: Any, settings: Any, *rest: Any, **more: Any) -> Any:
         theirs = getattr(super(derived, derived), LOAD)
-        own = partial(theirs, model, state_dict, files, settings, *rest, **more)
-        return own() if read is None else read(model, state_dict, files, settings, own)
+        fill = partial(theirs, model, state_dict, files, settings, *rest, **more)
+        return fill() if read is None else read(model, state_dict, files, settings, fill)
 
     members = {"post_init": post_init, DTYPE_PLAN: dtype_plan, LOAD: staticmethod(load)}
     derived: Any = type(cls.__name__, (cls,), members)

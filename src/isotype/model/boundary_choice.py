@@ -99,10 +99,10 @@ def _of_exceptions(
         # lora_A meets what the layer meets: adapters are small enough to compute in float32.
         owner = name.rpartition(".")[0]
         return BoundarySettings("compute", wide) if place.kind == "linear" and owner in exceptions else None
-    own = exceptions.get(name)
-    if own is not None and own.how != "adapters":
+    of_place = exceptions.get(name)
+    if of_place is not None and of_place.how != "adapters":
         if place.kind in LINEAR_KINDS:
-            return _of_linear(place, own, compute)
+            return _of_linear(place, of_place, compute)
         # Its parameters are cast with its inputs; autocast is off inside.
         return BoundarySettings("compute", wide)
     inside = any(
@@ -117,11 +117,11 @@ def _of_exceptions(
     return None
 
 
-def _of_linear(place: Place, own: ModuleException, compute: torch.dtype) -> BoundarySettings:
+def _of_linear(place: Place, exception: ModuleException, compute: torch.dtype) -> BoundarySettings:
     wide = torch.float32
     scalable = place.kind != "linear" or isinstance(place.module, nn.Linear)
-    if place.kind == "linear8bit" or (own.how == "scale" and scalable):
-        return BoundarySettings("scale", compute, wide, own.exponent)
+    if place.kind == "linear8bit" or (exception.how == "scale" and scalable):
+        return BoundarySettings("scale", compute, wide, exception.exponent)
     return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)
 
 
@@ -143,12 +143,12 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
         return "int8"
     if place.tuner:
         return None
-    own = own_float_parameters(place.module)
-    pinned = any(is_pinned(f"{place.name}.{name}", policy.pinned) for name in own)
+    parameters = own_float_parameters(place.module)
+    pinned = any(is_pinned(f"{place.name}.{name}", policy.pinned) for name in parameters)
     if policy.plain == torch.float32:
         # Autocast would compute a pinned linear layer in 16 bits.
         return "float32" if pinned and place.kind == "linear" else None
-    high = [p for p in own.values() if p.dtype == torch.float32]
+    high = [p for p in parameters.values() if p.dtype == torch.float32]
     if not high:
         return "float32" if place.kind == "norm" and returns_float32(place.module, policy.plain) else None
     if place.kind == "linear4bit":

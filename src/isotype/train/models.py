@@ -98,8 +98,8 @@ def _peft_config(settings: Settings, model: Any) -> Any:
 
     config = get_peft_config(settings.model)
     config.bias = settings.extra.lora_bias
-    asked = settings.extra.init_lora_weights
-    config.init_lora_weights = True if asked in (None, LOFTQ) else asked
+    start = settings.extra.init_lora_weights
+    config.init_lora_weights = True if start in (None, LOFTQ) else start
     check_module_names(model, config)
     return config
 
@@ -109,19 +109,11 @@ def _adapted(
 ) -> Any:
     if start is not None:
         return _with_reference(settings, attach(model, start))
-    try:
+    with _adapter_arguments():
         model = add_lora(model, policy, _peft_config(settings, model))
         if settings.extra.init_lora_weights == LOFTQ:
             begin_from_error(model, checkpoint, moments_of_run(checkpoint))
         return _with_reference(settings, model)
-    except (ValueError, NotImplementedError) as error:
-        # PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt.
-        raise UsageError.of(
-            "the adapter cannot be made as asked",
-            one_line(error),
-            "arguments that PEFT can adapt this model by",
-            "see --lora_*",
-        ) from error
 
 
 _REFERENCE = "ref"

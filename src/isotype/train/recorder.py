@@ -118,11 +118,11 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def headroom(self) -> Headroom | None:
         """How much of float16's range the blocks used so far; None of a run in another dtype."""
-        own = None if self._headroom is None else self._headroom.record()
+        measured = None if self._headroom is None else self._headroom.record()
         before = None if self._earlier is None else self._earlier.headroom
-        if own is None or before is None or own.blocks != before.blocks:
-            return own or before
-        return replace(own, samples=(*before.samples, *own.samples))
+        if measured is None or before is None or measured.blocks != before.blocks:
+            return measured or before
+        return replace(measured, samples=(*before.samples, *measured.samples))
 
     @property
     def made_steps(self) -> bool:
@@ -252,15 +252,15 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         logs = kwargs.get("logs") or {}
         if not self.steps or self.steps[-1].step != state.global_step:
             return
-        own = {
+        metrics = {
             name: float(value)
             for name, value in logs.items()
             if isinstance(value, (int, float))
             and name not in _LOGGED_ANYWAY
             and not name.startswith(("eval_", "train_"))
         }
-        if own:
-            self.steps[-1] = replace(self.steps[-1], metrics=tuple(own.items()))
+        if metrics:
+            self.steps[-1] = replace(self.steps[-1], metrics=tuple(metrics.items()))
 
     def _show(self, state: Any, record: StepRecord | None) -> None:
         if self.on_progress is not None and state.is_world_process_zero:

@@ -69,11 +69,11 @@ def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
     """
     if resume is None:
         return
-    found = differences(resume, identity)
-    if found:
+    problems = differences(resume, identity)
+    if problems:
         raise CheckpointError(
             f"{resume} is of another run",
-            found,
+            problems,
             hint="a checkpoint goes on with the settings it was made with; leave --resume_from_checkpoint out and "
             "give another --output_dir to start again",
         )
@@ -184,10 +184,10 @@ def identity_of(
 
     training, model, script = settings.training, settings.model, settings.script
     names = {each.name for each in dataclasses.fields(training)}
-    own = names - {each.name for each in dataclasses.fields(TrainingArguments)} - _INDECISIVE
-    own = {name for name in own if not name.startswith(("vllm_", "use_vllm"))}
+    fields = names - {each.name for each in dataclasses.fields(TrainingArguments)} - _INDECISIVE
+    fields = {name for name in fields if not name.startswith(("vllm_", "use_vllm"))}
     steps = training.gradient_accumulation_steps
-    found = {
+    settings_by_name = {
         "method": settings.method.name,
         "model_name_or_path": str(model.model_name_or_path),
         "model_revision": model.model_revision,
@@ -201,13 +201,13 @@ def identity_of(
         "processes": training.world_size,
         "max_steps": training.max_steps,
         "num_train_epochs": training.num_train_epochs,
-        **{name: getattr(training, name) for name in (*_DECISIVE, *sorted(own)) if name in names},
+        **{name: getattr(training, name) for name in (*_DECISIVE, *sorted(fields)) if name in names},
         **{name: getattr(policy, name) for name in _POLICY},
         "layers": policy.layer_formats,
         "use_peft": policy.trainable == "lora",
         **(_lora(settings, start) if policy.trainable == "lora" else {}),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
+    plain: dict[str, Any] = json.loads(json.dumps(settings_by_name, default=_plain))
     return plain
 
 
@@ -247,9 +247,9 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
     foreign = saved is None
     saved = _said_by_others(checkpoint) if saved is None else saved
     skipped = {"max_steps", "num_train_epochs", "processes"}
-    for told, names in _NAMED_BY.items():
-        known = saved.get(told) is not None and identity[told] is not None
-        skipped |= set(names) if known else {told}
+    for counted, names in _NAMED_BY.items():
+        known = saved.get(counted) is not None and identity[counted] is not None
+        skipped |= set(names) if known else {counted}
     if saved.get("processes") != identity["processes"] or saved.get(_BATCH) != identity[_BATCH]:
         skipped.add("gradient_accumulation_steps")  # what counts, and is told, is the rows in a step
     if saved.get("use_peft") != identity["use_peft"]:
@@ -283,13 +283,15 @@ def _said_by_others(checkpoint: Path) -> dict[str, Any]:
 
 def _lora(settings: Settings, start: Adapter | None) -> dict[str, Any]:
     if start is not None:
-        made = {flag: getattr(start.config, key, None) for flag, key in MADE_BY.items()}
+        settings_by_flag = {flag: getattr(start.config, key, None) for flag, key in MADE_BY.items()}
     else:
-        made = {flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY}
-    if made["init_lora_weights"] in (None, LOFTQ):
-        made["init_lora_weights"] = True  # PEFT's word for adapters whose base stays as it is
-    made["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
-    return {flag: _sorted(value) for flag, value in made.items()}
+        settings_by_flag = {
+            flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY
+        }
+    if settings_by_flag["init_lora_weights"] in (None, LOFTQ):
+        settings_by_flag["init_lora_weights"] = True  # PEFT's word for adapters whose base stays as it is
+    settings_by_flag["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
+    return {flag: _sorted(value) for flag, value in settings_by_flag.items()}
 
 
 def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
@@ -338,10 +340,10 @@ def _words(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _same_model(saved: str, asked: str) -> bool:
-    if Path(saved).is_dir() and Path(asked).is_dir():
-        return Path(saved).resolve() == Path(asked).resolve()
-    return saved == asked or Path(saved).name == Path(asked).name  # moved, or on another machine
+def _same_model(saved: str, named: str) -> bool:
+    if Path(saved).is_dir() and Path(named).is_dir():
+        return Path(saved).resolve() == Path(named).resolve()
+    return saved == named or Path(saved).name == Path(named).name  # moved, or on another machine
 
 
 def _sorted(value: Any) -> Any:

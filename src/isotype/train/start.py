@@ -38,10 +38,10 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         CheckpointError: the adapter is damaged or names no base model.
         UsageError: arguments that would make another adapter; one that is of another task.
     """
-    given = str(settings.model.model_name_or_path)
-    if not is_adapter(given):
+    name = str(settings.model.model_name_or_path)
+    if not is_adapter(name):
         return settings, None
-    adapter = read_adapter(given)
+    adapter = read_adapter(name)
     if adapter.base is None:
         path = adapter.directory / CONFIG_FILE
         expected, fix = "the model that it was trained on", "correct base_model_name_or_path in that file"
@@ -51,7 +51,7 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         settings, getattr(adapter.config, "init_lora_weights", None), adapter.directory
     )
     if problems:
-        raise UsageError(f"the run cannot start from the adapter {given}", problems)
+        raise UsageError(f"the run cannot start from the adapter {name}", problems)
     model = copy.copy(settings.model)
     model.model_name_or_path = adapter.base
     if "model_revision" not in settings.explicit:
@@ -124,8 +124,8 @@ OF_FLOATS = ("orthogonal", "olora", "pissa")
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that take a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-What is left of the base is computed anew wherever the adapter is put on it: the same up to rounding, as the product of
-A and B is, whatever signs the decomposition chooses.
+The rest of the base is computed again wherever the adapter is attached: equal up to rounding, as the product of A and B is,
+whatever signs the decomposition chooses.
 """
 
 LOFTQ = "loftq"
@@ -170,15 +170,15 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     yield from part_of_base_problems(settings, name)
 
 
-def _loftq_problems(settings: Settings, given: str) -> Iterator[Problem]:
+def _loftq_problems(settings: Settings, setting: str) -> Iterator[Problem]:
     if settings.model.use_dora:
         fix = "leave one of the two out"
         yield Problem(
-            f"{given} --use_dora", "LoRA: DoRA's magnitudes are those of the quantized weights", fix
+            f"{setting} --use_dora", "LoRA: DoRA's magnitudes are those of the quantized weights", fix
         )
     if brings_tokens(settings.training):
         fix = "leave --init_lora_weights out"
-        yield Problem(f"{given} --chat_template_path", "an adapter that is there before the trainer", fix)
+        yield Problem(f"{setting} --chat_template_path", "an adapter that is there before the trainer", fix)
 
 
 def brings_tokens(training: Any) -> bool:
@@ -230,11 +230,11 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
 
 
 def _quantized(name: str, storage: str) -> Problem:
-    given = f"--init_lora_weights {name} and a base in {storage}"
+    setting = f"--init_lora_weights {name} and a base in {storage}"
     why = (
         "what is left of each weight would be rounded again"
         if name in PART_OF_BASE
         else "PEFT draws in its dtype"
     )
     expected = f"a base in float32, bfloat16 or float16: {why}"
-    return Problem(given, expected, "--init_lora_weights gaussian, or leave --quantization out")
+    return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

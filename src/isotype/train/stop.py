@@ -136,13 +136,13 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
     extra, training = settings.extra, settings.training
     if extra.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.explicit:
-            given = f"--early_stopping_threshold {extra.early_stopping_threshold:g}"
-            yield Problem(given, "--early_stopping_patience beside it", "--early_stopping_patience 3")
+            setting = f"--early_stopping_threshold {extra.early_stopping_threshold:g}"
+            yield Problem(setting, "--early_stopping_patience beside it", "--early_stopping_patience 3")
         return
-    given = f"--early_stopping_patience {extra.early_stopping_patience}"
+    setting = f"--early_stopping_patience {extra.early_stopping_patience}"
     if extra.eval_split is None and training.eval_strategy == "no":
         fix = "--eval_split 0.05, or --eval_strategy steps with a data set that has a test split"
-        yield Problem(f"{given} without an evaluation", "held-back rows to go by", fix)
+        yield Problem(f"{setting} without an evaluation", "held-back rows to go by", fix)
 
 
 def not_the_best(settings: Settings) -> str | None:

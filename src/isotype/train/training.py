@@ -268,7 +268,7 @@ def _build(run: Run, console: Console) -> _Built:
         model, peft_config = adapted_model(settings, run.checkpoint, policy, run.start)
     describe.show_model(console, model)
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
-    asked = _first_answer(run, model, tokenizer, console)
+    sample = _first_answer(run, model, tokenizer, console)
     masters = masters_of(model)
     with (
         _arguments_of(settings),
@@ -304,7 +304,7 @@ def _build(run: Run, console: Console) -> _Built:
     notes = tuple(note for note in (*said, cut, dropped, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
-    built = _Built(trainer, asked, choice, fusion, notes, lengths)
+    built = _Built(trainer, sample, choice, fusion, notes, lengths)
     if run.resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
@@ -375,10 +375,10 @@ def _rewards(settings: Settings) -> dict[str, Any]:
 def _first_answer(run: Run, model: Any, tokenizer: Any, console: Console) -> tuple[Sample, Prompt] | None:
     if not run.settings.method.answers:
         return None
-    asked = describe.sample_question(run.settings, run.data)
-    if asked is None or run.resume is not None:
-        return asked
-    sample, prompt = asked
+    question = describe.sample_question(run.settings, run.data)
+    if question is None or run.resume is not None:
+        return question
+    sample, prompt = question
     with console.status("asking the model before training …"):
         text = answer(model, tokenizer, prompt)
     return replace(sample, before=text), prompt

@@ -94,8 +94,8 @@ _CHECKPOINT = sorted(
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
-    given = settings.training.gradient_checkpointing_kwargs or {}
-    for name in sorted(given.keys() - _CHECKPOINT):
+    arguments = settings.training.gradient_checkpointing_kwargs or {}
+    for name in sorted(arguments.keys() - _CHECKPOINT):
         yield Problem(
             f"--gradient_checkpointing_kwargs: {name!r}",
             f"one of {', '.join(_CHECKPOINT)}",
@@ -103,7 +103,7 @@ def _checkpointing(settings: Settings) -> Iterator[Problem]:
             if (near := difflib.get_close_matches(name, _CHECKPOINT))
             else "leave it out",
         )
-    every = given.get("every_n_layers", 1)
+    every = arguments.get("every_n_layers", 1)
     if not isinstance(every, int) or every < 1:
         yield Problem(
             f"--gradient_checkpointing_kwargs: every_n_layers {every!r}",
@@ -115,9 +115,9 @@ def _checkpointing(settings: Settings) -> Iterator[Problem]:
 def _offload(settings: Settings) -> Iterator[Problem]:
     if settings.extra.device != "cpu" and torch.accelerator.is_available():
         return
-    given = settings.training.gradient_checkpointing_kwargs or {}
+    arguments = settings.training.gradient_checkpointing_kwargs or {}
     expected = "a GPU, whose activations have other memory to go to"
-    if given.get("offload"):
+    if arguments.get("offload"):
         yield Problem("--gradient_checkpointing_kwargs: offload on a CPU", expected, "leave it out")
     if getattr(settings.training, "activation_offloading", False):
         yield Problem("--activation_offloading on a CPU", expected, "leave it out")
@@ -178,8 +178,8 @@ def _packages(settings: Settings) -> Iterator[Problem]:
 
 
 def _attention(settings: Settings) -> str | None:
-    given = settings.training.model_init_kwargs or {}
-    return settings.model.attn_implementation or given.get("attn_implementation")
+    arguments = settings.training.model_init_kwargs or {}
+    return settings.model.attn_implementation or arguments.get("attn_implementation")
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
@@ -189,21 +189,21 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     training = settings.training
     parameter = torch.nn.Parameter(torch.zeros(1))
     name = getattr(training.optim, "value", training.optim)
-    given = f"--optim {name}"
+    setting = f"--optim {name}"
     fix = "leave --optim and --optim_args out, or give --optim_args what the message asks for"
     try:
         made, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
         optimizer = made([parameter], **arguments)
-        given = (
+        setting = (
             f"--lr_scheduler_type {getattr(training.lr_scheduler_type, 'value', training.lr_scheduler_type)}"
         )
         if training.lr_scheduler_kwargs:
-            given += f" --lr_scheduler_kwargs {json.dumps(training.lr_scheduler_kwargs)}"
+            setting += f" --lr_scheduler_kwargs {json.dumps(training.lr_scheduler_kwargs)}"
         fix = _schedule_cure(training.lr_scheduler_type)
         get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
         message = one_line(error)
-        yield Problem(f"{given}: {message}", "arguments that it can be made of", fix)
+        yield Problem(f"{setting}: {message}", "arguments that it can be made of", fix)
 
 
 def _schedule_cure(kind: Any) -> str:
@@ -244,8 +244,8 @@ def _hub(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"--push_to_hub to {name} without a token", "a token that may write there", fix)
     except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client has; it is told as it is
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        given = f"--push_to_hub to {name}: the hub does not answer as it should ({reason})"
-        yield Problem(given, "a hub that can be reached, and a token that it takes", later)
+        setting = f"--push_to_hub to {name}: the hub does not answer as it should ({reason})"
+        yield Problem(setting, "a hub that can be reached, and a token that it takes", later)
 
 
 def check_read_later(settings: Settings) -> None:
@@ -285,9 +285,9 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
             with nullcontext("") if Path(name).is_dir() else offline_if_unreachable() as why:
                 kind.from_pretrained(name)
         except (OSError, ValueError) as error:
-            given = f"--{flag} {name}: {why or first_line(error)}"
+            setting = f"--{flag} {name}: {why or first_line(error)}"
             yield Problem(
-                given, expected, "check the spelling and the network, or give what lies on this machine"
+                setting, expected, "check the spelling and the network, or give what lies on this machine"
             )
 
 

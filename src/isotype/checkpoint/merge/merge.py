@@ -324,15 +324,17 @@ def check_same_base(adapter: Adapter, base: str, revision: str | None = None) ->
         CheckpointError: it is another model, though the adapter's weights may fit into it; every difference is named.
     """
     sources = ((base, revision), (str(adapter.base), adapter.revision))
-    own, trained = (config_of(open_model(source, of)).get_text_config() for source, of in sources)
+    base_config, trained_config = (
+        config_of(open_model(source, of)).get_text_config() for source, of in sources
+    )
     problems = [
         Problem(
-            f"--base {base}: {name} {_value(own, name)}",
-            f"{_value(trained, name)}, as in {adapter.base}, which the adapter was trained on",
+            f"--base {base}: {name} {_value(base_config, name)}",
+            f"{_value(trained_config, name)}, as in {adapter.base}, which the adapter was trained on",
             "give the same model in another precision, or leave --base out",
         )
         for name in _SAME
-        if _value(own, name) != _value(trained, name)
+        if _value(base_config, name) != _value(trained_config, name)
     ]
     if problems:
         raise CheckpointError("the base is another model than the adapter was trained on", problems)
