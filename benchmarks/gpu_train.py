@@ -239,8 +239,8 @@ class Peer:
         from trl import SFTConfig, SFTTrainer
 
         import isotype
+        from isotype.lora.loss.trl_head import HEAD_CHOICE
         from isotype.train.governed import enforce_trainer, governed
-        from isotype.train.head import HEAD_CHOICE
 
         data = Dataset.from_dict({"input_ids": self._batches(setting).flatten(0, 1).tolist()})
         arguments = SFTConfig(

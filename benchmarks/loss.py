@@ -24,8 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from isotype.lora.fused import working_dtype
-from isotype.lora.logits import Head
-from isotype.lora.loss import Precision, log_probs
+from isotype.lora.loss.log_probs import Precision, log_probs
+from isotype.lora.loss.logits import Head
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

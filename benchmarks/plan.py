@@ -265,8 +265,8 @@ def _prepared(
     case: Case, source: str, policy: isotype.PrecisionPolicy
 ) -> tuple[Any, dict[str, torch.Tensor], torch.optim.Optimizer]:
     """(the model with adapters, a batch, the optimizer), as a training has them before it fuses."""
+    from isotype.lora.loss.trl_head import put_head
     from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
-    from isotype.train.head import put_head
 
     model: Any = isotype.load(source, policy)
     model = isotype.add_lora(model, policy, **LORA)

@@ -30,8 +30,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import isotype
 from isotype.lora import dropout, kernels, weights
 from isotype.lora.attention.registered import LENGTHS
-from isotype.lora.logits import Head
-from isotype.lora.loss import log_probs
+from isotype.lora.loss.log_probs import log_probs
+from isotype.lora.loss.logits import Head
 from isotype.lora.sequences import Sequences, saying
 from isotype.trace.fake import twin
 from isotype.train.step_values import launched

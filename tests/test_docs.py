@@ -85,7 +85,7 @@ def test_there_are_blocks_to_run():
 
 
 def _floors() -> dict[str, int]:
-    """The floor of each room from the top down, as import-linter holds them; rooms of the two wings can share one."""
+    """The floor of each room from the top down, as import-linter holds them; rooms of several wings can share one."""
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     (layers,) = [contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers"]
     return {room: floor for floor, layer in enumerate(layers) for room in layer.split(" | ")}

@@ -4,8 +4,8 @@ python -m tools.structure            # prints the table
 python -m tools.structure --files    # and the files that each walk meets, the names on the border, the private names by file
 
 Nothing is imported or run, so the figures are the same on every machine. How a value is followed is written in `tools/walk.py`, what
-counts as a private name in `tools/private_names.py`. A name on the border is one that a module of one wing imports from a module of
-the other (`isotype.preflight.run:run`), counted once however many import it.
+counts as a private name in `tools/private_names.py`. A name at a door is one that a module of one wing imports from a module of
+another (`isotype.preflight.run:run`), counted once however many import it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,17 @@ WALKS = {
 
 WINGS = {
     "judge": ("contracts", "trace", "rules", "preflight", "report.check"),
-    "doer": (
-        "data",
-        "checkpoint",
-        "lora",
-        "planning",
-        "train",
-        "report.run",
-        "report.inspect",
-        "report.inspect_plan",
-        "report.merge",
-    ),
+    "loader": ("data", "checkpoint", "report.inspect", "report.inspect_plan", "report.merge"),
+    "arithmetic": ("lora",),
+    "trainer": ("planning", "train", "report.run"),
     "cellar": ("core", "compat", "precision", "records", "model", "ranges", "report"),
     "door": ("cli", "report.doctor", "__init__", "__main__", "testing"),
 }
 """Rooms by wing; the longest name that fits decides."""
+
+BORDERS = (("trainer", "judge"), ("trainer", "loader"), ("trainer", "arithmetic"))
+"""Which wing may import from which, at a door; no other pair of wings has one. All may import from the cellar."""
+_UPPER = ("judge", "loader", "arithmetic", "trainer")
 
 WORDS = ("found", "given", "made", "told")
 """What is counted as a name: variables, arguments, attributes, functions."""
@@ -58,7 +54,7 @@ class Structure:
     Attributes:
         files: modules that each walk meets, by the name of the walk.
         stops: how many functions and parameters each walk meets.
-        border: what one wing imports from the other, and the modules that do.
+        borders: by pair of wings, what the first imports from the second, and the modules that do.
         private: uses of other libraries' private names outside of `compat/`.
         patched: what is changed in other libraries, and whether a test tells when it is no longer needed or no longer fits.
         lines: of Python by room.
@@ -67,7 +63,7 @@ class Structure:
 
     files: Mapping[str, tuple[str, ...]]
     stops: Mapping[str, int]
-    border: Mapping[str, tuple[str, ...]]
+    borders: Mapping[tuple[str, str], Mapping[str, tuple[str, ...]]]
     private: tuple[PrivateName, ...]
     patched: tuple[Patched, ...]
     lines: Mapping[str, int]
@@ -102,7 +98,7 @@ def structure(sources: Sources) -> Structure:
     return Structure(
         files={what: tuple(each.files) for what, each in walks.items()},
         stops={what: len(each.stops) for what, each in walks.items()},
-        border=border(sources),
+        borders=borders(sources),
         private=tuple(private_names(sources)),
         patched=patched(ROOT / "tests"),
         lines=_lines(sources),
@@ -110,15 +106,19 @@ def structure(sources: Sources) -> Structure:
     )
 
 
-def border(sources: Sources) -> dict[str, tuple[str, ...]]:
-    """What crosses between judge and doer, and the modules that import it."""
-    crossing: dict[str, set[str]] = defaultdict(set)
+def borders(sources: Sources) -> dict[tuple[str, str], dict[str, tuple[str, ...]]]:
+    """By pair of wings: what crosses, and the modules that import it; of pairs that may have a door, and of others where something does."""
+    crossing: dict[tuple[str, str], dict[str, set[str]]] = {pair: defaultdict(set) for pair in BORDERS}
     for module in sources.modules.values():
         here = wing_of(module.name)
         for target, name in _imports(module, sources):
-            if {here, wing_of(target)} == {"judge", "doer"}:
-                crossing[f"{target}:{name}"].add(module.name)
-    return {name: tuple(sorted(importers)) for name, importers in sorted(crossing.items())}
+            pair = here, wing_of(target)
+            if here != pair[1] and {*pair} <= {*_UPPER}:
+                crossing.setdefault(pair, defaultdict(set))[f"{target}:{name}"].add(module.name)
+    return {
+        pair: {name: tuple(sorted(importers)) for name, importers in sorted(names.items())}
+        for pair, names in crossing.items()
+    }
 
 
 def _imports(module: Module, sources: Sources) -> Iterator[tuple[str, str]]:
@@ -168,7 +168,10 @@ def table(figures: Structure) -> str:
             (f"files met from {what}", f"{len(files)} ({figures.stops[what]} stops)")
             for what, files in figures.files.items()
         ),
-        ("names on the border between judge and doer", str(len(figures.border))),
+        *(
+            (f"names that the {here} takes from the {there}", str(len(names)))
+            for (here, there), names in figures.borders.items()
+        ),
         (
             "private names of other libraries outside compat/",
             f"{len({p.name for p in figures.private})} names, {len(figures.private)} uses",
@@ -188,8 +191,9 @@ def table(figures: Structure) -> str:
 def details(figures: Structure) -> str:
     """What the figures count."""
     parts = [f"\nfiles met from {what}\n  " + "\n  ".join(files) for what, files in figures.files.items()]
-    crossing = [f"{name}  <- {', '.join(importers)}" for name, importers in figures.border.items()]
-    parts.append("\nnames on the border\n  " + "\n  ".join(crossing))
+    for (here, there), names in figures.borders.items():
+        crossing = [f"{name}  <- {', '.join(importers)}" for name, importers in names.items()]
+        parts.append(f"\nwhat the {here} takes from the {there}\n  " + "\n  ".join(crossing))
     private = Counter(f"{use.module}: {use.name}" for use in figures.private)
     parts.append("\nprivate names\n  " + "\n  ".join(f"{use} ({count})" for use, count in private.items()))
     parts.append(

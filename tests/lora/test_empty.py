@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from isotype.lora.fuse import fuse
-from isotype.lora.head import head_of
-from isotype.lora.loss import log_probs
+from isotype.lora.loss.head import head_of
+from isotype.lora.loss.log_probs import log_probs
 from tests.lora.test_fuse import VARIANTS, adapted, under
 from tests.models import tiny_model
 from tests.pairwise import few, pairwise

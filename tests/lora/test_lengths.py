@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
 import isotype
-import isotype.train.head
+import isotype.lora.loss.trl_head
 from isotype.lora.attention import lengths, registered
 from isotype.lora.attention.registered import LENGTHS, AttentionReport, use_fast_attention, without_padding
+from isotype.lora.loss.trl_head import put_head
 from isotype.lora.sequences import Sequences, current, saying
 from isotype.lora.unpadded import unpadded
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.train.head import put_head
 from tests.lora import by_lengths
 from tests.lora.test_padding import Batch, adapted, present
 from tests.models import tiny_model
@@ -136,7 +136,7 @@ def test_trls_own_head_does_without_padding_too(
     reference = of_float64(model, batch)
     add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
     put_head(model)
-    monkeypatch.setattr(isotype.train.head, "own_is_better", lambda model, **_: False)
+    monkeypatch.setattr(isotype.lora.loss.trl_head, "own_is_better", lambda model, **_: False)
     on_gpu(model)
     calls.clear()
     result = step(model, batch)
@@ -155,7 +155,7 @@ def test_packed_rows_go_by_what_the_collator_says(
     reference = of_float64(model, batch)
     if not own:
         add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
-        monkeypatch.setattr(isotype.train.head, "own_is_better", lambda model, **_: False)
+        monkeypatch.setattr(isotype.lora.loss.trl_head, "own_is_better", lambda model, **_: False)
     put_head(model)
     on_gpu(model)
     calls.clear()

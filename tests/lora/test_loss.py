@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from isotype.lora.logits import Head
 from isotype.lora.loops import softmax
-from isotype.lora.loss import PerToken, Precision, log_probs, log_probs_of_logits
+from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
+from isotype.lora.loss.logits import Head
 from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,7 +214,7 @@ def test_working_in_float32_is_exact_but_for_the_last_rounding(
     dtype: torch.dtype, gradients: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU that emulates 16-bit products: the weight is cast part by part, the parts' sum is rounded once."""
-    monkeypatch.setattr("isotype.lora.logits._PART", 4 * 16 * 10)
+    monkeypatch.setattr("isotype.lora.loss.logits._PART", 4 * 16 * 10)
     head, hidden, targets = make(11, 16, 61, dtype)
     x, expected_x = leaf(hidden), leaf(hidden, torch.float64)
     found = log_probs(

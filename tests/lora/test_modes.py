@@ -18,8 +18,8 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from isotype.lora.attention.plan import plan_of_mask
 from isotype.lora.fuse import fuse
+from isotype.lora.loss.trl_head import put_head
 from isotype.lora.weights import DenseWeights
-from isotype.train.head import put_head
 from tests.lora.conftest import KERNELS
 from tests.lora.test_fuse import VARIANTS, Pair, adapted, moved, relative, step, under
 from tests.lora.watched import copies_of

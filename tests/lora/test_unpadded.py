@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isotype.lora.attention.registered import sides_of, use_fast_attention
+from isotype.lora.loss.trl_head import put_head
 from isotype.lora.unpadded import unpadded, unpadded_sides
-from isotype.train.head import put_head
 from tests.models import CONFIGS, tiny_model
 from tests.zoo import ARCHITECTURES
 

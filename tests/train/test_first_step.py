@@ -12,9 +12,9 @@ import torch
 import transformers
 
 import isotype
+from isotype.lora.loss.trl_head import put_head
 from isotype.report.check.report import Report
 from isotype.train.first_step import before_first_step
-from isotype.train.head import put_head
 
 
 def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:

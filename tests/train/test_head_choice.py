@@ -12,14 +12,14 @@ import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-import isotype.train.head
+import isotype.lora.loss.trl_head
 from isotype.core.files import write_whole
 from isotype.lora import measured
-from isotype.lora.gpu.heads import TIMES, HeadShape, HeadTimes, card_of, times_file, token_class
-from isotype.train import head_choice
-from isotype.train.head import HEAD_CHOICE, own_is_better, use_own_head
-from isotype.train.head_choice import HeadChoice, choose
-from tests.train.test_head import causal, given, holder
+from isotype.lora.loss import head_choice
+from isotype.lora.loss.head_choice import HeadChoice, choose
+from isotype.lora.loss.head_times import TIMES, HeadShape, HeadTimes, card_of, times_file, token_class
+from isotype.lora.loss.trl_head import HEAD_CHOICE, own_is_better, use_own_head
+from tests.train.test_trl_head import causal, given, holder
 
 SHAPE = HeadShape(50, 16, 256, torch.float32, torch.float32, ("entropy", "is_top1"))
 CARD = "A card of the tests"
@@ -179,8 +179,8 @@ def test_a_trainer_takes_the_one_that_was_faster(faster: bool, monkeypatch: pyte
         calls.append(faster)
         return faster
 
-    monkeypatch.setattr(isotype.train.head, "choose", choice)
-    monkeypatch.setattr(isotype.train.head, "own_is_better", on_gpu)
+    monkeypatch.setattr(isotype.lora.loss.trl_head, "choose", choice)
+    monkeypatch.setattr(isotype.lora.loss.trl_head, "own_is_better", on_gpu)
     model = causal("llama")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     args = SimpleNamespace(
@@ -213,7 +213,7 @@ def test_trls_stays_on_a_gpu_until_it_was_measured(monkeypatch: pytest.MonkeyPat
     on_gpu = SimpleNamespace(
         weight=SimpleNamespace(device=torch.device("cuda"), is_floating_point=lambda: True)
     )
-    monkeypatch.setattr(isotype.train.head, "_projects", lambda model: True)
+    monkeypatch.setattr(isotype.lora.loss.trl_head, "_projects", lambda model: True)
     monkeypatch.setattr(model, "get_output_embeddings", lambda: on_gpu)
     assert not own_is_better(model)
     assert own_is_better(model, faster=True)

@@ -354,7 +354,7 @@ PATCHES: tuple[Patch, ...] = (
         restored="by `use_trl_head`",
         link="https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py",
         tried="1.16",
-        test="tests/train/test_head.py::test_other_calls_and_undoing",
+        test="tests/train/test_trl_head.py::test_other_calls_and_undoing",
     ),
     Patch(
         name="Optimizer._is_overflow, Model._original_forward, _hf_hook, AcceleratorState._shared_state",

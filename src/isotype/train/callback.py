@@ -20,7 +20,7 @@ from isotype.compat.accelerate import mark_as_skipped
 from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
-from isotype.lora.gpu.reductions import float32_reductions
+from isotype.lora.reductions import float32_reductions
 from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
@@ -50,7 +50,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     the step), the very batch is run again under a recorder, and training stops with the first operator whose result is
     not finite: module, operands, source line, cause.
 
-    While it trains, products of 16-bit matrices on a GPU are summed in float32 throughout (`isotype.lora.gpu.reductions`).
+    While it trains, products of 16-bit matrices on a GPU are summed in float32 throughout (`isotype.lora.reductions`).
 
     Args:
         policy: by default the one the model carries, else, for every run again, one that is read off the model as

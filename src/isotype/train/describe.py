@@ -19,6 +19,7 @@ from isotype.core.optimizers import state_of
 from isotype.core.terminal import as_typed, command_line
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
+from isotype.lora.loss.trl_head import HEAD_CHOICE
 from isotype.model.quantized import constant_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
@@ -29,7 +30,6 @@ from isotype.report.text import format_share
 from isotype.train.arguments import IsotypeArguments
 from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
-from isotype.train.head import HEAD_CHOICE
 from isotype.train.lengths import Lengths
 from isotype.train.recompute_choice import Choice
 from isotype.train.recorder import RunRecorder

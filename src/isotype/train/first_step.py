@@ -12,13 +12,13 @@ from torch import nn
 
 from isotype.core.errors import first_line
 from isotype.core.source import line_of
+from isotype.lora.loss.trl_head import without_its_padding
 from isotype.lora.unpadded import traced_as
 from isotype.preflight.from_trainer import request_of_first_step
 from isotype.preflight.run import run
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
-from isotype.train.head import without_its_padding
 
 logger = logging.getLogger("isotype")
 

@@ -30,6 +30,7 @@ from isotype.core.files import (
     write_failure,
     write_whole,
 )
+from isotype.lora.loss.trl_head import use_own_head
 from isotype.model.enforce import Change, enforce_model
 from isotype.model.finite import all_finite
 from isotype.model.recompute import needs_input_gradients
@@ -37,7 +38,6 @@ from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.checkpoints import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 from isotype.train.compilation import take_compilation
 from isotype.train.diverged import not_finite
-from isotype.train.head import use_own_head
 from isotype.train.recorder import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.sharded import Sharded, has_shards
 from isotype.train.step_values import LaunchedValues, StepValues, launched

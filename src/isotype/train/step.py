@@ -17,6 +17,7 @@ from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
+from isotype.lora.loss.trl_head import put_head
 from isotype.model.fold import fold
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients, checkpointing, take_checkpointing
 from isotype.precision.devices.profile import device_profile
@@ -30,7 +31,6 @@ from isotype.report.text import format_duration
 from isotype.rules.kit.step_time import step_time
 from isotype.train.checkpoints import read_json
 from isotype.train.fit import fitting
-from isotype.train.head import put_head
 from isotype.train.launched import from_first
 from isotype.train.lengths import Lengths
 from isotype.train.models import weightless_model

@@ -72,7 +72,7 @@ def step_inputs(
 
     Args:
         method: a key of `METHODS`.
-        model: the model, PEFT or not, for its config; with `isotype.train.head.put_head`, but for a reward model.
+        model: the model, PEFT or not, for its config; with `isotype.lora.loss.trl_head.put_head`, but for a reward model.
         rows: examples a step (completions for grpo and rloo).
         length: tokens an example, of prompt and completion together.
         completion: tokens of the completion (grpo, rloo).

@@ -26,7 +26,7 @@ from isotype.core.files import recover
 from isotype.core.lock import only_writer
 from isotype.core.terminal import command_line
 from isotype.lora.fuse import FusionReport, fuse
-from isotype.lora.gpu.reductions import float32_reductions
+from isotype.lora.reductions import float32_reductions
 from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t RUN = 64 * LANES;  // values of a sum that are added before they go to the total: longer runs lose digits
 
-// As isotype.lora.softmax.softmax fills them in; null for what is not wanted.
+// As isotype.lora.loss.softmax.softmax fills them in; null for what is not wanted.
 struct Results {
     float *log_probs, *logsumexp, *entropy, *mean_logits, *log_sum_sq_probs, *factor;
     bool* is_top1;

@@ -49,7 +49,7 @@ def softmax(
     outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
-    """What `isotype.lora.softmax.softmax` does of logits `[n, V]` without a soft cap.
+    """What `isotype.lora.loss.softmax.softmax` does of logits `[n, V]` without a soft cap.
 
     Args:
         logits: written over with `ahead`.

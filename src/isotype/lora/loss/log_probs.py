@@ -25,8 +25,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from isotype.core.dtypes import autocast_dtype
-from isotype.lora.logits import Call, Head, add_outer, blocks, buffers_for, chunks, project, through
-from isotype.lora.softmax import gradient, softmax
+from isotype.lora.loss.logits import Call, Head, add_outer, blocks, buffers_for, chunks, project, through
+from isotype.lora.loss.softmax import gradient, softmax
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
 """What `log_probs` computes besides, where it is asked for. All but the last two can be differentiated."""

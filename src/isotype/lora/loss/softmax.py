@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from isotype.compat.torch import FakeTensor
-from isotype.lora.logits import Buffers, Call, bend
 from isotype.lora.loops import softmax as loops
+from isotype.lora.loss.logits import Buffers, Call, bend
 
 
 def softmax(

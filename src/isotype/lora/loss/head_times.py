@@ -1,7 +1,7 @@
 """What language-model heads took on a GPU, isotype's and TRL's: kept in the cache folder by card, torch and class of shapes.
 
-TRL's Triton kernel folds a tile of logits in one pass, but projects three times where `isotype.lora.loss` does twice: which of the two
-is faster is a matter of the card, the vocabulary and the width. `isotype.train.head_choice` measures it.
+TRL's Triton kernel folds a tile of logits in one pass, but projects three times where `isotype.lora.loss.log_probs` does twice: which of the two
+is faster is a matter of the card, the vocabulary and the width. `isotype.lora.loss.head_choice` measures it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from isotype.lora.logits import Head
+from isotype.lora.loss.logits import Head
 from isotype.lora.weights import dense
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of

@@ -13,9 +13,9 @@ import torch
 from isotype.compat.torch import PLAIN
 from isotype.core.errors import first_line
 from isotype.lora.fused import working_dtype
-from isotype.lora.gpu.heads import TIMES, HeadShape, HeadTimes, card_of, times_file
-from isotype.lora.logits import Head
-from isotype.lora.loss import Precision, log_probs
+from isotype.lora.loss.head_times import TIMES, HeadShape, HeadTimes, card_of, times_file
+from isotype.lora.loss.log_probs import Precision, log_probs
+from isotype.lora.loss.logits import Head
 
 Timer = Callable[[Callable[[], object]], float]
 """Runs a call and returns the milliseconds that it took on the device."""

@@ -3,7 +3,7 @@
 TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, called with `fused_lm_head=True`, returns log-probabilities in the
 place of logits: SFT, DPO, KTO, GRPO and RLOO call it for every batch. Its function projects every position, in the
 forward and again in the backward, and multiplies gradients in float32. That is the price of one Triton kernel for all; without Triton
-`isotype.lora.loss` takes a fifth of the time (`benchmarks/loss.py`). So a model's forward is put before TRL's, returns the same
+`isotype.lora.loss.log_probs` takes a fifth of the time (`benchmarks/loss.py`). So a model's forward is put before TRL's, returns the same
 `FusedCausalLMOutput`, and hands every other call on.
 """
 
@@ -25,12 +25,12 @@ from isotype.compat.trl import former_forward, head_arguments, is_fused_forward,
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.registered import packed_by_lengths, without_padding
 from isotype.lora.fused import working_dtype
-from isotype.lora.gpu.heads import HeadShape, token_class
-from isotype.lora.head import head_of
-from isotype.lora.loss import PerToken, Precision, log_probs, log_probs_of_logits
+from isotype.lora.loss.head import head_of
+from isotype.lora.loss.head_choice import HeadChoice, choose
+from isotype.lora.loss.head_times import HeadShape, token_class
+from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
 from isotype.lora.sequences import saying
 from isotype.lora.unpadded import Unpadded
-from isotype.train.head_choice import HeadChoice, choose
 
 _SMOOTHER = "_isotype_label_smoother"
 HEAD_CHOICE = "_isotype_head_choice"
@@ -110,7 +110,7 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
     """Whether isotype's function computes the log-probabilities, and not TRL's: the one place that decides.
 
     On CUDA and XPU with Triton, TRL's kernel folds the logits of a tile in one pass and writes no probabilities in float32: `faster` says
-    how the two compared on the card (`isotype.train.head_choice`). TRL's has no label smoothing, cannot read a quantized head, and does not
+    how the two compared on the card (`isotype.lora.loss.head_choice`). TRL's has no label smoothing, cannot read a quantized head, and does not
     know of heads that do more than project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled

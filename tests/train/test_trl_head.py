@@ -15,13 +15,13 @@ import transformers
 from rich.console import Console
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+import isotype.lora.loss.trl_head
 import isotype.train.governed
-import isotype.train.head
 from isotype.data.methods import METHODS
-from isotype.lora.head import head_of
+from isotype.lora.loss.head import head_of
+from isotype.lora.loss.trl_head import put_head, use_own_head, use_trl_head
 from isotype.records.request import LossOf
 from isotype.train import training
-from isotype.train.head import put_head, use_own_head, use_trl_head
 from isotype.train.settings import parse_settings
 from isotype.train.synthetic import step_inputs
 from tests.measured_step import measure_step
@@ -41,13 +41,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls of isotype's loss by trainers."""
     seen: list[Any] = []
-    actual = isotype.train.head.log_probs
+    actual = isotype.lora.loss.trl_head.log_probs
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs)
         return actual(*args, **kwargs)
 
-    monkeypatch.setattr(isotype.train.head, "log_probs", spy)
+    monkeypatch.setattr(isotype.lora.loss.trl_head, "log_probs", spy)
     return seen
 
 
