@@ -137,12 +137,9 @@ class _Scores:
         self.group = q.shape[1] // spec.plan.queries
         self.key_heads = len(q) // spec.plan.batch
         self.chunks = list(_chunks(spec.plan, self.key_heads, self.group))
-        self.cap = spec.softcap
-        # tanh(x) = 2 sigmoid(2 x) - 1, whose kernel is six times as fast; scores keep 10^-7 of the cap
-        self.q = _scaled(q, dtype, spec.scale * LOG2_E if self.cap is None else 2 * spec.scale / self.cap)
+        self.q = _scaled(q, dtype, spec.scale * LOG2_E)
         self.k = k.to(dtype)
         self._scores = self.scratch(dtype)
-        self._capped = self._scores if self.cap is None else self.scratch(dtype)
 
     def scratch(self, dtype: torch.dtype) -> _Scratch:
         return _Scratch(self.chunks, self.group, self.q, dtype)
@@ -153,11 +150,8 @@ class _Scores:
 
     def of(self, heads: slice, block: Block) -> torch.Tensor:
         """`[heads, rows * group, keys]`; good until the next call."""
-        scores, capped = self._scores.of(heads, block), self._capped.of(heads, block)
-        torch.bmm(self.q[heads, self.rows(block)], self.k[heads, slice(*block.keys)].mT, out=capped)
-        if self.cap is not None:
-            capped.sigmoid_().mul_(2).sub_(1)
-            torch.mul(capped, self.cap * LOG2_E, out=scores)
+        scores = self._scores.of(heads, block)
+        torch.bmm(self.q[heads, self.rows(block)], self.k[heads, slice(*block.keys)].mT, out=scores)
         if block.tile is not None:
             first, last = (key - block.keys[0] for key in block.masked)
             by_row = scores.view(len(scores), -1, self.group, scores.shape[2])
@@ -170,12 +164,6 @@ class _Scores:
             return tile.unsqueeze(2)
         by_key_head = tile.view(self.key_heads, self.group, *tile.shape[1:]).transpose(1, 2)
         return by_key_head[[head % self.key_heads for head in range(heads.start, heads.stop)]]
-
-    def through_cap(self, heads: slice, block: Block, grad: torch.Tensor) -> None:
-        """From the gradient of the scores that `of` gave last to that of scale q kᵀ, in place."""
-        if self.cap is not None:
-            capped = self._capped.of(heads, block)
-            grad.addcmul_(grad, capped.square_(), value=-1)
 
 
 def _forward(
@@ -228,7 +216,6 @@ def _backward(
         d_p = torch.bmm(d_scaled[heads, rows], values[heads, keys].mT, out=grads.of(heads, block)).mul_(p)
         # From what was computed here, not from the rounded output: where one probability is near 1, these two cancel.
         d_p.addcmul_(p, d_p.sum(-1, keepdim=True), value=-1)
-        scores.through_cap(heads, block, d_p)
         d_scores = _in(d_p, rounded, heads, block)
         if d_q is not None:
             torch.bmm(d_scores, k[heads, keys], out=d_q[heads, rows])

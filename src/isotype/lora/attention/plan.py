@@ -96,13 +96,11 @@ class Spec:
     Attributes:
         plan: which keys each query reads.
         scale: what q kᵀ is multiplied by.
-        softcap: c of c tanh(s / c), which scores s go through before the mask; None for none.
         work: dtype that operands which were computed are rounded to.
     """
 
     plan: Plan
     scale: float
-    softcap: float | None
     work: torch.dtype
 
 
@@ -113,7 +111,6 @@ def spec_of(
     plan: Plan,
     *,
     scale: float | None = None,
-    softcap: float | None = None,
     work: torch.dtype | None = None,
 ) -> Spec:
     """What a call with these tensors computes, by whichever kernel.
@@ -124,7 +121,6 @@ def spec_of(
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
         plan: of this batch and these lengths.
         scale: by default 1 / √head.
-        softcap: c of c tanh(s / c) (Gemma 2, https://arxiv.org/abs/2408.00118); None for none.
         work: dtype that products of 16-bit inputs run in; by default that of the inputs. float32 where a CPU only emulates it.
 
     Raises:
@@ -141,7 +137,7 @@ def spec_of(
             f"the inputs have {batch} x {queries} and {keys}"
         )
     work = q.dtype if work is None or q.dtype.itemsize > 2 else work
-    return Spec(plan, 1 / math.sqrt(head) if scale is None else scale, softcap, work)
+    return Spec(plan, 1 / math.sqrt(head) if scale is None else scale, work)
 
 
 def block_rows(group: int) -> int:
@@ -153,44 +149,16 @@ def block_rows(group: int) -> int:
     return max(32, min(128, 192 // group))
 
 
-def plan_of(
-    size: tuple[int, int, int],
-    rows: int,
-    *,
-    causal: bool,
-    window: int | None = None,
-    starts: Sequence[Sequence[int]] | None = None,
-) -> Plan:
-    """The plan of causal, windowed and packed attention.
+def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
+    """The plan of attention without a mask.
 
     Args:
         size: (batch, queries, keys).
         rows: queries in a block, see `block_rows`.
         causal: whether a query attends to no key after it. The last query is at the place of the last key.
-        window: how many keys up to its own place a causal query attends to; None for all.
-        starts: where sequences begin in each row of the batch, from 0 upwards: each attends to itself only. As many queries
-            as keys then.
-
-    Raises:
-        ValueError: a window without causal attention, or sequences with more or fewer queries than keys.
     """
     batch, queries, keys = size
-    if window is not None and not causal:
-        raise ValueError("a window needs causal attention: it counts the keys before a query")
-    if starts is None:
-        alike = tuple(_blocks((0, queries), (0, keys), rows, causal, window))
-        return Plan(batch, queries, keys, (Part((0, batch), alike),))
-    if queries != keys or len(starts) != batch:
-        raise ValueError(
-            f"starts of {len(starts)} rows with {queries} queries and {keys} keys in {batch} rows: "
-            "packed sequences need as many queries as keys, and starts for each row of the batch"
-        )
-    parts = []
-    for row, begins in enumerate(starts):
-        spans = zip(begins, [*begins[1:], queries], strict=True)
-        blocks = [block for span in spans for block in _blocks(span, span, rows, causal, window)]
-        parts.append(Part((row, row + 1), tuple(blocks)))
-    return Plan(batch, queries, keys, tuple(parts))
+    return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
 
 
 @lru_cache(maxsize=32)
@@ -200,32 +168,27 @@ def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool
         return plan_of((batch, queries, keys), rows, causal=causal)
 
 
-def _blocks(queries: Span, keys: Span, rows: int, causal: bool, window: int | None) -> Iterator[Block]:
-    later = keys[1] - queries[1]  # the key at the place of query 0
-    tiles: dict[tuple[int, ...], torch.Tensor] = {}
-    for first in range(queries[0], queries[1], rows):
-        last = min(first + rows, queries[1])
+def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]:
+    later = keys - queries  # the key at the place of query 0
+    tiles: dict[int, torch.Tensor] = {}
+    for first in range(0, queries if keys else 0, rows):
+        last = min(first + rows, queries)
         if not causal:
-            if keys[1] > keys[0]:
-                yield Block((first, last), keys)
+            yield Block((first, last), (0, keys))
             continue
-        low = keys[0] if window is None else max(keys[0], first + later - window + 1)
-        high = min(keys[1], last + later)
-        first = max(first, keys[0] - later)  # queries before the first key attend to nothing
-        if high <= low or last <= first:
+        first = max(first, -later)  # queries before the first key attend to nothing
+        if last <= first:
             continue
-        begin = low if window is not None and low < last + later - window else max(low, first + later + 1)
-        shape = (first + later - begin, last - first, high - begin)
-        if shape not in tiles:
-            tiles[shape] = _tile(*shape, window)
-        yield Block((first, last), (low, high), (begin, high), tiles[shape] if high > begin else None)
+        begin, high, count = first + later + 1, last + later, last - first
+        if count not in tiles:
+            tiles[count] = _tile(count)
+        yield Block((first, last), (0, high), (begin, high), tiles[count] if count > 1 else None)
 
 
-def _tile(ahead: int, rows: int, columns: int, window: int | None) -> torch.Tensor:
-    """-inf where the key is after the query or out of its window; query 0 is at the place of key `ahead`."""
-    behind = torch.arange(rows)[:, None] + ahead - torch.arange(columns)
-    closed = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return torch.zeros(1, rows, columns, dtype=torch.float32).masked_fill_(closed, -math.inf)
+def _tile(count: int) -> torch.Tensor:
+    """`[1, count, count - 1]`: -inf where the key is after the query; key 0 is the one after query 0."""
+    after = torch.arange(count)[:, None] <= torch.arange(count - 1)
+    return torch.zeros(1, *after.shape, dtype=torch.float32).masked_fill_(after, -math.inf)
 
 
 @dataclass(frozen=True)

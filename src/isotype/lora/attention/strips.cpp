@@ -28,7 +28,7 @@ struct Block {
 
 struct Call {
     int64_t batch, key_heads, group, queries, keys, head, value_head, block_count, threads;
-    float scale, cap;                   // cap: 0 for none
+    float scale;
     const Block* blocks;
     Matrix q, k, v, out, d_out, d_q, d_k, d_v;  // null where there is none or it is not wanted
     float* sums;                        // [batch, key heads, group, queries, 2]: largest score, one over the sum
@@ -184,24 +184,14 @@ Window window_of(const Call& c, const Block& b, const Strip& s) {
     return window_of(b, std::max(b.masked_first + open, b.key_first + 1));
 }
 
-// scores of a strip in units of log 2, with mask; tanh of the capped ones in `capped`
+// scores of a strip in units of log 2, with mask
 template <class T>
-void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const Window& w, const uint32_t* q, const Packs& p, float* to,
-            float* capped) {
-    float factor = c.cap ? c.scale / c.cap * 2 * LOG2_E : c.scale * LOG2_E;
+void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const Window& w, const uint32_t* q, const Packs& p, float* to) {
     product<T>(up(s.count, ROWS), w.width, {q, z.steps_head, 1, z.steps_head}, p.k_head + w.first * z.steps_head,
-               z.steps_head * LANES, to, w.width, factor, false);
+               z.steps_head * LANES, to, w.width, c.scale * LOG2_E, false);
     int64_t masked = std::min(b.masked_last, w.last) - b.masked_first;
     for (int64_t i = 0; i < s.count; i++) {
         float* row = to + i * w.width;
-        if (c.cap)
-            for (int64_t j = 0; j < w.width; j += LANES) {
-                // tanh(x) = 1 - 2 / (e^2x + 1)
-                vec x = load(row + j);
-                vec t = 1.0f - 2.0f / (exp2v(x > 80.0f ? vec{} + 80.0f : x) + 1.0f);
-                if (capped) store(capped + i * w.width + j, t);
-                store(row + j, t * (c.cap * LOG2_E));
-            }
         for (int64_t j = 0; j < b.key_first - w.first; j++) row[j] = -INFINITY;
         for (int64_t j = w.last - w.first; j < w.width; j++) row[j] = -INFINITY;
         if (!b.tile) continue;
@@ -243,7 +233,7 @@ void forward_strip(const Call& c, const Sizes& z, const Work& at, const Packs& p
     float* out = scratch.take<float>(STRIP * z.value);
     int64_t row = w.width / T::PER_LANE;
     gather<T>(c, s, c.q, c.head, z.steps_head, q);
-    scores<T>(c, z, b, s, w, q, packs, p, nullptr);
+    scores<T>(c, z, b, s, w, q, packs, p);
     for (int64_t i = 0; i < up(s.count, ROWS); i++) {
         float* x = p + i * w.width;
         if (i >= s.count) {
@@ -313,8 +303,7 @@ void to_probabilities(const Call& c, const Strip& s, int64_t rows, int64_t width
 
 // Gradients of probabilities become those of scores, rounded: as rows, and as lanes for a sum over rows.
 template <class T>
-void to_score_gradients(const Strip& s, int64_t rows, int64_t width, const float* p, const float* capped, const float* d_p, uint32_t* by_row,
-                        uint32_t* by_pair) {
+void to_score_gradients(int64_t rows, int64_t width, const float* p, const float* d_p, uint32_t* by_row, uint32_t* by_pair) {
     constexpr int TOGETHER = T::PER_LANE;
     for (int64_t i = 0; i < rows; i += TOGETHER) {
         float along[TOGETHER];
@@ -333,10 +322,6 @@ void to_score_gradients(const Strip& s, int64_t rows, int64_t width, const float
             for (int r = 0; r < TOGETHER; r++) {
                 int64_t at = (i + r) * width + j;
                 y[r] = load(p + at) * (load(d_p + at) - along[r]);
-                if (capped && i + r < s.count) {
-                    vec t = load(capped + at);
-                    y[r] *= 1.0f - t * t;
-                }
                 T::put(by_row + (i + r) * width / TOGETHER, j, y[r]);
             }
             store(by_pair + i / TOGETHER * width + j, T::lanes(y));
@@ -349,7 +334,7 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
     typedef typename T::Value Value;
     Window w = window_of(c, b, s);
     constexpr int STEPS = STRIP / T::PER_LANE;
-    int64_t lanes = STRIP * (z.steps_head + z.steps_value + most * 2) + STEPS * (z.head + z.value), floats = STRIP * (most * 3 + z.head);
+    int64_t lanes = STRIP * (z.steps_head + z.steps_value + most * 2) + STEPS * (z.head + z.value), floats = STRIP * (most * 2 + z.head);
     scratch.reserve(4 * (lanes + floats) + 1024);
     uint32_t* q = scratch.take<uint32_t>(STRIP * z.steps_head);
     uint32_t* d_out = scratch.take<uint32_t>(STRIP * z.steps_value);
@@ -359,13 +344,12 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
     uint32_t* d_out_rows = scratch.take<uint32_t>(STEPS * z.value);
     float* p = scratch.take<float>(STRIP * w.width);
     float* d_p = scratch.take<float>(STRIP * w.width);
-    float* capped = c.cap ? scratch.take<float>(STRIP * w.width) : nullptr;
     float* d_q = scratch.take<float>(STRIP * z.head);
     int64_t rows = up(s.count, ROWS), steps = rows / T::PER_LANE, row = w.width / T::PER_LANE;
 
     gather<T>(c, s, c.q, c.head, z.steps_head, q);
     gather<T>(c, s, c.d_out, c.value_head, z.steps_value, d_out);
-    scores<T>(c, z, b, s, w, q, packs, p, capped);
+    scores<T>(c, z, b, s, w, q, packs, p);
     to_probabilities<T>(c, s, rows, w.width, p, by_pair);
     if (d_v) {
         pack_along_column<T>([&](int64_t i) { return (const Value*)(d_out + i * z.steps_value); }, rows, c.value_head, z.value, d_out_rows);
@@ -374,7 +358,7 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
     if (!d_k && !c.d_q.at) return;
     product<T>(rows, w.width, {d_out, z.steps_value, 1, z.steps_value}, packs.v_head + w.first * z.steps_value,
                z.steps_value * LANES, d_p, w.width, 1, false);
-    to_score_gradients<T>(s, rows, w.width, p, capped, d_p, by_row, by_pair);
+    to_score_gradients<T>(rows, w.width, p, d_p, by_row, by_pair);
     if (c.d_q.at) {
         product<T>(rows, z.head, {by_row, row, 1, row}, packs.along_keys + w.first / T::PER_LANE * LANES,
                    z.steps_keys * LANES, d_q, z.head, c.scale, false);

@@ -25,8 +25,8 @@ from isotype.lora.operators import operator
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
 _MATRICES = ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
-_CALL = struct.Struct(f"=9q2fq{4 * len(_MATRICES)}q3q")
-"""The struct `Call` of the loops: sizes, floats, the address of the blocks, the matrices, three addresses."""
+_CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
+"""The struct `Call` of the loops: sizes, the scale, the address of the blocks, the matrices, three addresses."""
 
 
 @cache
@@ -65,13 +65,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
     work = spec.work if strips.has("forward", spec.work) else torch.float32
-    out: torch.Tensor = _Attention.apply(q, k, v, _given(spec, work))  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(q, k, v, _call_of(spec, work))  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the operators are given: `blocks` are nine numbers each, the last one which of the tiles is added, -1 for none.
+class _Call:
+    """Arguments of the operators: `blocks` are nine numbers each, the last one which of the tiles is added, -1 for none.
 
     `whole`: every query is in a block; else what no block writes has to be zero.
     """
@@ -79,12 +79,11 @@ class _Given:
     blocks: list[int]
     tiles: list[torch.Tensor]
     scale: float
-    cap: float
     whole: bool
     work: torch.dtype
 
 
-def _given(spec: Spec, work: torch.dtype) -> _Given:
+def _call_of(spec: Spec, work: torch.dtype) -> _Call:
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []
     for part in spec.plan.parts:
@@ -92,15 +91,15 @@ def _given(spec: Spec, work: torch.dtype) -> _Given:
             blocks += (*part.batch, *block.rows, *block.keys, *block.masked)
             blocks.append(-1 if block.tile is None else len(tiles))
             tiles += [] if block.tile is None else [block.tile.contiguous()]
-    return _Given(blocks, tiles, spec.scale, spec.softcap or 0.0, spec.plan.whole, work)
+    return _Call(blocks, tiles, spec.scale, spec.plan.whole, work)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _Given) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _Call) -> torch.Tensor:
         ctx.spec = spec
         q_, k_, v_ = (_readable(x, spec.work) for x in (q, k, v))
-        out, sums = _forward(q_, k_, v_, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole)
+        out, sums = _forward(q_, k_, v_, spec.tiles, spec.blocks, spec.scale, spec.whole)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, sums)
         result: torch.Tensor = out.to(q.dtype)
@@ -112,9 +111,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, sums = ctx.saved_tensors
         spec, needed = ctx.spec, list(ctx.needs_input_grad[:3])
         d_, q_, k_, v_ = (_readable(x, spec.work) for x in (d_out, q, k, v))
-        grads = _backward(
-            d_, q_, k_, v_, sums, spec.tiles, spec.blocks, spec.scale, spec.cap, spec.whole, needed
-        )
+        grads = _backward(d_, q_, k_, v_, sums, spec.tiles, spec.blocks, spec.scale, spec.whole, needed)
         return *(grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True)), None
 
 
@@ -124,25 +121,25 @@ def _readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @operator(
-    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor[] tiles, int[] blocks, float scale, float cap, bool whole)"
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor[] tiles, int[] blocks, float scale, bool whole)"
     " -> (Tensor, Tensor)"
 )
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: list[torch.Tensor], blocks: list[int],
-    scale: float, cap: float, whole: bool,
+    scale: float, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     out, sums = _empty(q, v.shape[3], whole), torch.empty(*q.shape[:3], 2, dtype=torch.float32)
-    _run("forward", {"q": q, "k": k, "v": v, "out": out}, sums, tiles, blocks, (scale, cap))
+    _run("forward", {"q": q, "k": k, "v": v, "out": out}, sums, tiles, blocks, scale)
     return out, sums
 
 
 @operator(
     "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor sums, Tensor[] tiles, int[] blocks, float scale,"
-    " float cap, bool whole, bool[] needed) -> (Tensor, Tensor, Tensor)"
+    " bool whole, bool[] needed) -> (Tensor, Tensor, Tensor)"
 )
 def _backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor,
-    tiles: list[torch.Tensor], blocks: list[int], scale: float, cap: float, whole: bool, needed: list[bool],
+    tiles: list[torch.Tensor], blocks: list[int], scale: float, whole: bool, needed: list[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     grads = [
         _empty(x, x.shape[3], whole) if need else x.new_empty(0)
@@ -152,7 +149,7 @@ def _backward(
         name: grad for name, grad, need in zip(("d_q", "d_k", "d_v"), grads, needed, strict=True) if need
     }
     operands = {"q": q, "k": k, "v": v, "d_out": d_out, **wanted}
-    _run("backward", operands, sums, tiles, blocks, (scale, cap))
+    _run("backward", operands, sums, tiles, blocks, scale)
     return tuple(grads)
 
 
@@ -168,7 +165,7 @@ def _run(
     sums: torch.Tensor,
     tiles: list[torch.Tensor],
     blocks: list[int],
-    factors: tuple[float, float],
+    scale: float,
 ) -> None:
     """Hand one call to the compiled loops; whoever calls holds every tensor until they are done."""
     strips, q, k, v = compiled_strips(), matrices["q"], matrices["k"], matrices["v"]
@@ -182,7 +179,7 @@ def _run(
         places += (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
     (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
     sizes = batch, key_heads, heads // max(key_heads, 1), queries, keys, head, v.shape[3], len(blocks) // 9
-    head_of_call = *sizes, torch.get_num_threads(), *factors, each.buffer_info()[0], *places, sums.data_ptr()
+    head_of_call = *sizes, torch.get_num_threads(), scale, each.buffer_info()[0], *places, sums.data_ptr()
     lanes, floats = ctypes.c_int64(), ctypes.c_int64()
     call = _CALL.pack(*head_of_call, 0, 0)
     strips.run("needs", q.dtype, call, what == "backward", ctypes.byref(lanes), ctypes.byref(floats))
