@@ -15,7 +15,7 @@ from torch import nn
 import isotype
 from isotype.checkpoint.damage.measure import _of_signs, measure_divergence
 from isotype.checkpoint.damage.rounding import pieces, rounded
-from isotype.checkpoint.kept import kept_damages
+from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED
@@ -181,7 +181,7 @@ def test_a_checkpoint_is_measured_from_disk_once(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model")
     damages = isotype.measure_quality(path, progress=False)
     assert damages.key == open_checkpoint(path).fingerprint
-    assert kept_damages(damages.key) == damages
+    assert kept(Damages, damages.key) == damages
     assert Damages.from_json(damages.to_json()) == damages
     assert damages.measured["nf4"] > 0
     loaded = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))

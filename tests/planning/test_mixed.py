@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import isotype
-from isotype.checkpoint.kept import keep_damages
+from isotype.checkpoint.kept import keep
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.formats import FITTED
 from isotype.planning.auto import filled
@@ -44,7 +44,7 @@ def path(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
         for at, (name, module) in enumerate(linear(model).items())
     )
-    keep_damages(Damages("llama", open_checkpoint(path).fingerprint or "", "", "float32", "", 1, layers))
+    keep(Damages("llama", open_checkpoint(path).fingerprint or "", "", "float32", "", 1, layers))
     parameters = sum(each.numel() for each in model.parameters())
 
     def trace_of(request: StepRequest) -> Trace:

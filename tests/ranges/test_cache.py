@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.kept import keep_ranges, kept_ranges
+from isotype.checkpoint.kept import keep, kept
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import SaveError
 from isotype.precision.ranges import Ranges
@@ -30,7 +30,7 @@ def files(directory: Path) -> list[str]:
 def cached(path: Path) -> Ranges | None:
     key = open_checkpoint(path).fingerprint
     assert key is not None
-    return kept_ranges(key)
+    return kept(Ranges, key)
 
 
 def test_a_measurement_is_found_again_beside_nothing_of_the_users(tmp_path: Path, cache: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_model_in_memory_has_no_key() -> None:
     ranges = isotype.measure_ranges(tiny_model("llama"), tiny_batch("llama"))
     assert ranges.key == ""
     with pytest.raises(ValueError, match="a model in memory has no key"):
-        keep_ranges(ranges)
+        keep(ranges)
 
 
 def test_infinity_and_nan_are_kept(tmp_path: Path, cache: Path) -> None:
@@ -109,5 +109,5 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     ranges = isotype.measure_ranges(path)
     assert ranges.notes[-1].startswith(f"it was not kept: {tmp_path}/ranges/{ranges.key}.json: ")
-    with pytest.raises(SaveError, match="the measurement of value ranges cannot be kept"):
-        keep_ranges(ranges)
+    with pytest.raises(SaveError, match="the measurement of ranges cannot be kept"):
+        keep(ranges)

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import isotype
-from isotype.checkpoint.kept import kept_ranges
+from isotype.checkpoint.kept import kept
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
 from tests.checkpoint.test_load import mxfp4_checkpoint
@@ -216,4 +216,4 @@ def test_token_ids_are_drawn_for_want_of_a_tokenizer(tmp_path: Path) -> None:
     assert ranges.text == "2 rows of 64 token ids drawn with a fixed seed, for want of a tokenizer"
     assert (ranges.tokens, ranges.batches) == (128, 2)
     assert isotype.measure_ranges(path, tokens=100).modules == ranges.modules
-    assert kept_ranges(ranges.key) is None
+    assert kept(Ranges, ranges.key) is None

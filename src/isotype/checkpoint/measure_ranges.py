@@ -45,7 +45,7 @@ def measure_ranges(
     boundaries. Of a checkpoint, and of a model in memory, one block at a time is there in float32: blocks are computed
     again in the backward. A model in memory is not changed, nor its gradients, hooks, modes or random states. What is
     measured of a checkpoint on text of this package, no less than by default, is kept for
-    `isotype.checkpoint.kept.kept_ranges`.
+    `isotype.checkpoint.kept.kept`.
 
     Args:
         model: a module (with PEFT adapters, quantized layers, boundaries or not), or a checkpoint: a directory, a

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from isotype.checkpoint.kept import kept_damages, kept_ranges
+from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
@@ -145,15 +145,19 @@ def _mixture(
     policy = decide(facts, profile, first_request(request), obstacles)
     if damages is None and checkpoint is not None:
         key = checkpoint.fingerprint
-        damages = None if key is None else kept_damages(key)
+        damages = None if key is None else kept(Damages, key)
         if damages is None and key is not None and measure is not None:
             damages = measure()
     if damages is None or facts.parameters is None:
         fix = (
             f"isotype quality {facts.source} measures them, where the weights are; or give --quantization nf4"
         )
-        problem = Problem(f"quantization mixed for {facts.source}", "measured damages of its layers", fix)
-        raise PrecisionError("nobody has measured what quantization does to this model", [problem])
+        raise PrecisionError.of(
+            "nobody has measured what quantization does to this model",
+            f"quantization mixed for {facts.source}",
+            "measured damages of its layers",
+            fix,
+        )
     return mix(damages, policy, facts.parameters, request.base_memory)
 
 
@@ -172,7 +176,7 @@ def _decided(
     key = checkpoint.fingerprint
     if key is None:
         return policy, None
-    measured = kept_ranges(key)
+    measured = kept(Ranges, key)
     if measured is None and measure is not None:
         measured = measure()
     return (policy if measured is None else decide(facts, profile, request, obstacles, measured)), measured

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.kept import kept_damages
+from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
@@ -154,7 +154,7 @@ def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
 def measured_layers(checkpoint: Checkpoint) -> Damages | None:
     """What storages do to a model, layer by layer, where `isotype quality` has measured it."""
     key = checkpoint.fingerprint
-    return None if key is None else kept_damages(key)
+    return None if key is None else kept(Damages, key)
 
 
 def totals(damages: Damages | None) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.core.formats import FITTED, FOUR_BITS, QUANTIZATIONS
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
@@ -103,15 +103,11 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
     choice = choose(options, room)
     if choice is None:
         least = others + sum(min(option.bytes for option in layer) for layer in options)
-        raise PrecisionError(
+        raise PrecisionError.of(
             "no mixed storage fits",
-            [
-                Problem(
-                    f"{format_bytes(memory or room)} for the weights of {damages.source}",
-                    f"at least {format_bytes(least)}: every layer in nf4",
-                    "give more memory for the base, a smaller model, or more GPUs (--fsdp 2)",
-                )
-            ],
+            f"{format_bytes(memory or room)} for the weights of {damages.source}",
+            f"at least {format_bytes(least)}: every layer in nf4",
+            "give more memory for the base, a smaller model, or more GPUs (--fsdp 2)",
         )
     chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, choice.options, strict=True)}
     storage = _most(chosen, plain)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from isotype.core.errors import CheckpointError, Problem
-from isotype.core.files import write_whole
 from isotype.core.formats import FORMATS
 from isotype.core.names import plural, starred
 from isotype.core.units import format_bytes
+from isotype.precision.measurement import Measurement
 
 MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
 """What a linear layer is measured in; float32 changes nothing."""
-
-LAYOUT = 2
-"""Number of the layout of a saved measurement: one of another layout is measured again."""
 
 _NESTED = 256
 _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -73,7 +67,7 @@ class LayerDamage:
 
 
 @dataclass(frozen=True)
-class Damages:
+class Damages(Measurement):
     """One measurement of one model.
 
     Attributes:
@@ -87,6 +81,9 @@ class Damages:
         measured: format -> nats a token where all layers are stored so, of the same tokens: exact, no estimate.
         notes: what there is to say about it.
     """
+
+    subject: ClassVar = "damages"
+    layout: ClassVar = ("layout", 2)
 
     source: str
     key: str
@@ -156,42 +153,9 @@ class Damages:
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def to_json(self) -> str:
-        """As text; `from_json` is the inverse."""
-        return json.dumps({"layout": LAYOUT, **asdict(self)})
-
     @classmethod
-    def from_json(cls, text: str) -> Damages:
-        """The measurement that `to_json` wrote.
-
-        Raises:
-            ValueError: it is no measurement, or one of another layout.
-        """
-        try:
-            values: dict[str, Any] = json.loads(text)
-            if values.pop("layout") != LAYOUT:
-                raise ValueError(f"not a measurement of layout {LAYOUT}")
-            layers = tuple(LayerDamage(**layer) for layer in values.pop("layers"))
-            if any(set(MEASURED) - set(layer.damage) for layer in layers):
-                raise ValueError("not a measurement: a layer lacks a format")
-            return cls(**{**values, "layers": layers, "notes": tuple(values["notes"])})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a measurement: {error}") from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write the measurement to the file `path` (temporary name, then rename)."""
-        write_whole(Path(path), self.to_json() + "\n")
-        return Path(path)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Damages:
-        """The measurement in the file `path`.
-
-        Raises:
-            CheckpointError: the file is not one.
-        """
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            problem = Problem(f"{path}: {error}", "what Damages.save wrote", "measure again")
-            raise CheckpointError("unreadable measurement of damages", [problem]) from error
+    def _records(cls, values: dict[str, Any]) -> dict[str, Any]:
+        layers = tuple(LayerDamage(**layer) for layer in values["layers"])
+        if any(set(MEASURED) - set(layer.damage) for layer in layers):
+            raise ValueError("not a measurement: a layer lacks a format")
+        return {"layers": layers, "notes": tuple(values["notes"])}

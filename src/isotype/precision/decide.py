@@ -5,7 +5,7 @@ or one error that names every conflict comes out. `isotype.resolve_precision` ga
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,13 +62,9 @@ def decide(
     Raises:
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
     """
-    problems = list(obstacles)
-    warnings: list[str] = []
-    reasons: dict[str, str] = {}
-    storage_format = _storage_format(facts, request, problems, reasons)
-    compute = _compute(facts, profile, request, storage_format, problems, warnings, reasons)
-    master = _master(request, compute, problems, warnings, reasons)
-    storage = _storage(facts, request, storage_format, compute, master, problems, warnings, reasons)
+    draft = _Draft(facts, profile, request)
+    compute, master, storage = draft.roles()
+    problems, warnings, reasons = [*obstacles, *draft.problems], draft.warnings, draft.reasons
     pinned = () if compute == torch.float32 else (*facts.pinned, *facts.pinned_strict)
     if problems:
         raise PrecisionError(
@@ -104,97 +100,203 @@ def decide(
     )
 
 
-def _storage_format(
-    facts: ModelFacts, request: PrecisionRequest, problems: list[Problem], reasons: dict[str, str]
-) -> str | None:
-    """The quantization format of the frozen weights, or None for a float dtype."""
-    asked = request.quantization
-    saved = facts.quantization.format if facts.quantization else None
-    dequantized = facts.quantization is not None and facts.quantization.dequantized
-    if request.trainable not in TRAINABLE:
-        problems.append(
-            Problem(f"trainable={request.trainable!r}", "'lora' or 'full'", "give one of the two")
-        )
-    if asked is not None and asked not in QUANTIZATIONS:
-        problems.append(
-            Problem(
-                f"quantization {asked!r}", f"one of {', '.join(QUANTIZATIONS)} or none", "give one of these"
+@dataclass(frozen=True)
+class _Draft:
+    """What is decided of one request, what stands in its way, and what it costs."""
+
+    facts: ModelFacts
+    profile: DeviceProfile
+    request: PrecisionRequest
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def roles(self) -> tuple[torch.dtype, torch.dtype, str]:
+        """(compute dtype, master dtype, storage), of no meaning where there are problems."""
+        storage_format = self._storage_format()
+        compute = self._compute(storage_format)
+        master = self._master(compute)
+        return compute, master, self._storage(storage_format, compute, master)
+
+    def _refuse(self, given: str, expected: str, fix: str) -> None:
+        self.problems.append(Problem(given, expected, fix))
+
+    def _storage_format(self) -> str | None:
+        """The quantization format of the frozen weights, or None for a float dtype."""
+        requested = self.request.quantization
+        saved = self.facts.quantization.format if self.facts.quantization else None
+        dequantized = self.facts.quantization is not None and self.facts.quantization.dequantized
+        if self.request.trainable not in TRAINABLE:
+            self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
+        if requested is not None and requested not in QUANTIZATIONS:
+            self._refuse(
+                f"quantization {requested!r}",
+                f"one of {', '.join(QUANTIZATIONS)} or none",
+                "give one of these",
             )
-        )
-        return None
-    if request.trainable == "full" and (asked or saved in QUANTIZATIONS):
-        problems.append(
-            Problem(
-                f"every weight trainable, but the weights are stored in {asked or saved}",
+            return None
+        if self.request.trainable == "full" and (requested or saved in QUANTIZATIONS):
+            self._refuse(
+                f"every weight trainable, but the weights are stored in {requested or saved}",
                 "float weights: quantized weights have no gradient",
                 "train adapters (trainable='lora'), or leave the quantization out",
             )
-        )
-    if saved in QUANTIZATIONS:
-        if asked not in (None, saved):
-            problems.append(
-                Problem(
-                    f"quantization {asked}, but {facts.source} is saved in {saved}",
+        if saved in QUANTIZATIONS:
+            if requested not in (None, saved):
+                self._refuse(
+                    f"quantization {requested}, but {self.facts.source} is saved in {saved}",
                     f"{saved}, or an unquantized checkpoint",
                     f"leave the quantization out (the checkpoint's {saved} is kept) or give the 16-bit original",
                 )
-            )
-        reasons["storage"] = f"the checkpoint is saved in {saved}"
-        return saved
-    if asked:
-        reasons["storage"] = "as asked"
-        return asked
-    if saved and not dequantized:
-        problems.append(
-            Problem(
-                f"{facts.source} is quantized with {saved}",
+            self.reasons["storage"] = f"the checkpoint is saved in {saved}"
+            return saved
+        if requested:
+            self.reasons["storage"] = "as asked"
+            return requested
+        if saved and not dequantized:
+            self._refuse(
+                f"{self.facts.source} is quantized with {saved}",
                 "float weights, mxfp4, fp8, compressed-tensors, or bitsandbytes nf4, fp4 or int8",
                 "give the unquantized original and a quantization of " + ", ".join(QUANTIZATIONS),
             )
-        )
-    return None
+        return None
 
-
-def _compute(
-    facts: ModelFacts,
-    profile: DeviceProfile,
-    request: PrecisionRequest,
-    storage_format: str | None,
-    problems: list[Problem],
-    warnings: list[str],
-    reasons: dict[str, str],
-) -> torch.dtype:
-    if request.dtype in ("auto", None):
-        compute, reasons["compute"] = _auto_compute(facts, profile, storage_format)
-        return compute
-    compute = parse_dtype(request.dtype)
-    name = dtype_name(compute)
-    reasons["compute"] = "as asked"
-    if compute not in COMPUTE_DTYPES:
-        problems.append(
-            Problem(f"compute dtype {name}", "float32, bfloat16 or float16", "give one of these, or auto")
-        )
-        return compute
-    support = profile.supports(compute)
-    if support == "refused":
-        problems.append(
-            Problem(
-                f"compute dtype {name} on {profile.title}",
-                f"a dtype it runs: {', '.join(sorted(dtype_name(d) for d in profile.native))}",
-                f"{profile.reason(compute)}; use {dtype_name(profile.best_dtype())}, or auto",
+    def _compute(self, storage_format: str | None) -> torch.dtype:
+        if self.request.dtype in ("auto", None):
+            compute, self.reasons["compute"] = _auto_compute(self.facts, self.profile, storage_format)
+            return compute
+        compute = parse_dtype(self.request.dtype)
+        name = dtype_name(compute)
+        self.reasons["compute"] = "as asked"
+        if compute not in COMPUTE_DTYPES:
+            self._refuse(
+                f"compute dtype {name}", "float32, bfloat16 or float16", "give one of these, or auto"
             )
-        )
-    elif support == "emulated":
-        warnings.append(
-            f"{name} on {profile.title}: {profile.reason(compute)}; expect it to be {_slow(profile, compute)} "
-            f"({dtype_name(profile.best_dtype())} is what it runs best)"
-        )
-    elif (slower := profile.slower(compute, profile.best_dtype()) or 1.0) >= 1.5 and compute == torch.float16:
-        warnings.append(
-            f"{name} on {profile.title}: its matmuls run {slower:.2g} times slower than "
-            f"{dtype_name(profile.best_dtype())}'s"
-        )
-    return compute
+            return compute
+        support = self.profile.supports(compute)
+        if support == "refused":
+            self._refuse(
+                f"compute dtype {name} on {self.profile.title}",
+                f"a dtype it runs: {', '.join(sorted(dtype_name(d) for d in self.profile.native))}",
+                f"{self.profile.reason(compute)}; use {dtype_name(self.profile.best_dtype())}, or auto",
+            )
+        elif support == "emulated":
+            self.warnings.append(
+                f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {_slow(self.profile, compute)} "
+                f"({dtype_name(self.profile.best_dtype())} is what it runs best)"
+            )
+        elif (
+            slower := self.profile.slower(compute, self.profile.best_dtype()) or 1.0
+        ) >= 1.5 and compute == torch.float16:
+            self.warnings.append(
+                f"{name} on {self.profile.title}: its matmuls run {slower:.2g} times slower than "
+                f"{dtype_name(self.profile.best_dtype())}'s"
+            )
+        return compute
+
+    def _master(self, compute: torch.dtype) -> torch.dtype:
+        if self.request.master is None:
+            self.reasons["master"] = "small updates survive; cast to the compute dtype where they are used"
+            return torch.float32
+        master = parse_dtype(self.request.master)
+        name = dtype_name(master)
+        self.reasons["master"] = "as asked"
+        if master not in COMPUTE_DTYPES:
+            self._refuse(
+                f"master dtype {name}", "float32, bfloat16 or float16", "leave it out: float32 is right"
+            )
+        elif compute == torch.float32 and master != torch.float32:
+            self._refuse(
+                f"compute float32 with {name} masters",
+                "masters of at least the precision that is computed in",
+                f"leave the master dtype out, or compute in {name}",
+            )
+        elif compute == torch.float16 and master != torch.float32:
+            self._refuse(
+                f"compute float16 with {name} masters",
+                "float32 masters: float16 compute needs a GradScaler, and it cannot unscale "
+                f"{name} gradients",
+                "leave the master dtype out, or compute in bfloat16",
+            )
+        elif master != torch.float32:
+            self.warnings.append(
+                f"{name} masters lose every update smaller than half a unit in the last place of the weight"
+            )
+        return master
+
+    def _storage(self, storage_format: str | None, compute: torch.dtype, master: torch.dtype) -> str:
+        options = [
+            name
+            for name, value in (
+                ("double_quant", self.request.double_quant),
+                ("quant_storage", self.request.quant_storage),
+            )
+            if value
+        ]
+        if options and storage_format not in FOUR_BITS:
+            self._refuse(
+                f"{' and '.join(options)} with {storage_format or 'no'} quantization",
+                "quantization nf4 or fp4",
+                "ask for one, or leave " + " and ".join(options) + " out",
+            )
+        if self.request.storage is not None:
+            return self._requested_storage(self.request.storage, storage_format, compute, master)
+        if storage_format:
+            return storage_format
+        if self.request.trainable == "full":
+            self.reasons["storage"] = "every weight is trainable, so the weights are the masters"
+            return dtype_name(master)
+        if self.facts.quantization and self.facts.quantization.dequantized:
+            form = self.facts.quantization.format
+            self.reasons["storage"] = f"{form} weights are dequantized once at load: they have no backward"
+        else:
+            self.reasons["storage"] = "frozen weights are stored in the compute dtype, so no step casts them"
+        return dtype_name(compute)
+
+    def _requested_storage(
+        self,
+        requested: str | torch.dtype,
+        storage_format: str | None,
+        compute: torch.dtype,
+        master: torch.dtype,
+    ) -> str:
+        """The float dtype that was asked for the frozen weights, and what it costs."""
+        if requested in QUANTIZATIONS:
+            self._refuse(
+                f"storage {requested}",
+                "a float dtype",
+                f"ask for quantization {requested} instead of storage",
+            )
+            return storage_format or dtype_name(compute)
+        storage = parse_dtype(requested)
+        name, low = dtype_name(storage), dtype_name(compute)
+        if storage not in COMPUTE_DTYPES:
+            self._refuse(f"storage {name}", "float32, bfloat16 or float16", "give one of these")
+        if storage_format:
+            self._refuse(
+                f"storage {name} with weights quantized in {storage_format}",
+                "one of the two",
+                f"leave the storage out (the weights are stored in {storage_format}), or take an unquantized checkpoint "
+                "without a quantization",
+            )
+            return storage_format
+        if self.request.trainable == "full" and storage != master:
+            self._refuse(
+                f"storage {name} with every weight trainable and {dtype_name(master)} masters",
+                "the masters' dtype: the weights are the masters",
+                "leave the storage out, or train adapters (trainable='lora')",
+            )
+        elif compute == torch.float32 != storage:
+            self._refuse(
+                f"storage {name} with compute float32",
+                "storage float32: there is no autocast to float32",
+                f"leave the storage out, or compute in {name}",
+            )
+        self.reasons["storage"] = "as asked"
+        if storage != compute and self.request.trainable == "lora":
+            memory = " and they take twice the memory" if storage == torch.float32 else ""
+            self.warnings.append(f"{name} storage: every step casts the frozen weights to {low}{memory}")
+        return name
 
 
 def _auto_compute(
@@ -221,140 +323,6 @@ def _auto_compute(
 def _slow(profile: DeviceProfile, dtype: torch.dtype) -> str:
     slower = profile.slower(dtype, profile.best_dtype())
     return "slow" if slower is None else f"{slower:.2g} times slower"
-
-
-def _master(
-    request: PrecisionRequest,
-    compute: torch.dtype,
-    problems: list[Problem],
-    warnings: list[str],
-    reasons: dict[str, str],
-) -> torch.dtype:
-    if request.master is None:
-        reasons["master"] = "small updates survive; cast to the compute dtype where they are used"
-        return torch.float32
-    master = parse_dtype(request.master)
-    name = dtype_name(master)
-    reasons["master"] = "as asked"
-    if master not in COMPUTE_DTYPES:
-        problems.append(
-            Problem(f"master dtype {name}", "float32, bfloat16 or float16", "leave it out: float32 is right")
-        )
-    elif compute == torch.float32 and master != torch.float32:
-        problems.append(
-            Problem(
-                f"compute float32 with {name} masters",
-                "masters of at least the precision that is computed in",
-                f"leave the master dtype out, or compute in {name}",
-            )
-        )
-    elif compute == torch.float16 and master != torch.float32:
-        problems.append(
-            Problem(
-                f"compute float16 with {name} masters",
-                "float32 masters: float16 compute needs a GradScaler, and it cannot unscale "
-                f"{name} gradients",
-                "leave the master dtype out, or compute in bfloat16",
-            )
-        )
-    elif master != torch.float32:
-        warnings.append(
-            f"{name} masters lose every update smaller than half a unit in the last place of the weight"
-        )
-    return master
-
-
-def _storage(
-    facts: ModelFacts,
-    request: PrecisionRequest,
-    storage_format: str | None,
-    compute: torch.dtype,
-    master: torch.dtype,
-    problems: list[Problem],
-    warnings: list[str],
-    reasons: dict[str, str],
-) -> str:
-    asked_for = [
-        name
-        for name, value in (("double_quant", request.double_quant), ("quant_storage", request.quant_storage))
-        if value
-    ]
-    if asked_for and storage_format not in FOUR_BITS:
-        problems.append(
-            Problem(
-                f"{' and '.join(asked_for)} with {storage_format or 'no'} quantization",
-                "quantization nf4 or fp4",
-                "ask for one, or leave " + " and ".join(asked_for) + " out",
-            )
-        )
-    if request.storage is not None:
-        return _storage_asked(
-            request.storage, request, storage_format, compute, master, problems, warnings, reasons
-        )
-    if storage_format:
-        return storage_format
-    if request.trainable == "full":
-        reasons["storage"] = "every weight is trainable, so the weights are the masters"
-        return dtype_name(master)
-    if facts.quantization and facts.quantization.dequantized:
-        form = facts.quantization.format
-        reasons["storage"] = f"{form} weights are dequantized once at load: they have no backward"
-    else:
-        reasons["storage"] = "frozen weights are stored in the compute dtype, so no step casts them"
-    return dtype_name(compute)
-
-
-def _storage_asked(
-    asked: str | torch.dtype,
-    request: PrecisionRequest,
-    storage_format: str | None,
-    compute: torch.dtype,
-    master: torch.dtype,
-    problems: list[Problem],
-    warnings: list[str],
-    reasons: dict[str, str],
-) -> str:
-    """The float dtype that was asked for the frozen weights, and what it costs."""
-    if asked in QUANTIZATIONS:
-        problems.append(
-            Problem(f"storage {asked}", "a float dtype", f"ask for quantization {asked} instead of storage")
-        )
-        return storage_format or dtype_name(compute)
-    storage = parse_dtype(asked)
-    name, low = dtype_name(storage), dtype_name(compute)
-    if storage not in COMPUTE_DTYPES:
-        problems.append(Problem(f"storage {name}", "float32, bfloat16 or float16", "give one of these"))
-    if storage_format:
-        problems.append(
-            Problem(
-                f"storage {name} with weights quantized in {storage_format}",
-                "one of the two",
-                f"leave the storage out (the weights are stored in {storage_format}), or take an unquantized checkpoint "
-                "without a quantization",
-            )
-        )
-        return storage_format
-    if request.trainable == "full" and storage != master:
-        problems.append(
-            Problem(
-                f"storage {name} with every weight trainable and {dtype_name(master)} masters",
-                "the masters' dtype: the weights are the masters",
-                "leave the storage out, or train adapters (trainable='lora')",
-            )
-        )
-    elif compute == torch.float32 != storage:
-        problems.append(
-            Problem(
-                f"storage {name} with compute float32",
-                "storage float32: there is no autocast to float32",
-                f"leave the storage out, or compute in {name}",
-            )
-        )
-    reasons["storage"] = "as asked"
-    if storage != compute and request.trainable == "lora":
-        memory = " and they take twice the memory" if storage == torch.float32 else ""
-        warnings.append(f"{name} storage: every step casts the frozen weights to {low}{memory}")
-    return name
 
 
 def _double_quant(facts: ModelFacts, request: PrecisionRequest, storage: str) -> bool:
@@ -401,9 +369,9 @@ def _nearest(
     )
     for change in given_up:
         candidate = replace(request, **change)
-        try:
-            _check_only(facts, profile, candidate)
-        except PrecisionError:
+        draft = _Draft(facts, profile, candidate)
+        draft.roles()
+        if draft.problems:
             continue
         policy = decide(facts, profile, candidate)
         return (
@@ -411,16 +379,6 @@ def _nearest(
             f"masters {dtype_name(policy.master)}, trainable {policy.trainable}"
         )
     return None
-
-
-def _check_only(facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest) -> None:
-    problems: list[Problem] = []
-    storage_format = _storage_format(facts, request, problems, {})
-    compute = _compute(facts, profile, request, storage_format, problems, [], {})
-    master = _master(request, compute, problems, [], {})
-    _storage(facts, request, storage_format, compute, master, problems, [], {})
-    if problems:
-        raise PrecisionError("", problems)
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from isotype.core.errors import CheckpointError
-from isotype.core.files import write_whole
+from isotype.precision.measurement import Measurement
 
 FLOAT16_LARGEST = 65504.0
 """The largest number of float16."""
@@ -20,9 +17,6 @@ FLOAT16_FLUSHED = 2.0**-25
 _FILL = 1e37
 """What is larger and finite fills a mask (the smallest number of float32 or bfloat16) and is no activation."""
 _LOSS_SCALES = (2.0**0, 2.0**24)
-
-FORMAT = 2
-"""Number of the layout of a saved measurement: one of another layout is measured again."""
 
 MATMULS = (
     "mm",
@@ -127,7 +121,7 @@ class ModuleRange:
 
 
 @dataclass(frozen=True)
-class Ranges:
+class Ranges(Measurement):
     """One measurement of one model.
 
     Attributes:
@@ -145,6 +139,9 @@ class Ranges:
         loss: mean loss of each forward.
         notes: what could not be measured, and why.
     """
+
+    subject: ClassVar = "ranges"
+    layout: ClassVar = ("format", 2)
 
     source: str
     key: str
@@ -175,53 +172,12 @@ class Ranges:
         """The module of the residual stream with the largest output; None where no stream was found."""
         return max(self.stream_modules, key=lambda module: module.output, default=None)
 
-    def to_json(self) -> str:
-        """As text; `from_json` is the inverse."""
-        return json.dumps({"format": FORMAT, **asdict(self)})
-
     @classmethod
-    def from_json(cls, text: str) -> Ranges:
-        """The measurement that `to_json` wrote.
-
-        Raises:
-            ValueError: it is no measurement, or one of another layout.
-        """
-        try:
-            values: dict[str, Any] = json.loads(text)
-            if values.pop("format") != FORMAT:
-                raise ValueError(f"not a measurement of layout {FORMAT}")
-            return cls(
-                **values
-                | {
-                    "modules": tuple(ModuleRange(**module) for module in values["modules"]),
-                    "operators": tuple(
-                        OperatorRange(**operator | {"inputs": tuple(operator["inputs"])})
-                        for operator in values["operators"]
-                    ),
-                }
-                | {name: tuple(values[name]) for name in ("stream", "loss", "notes")}
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a measurement: {error}") from error
-
-    def save(self, path: str | Path) -> Path:
-        """Write the measurement to the file `path` (temporary name, then rename)."""
-        write_whole(Path(path), self.to_json() + "\n")
-        return Path(path)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Ranges:
-        """The measurement in the file `path`.
-
-        Raises:
-            CheckpointError: the file is not one.
-        """
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError.of(
-                "unreadable measurement of ranges",
-                f"{path}: {error}",
-                "what Ranges.save wrote",
-                "measure again",
-            ) from error
+    def _records(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "modules": tuple(ModuleRange(**module) for module in values["modules"]),
+            "operators": tuple(
+                OperatorRange(**operator | {"inputs": tuple(operator["inputs"])})
+                for operator in values["operators"]
+            ),
+        } | {name: tuple(values[name]) for name in ("stream", "loss", "notes")}

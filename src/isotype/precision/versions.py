@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 
 PACKAGES: tuple[str, ...] = (
     "torch",
@@ -238,12 +238,12 @@ def _own_requirements() -> Sequence[str]:
     try:
         return importlib.metadata.requires("isotype") or ()
     except importlib.metadata.PackageNotFoundError:
-        problem = Problem(
+        raise PrecisionError.of(
+            "isotype is not installed, so its extras are unknown",
             "isotype, imported from its source tree",
             "an installed isotype",
             "run pip install -e . in that tree",
-        )
-        raise PrecisionError("isotype is not installed, so its extras are unknown", [problem]) from None
+        ) from None
 
 
 def pip_command(found: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:

@@ -8,12 +8,13 @@ from functools import partial
 import torch
 
 from isotype.checkpoint.damage.measure import measure_damages
-from isotype.checkpoint.kept import kept_damages
+from isotype.checkpoint.kept import kept
 from isotype.checkpoint.measure_ranges import measure_checkpoint
 from isotype.checkpoint.opened import Checkpoint, downloaded
 from isotype.checkpoint.resolve import resolve_request, with_storage_reason
 from isotype.core.formats import MIXED
 from isotype.precision.by_damage import as_decided
+from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.moments import read
@@ -69,8 +70,8 @@ def moments_of_run(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
     def measured() -> dict[str, str]:
         here = downloaded(checkpoint)
-        kept = None if here.fingerprint is None else kept_damages(here.fingerprint)
-        return {layer.module: layer.moments for layer in (kept or measure_damages(here)).layers}
+        damages = None if here.fingerprint is None else kept(Damages, here.fingerprint)
+        return {layer.module: layer.moments for layer in (damages or measure_damages(here)).layers}
 
     written = measured() if processes() == 1 else from_first(measured)
     return {name: read(text) for name, text in written.items()}

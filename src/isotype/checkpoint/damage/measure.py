@@ -18,7 +18,7 @@ from isotype.checkpoint.measure_ranges import TOKENS, module_to_measure, to_meas
 from isotype.checkpoint.opened import Checkpoint, downloaded, open_checkpoint
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.core.names import base_name, listed, plural
 from isotype.precision.damages import Damages, LayerDamage
 from isotype.ranges.batches import Batches
@@ -45,7 +45,7 @@ def measure_quality(
 
     A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.layers.Layers`); for each format in
     `exact`, a forward with all layers in it gives the divergence itself. A checkpoint is read block by block, each time; a model in memory
-    is not changed. What is measured of a checkpoint on the text of this package is kept for `isotype.checkpoint.kept.kept_damages`.
+    is not changed. What is measured of a checkpoint on the text of this package is kept for `isotype.checkpoint.kept.kept`.
 
     Args:
         model: a module, or a checkpoint: a directory, a GGUF file, `embedded:NAME` or a hub id; it returns logits.
@@ -149,10 +149,12 @@ def measure_divergence(
     session = _session(measured, run, device, 1 + len(storages), progress)
     unknown = sorted({name for each in storages.values() for name in each} - set(session.layers.wanted))
     if unknown:
-        problem = Problem(
-            listed(unknown), "linear layers that quantization reaches", "give names of the base model"
+        raise UsageError.of(
+            f"no such layers in {session.measured.source}",
+            listed(unknown),
+            "linear layers that quantization reaches",
+            "give names of the base model",
         )
-        raise UsageError(f"no such layers in {session.measured.source}", [problem])
     try:
         session.plain()
         return {name: session.divergence(form_of) for name, form_of in storages.items()}
@@ -228,12 +230,12 @@ class _Session:
         output = self.twin.model(**inputs)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
-            problem = Problem(
+            raise UsageError.of(
+                "the damage of quantization cannot be measured",
                 f"{self.measured.source}, which returns {type(output).__name__} without logits",
                 "a model with a distribution of the next token (or of classes)",
                 "give the model with its head",
             )
-            raise UsageError("the damage of quantization cannot be measured", [problem])
         return logits
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.precision.devices.cpu import (
     CPU_INSTRUCTIONS,
     CpuFeatures,
@@ -430,8 +430,12 @@ def _named_profile(name: str) -> DeviceProfile:
     if len(cards) == 1 and is_card:
         return _from_record(cards[0], _records()[cards[0]])
     if cards:
-        problem = Problem(f"device {name!r}", "the name of one card", f"give one of {', '.join(cards)}")
-        raise PrecisionError("a name of several devices" if len(cards) > 1 else "unknown device", [problem])
+        raise PrecisionError.of(
+            "a name of several devices" if len(cards) > 1 else "unknown device",
+            f"device {name!r}",
+            "the name of one card",
+            f"give one of {', '.join(cards)}",
+        )
     close = difflib.get_close_matches(name, _names(), n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(close)}?" if close else "give one of these names"
     expected = f"auto, cpu, cuda, cuda:N, mps, xpu, or a profile: {', '.join(profile_names())}"

@@ -1,0 +1,67 @@
+"""What measurements of a model have in common: how they are written and read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from isotype.core.errors import CheckpointError
+from isotype.core.files import write_whole
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement that is kept as JSON.
+
+    Attributes:
+        subject: what is measured, in a word.
+        layout: key and number of the layout of a saved measurement: one of another number is measured again.
+    """
+
+    subject: ClassVar[str]
+    layout: ClassVar[tuple[str, int]]
+
+    def to_json(self) -> str:
+        """As text; `from_json` is the inverse."""
+        return json.dumps(dict([self.layout]) | asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The measurement that `to_json` wrote.
+
+        Raises:
+            ValueError: it is no measurement, or one of another layout.
+        """
+        key, number = cls.layout
+        try:
+            values: dict[str, Any] = json.loads(text)
+            if values.pop(key) != number:
+                raise ValueError(f"not a measurement of layout {number}")
+            return cls(**values | cls._records(values))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a measurement: {error}") from error
+
+    @classmethod
+    def _records(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The fields that are not what JSON gives."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> Path:
+        """Write the measurement to the file `path` (temporary name, then rename)."""
+        write_whole(Path(path), self.to_json() + "\n")
+        return Path(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The measurement in the file `path`.
+
+        Raises:
+            CheckpointError: the file is not one.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            headline, written = f"unreadable measurement of {cls.subject}", f"what {cls.__name__}.save wrote"
+            raise CheckpointError.of(headline, f"{path}: {error}", written, "measure again") from error
