@@ -78,11 +78,11 @@ def test_a_plan_of_a_gguf_file(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     policy = PrecisionPolicy(torch.bfloat16, "bfloat16")
     plan = load_plan(skeleton(gguf_config(read_headers(path)), policy), read_headers(path), policy)
-    plan.require_complete()
+    plan.match.require_complete()
     how = {tensor.name: (tensor.stored, tensor.storage, tensor.how) for tensor in plan.tensors}
     assert how["model.layers.0.self_attn.q_proj.weight"] == ("Q8_0", "bfloat16", "renamed, dequantized")
     assert how["model.norm.weight"] == ("float32", "bfloat16", "renamed, cast")
-    assert plan.surplus == ()
+    assert plan.match.surplus == ()
 
 
 @pytest.fixture

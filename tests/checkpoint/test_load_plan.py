@@ -63,7 +63,7 @@ def held(value: torch.Tensor, module: nn.Module) -> str:
 
 def assert_as_planned(plan: LoadPlan, model: Any) -> None:
     """Every parameter and buffer of a loaded model is one that the plan names, stored as the plan says."""
-    plan.require_complete()
+    plan.match.require_complete()
     planned = {tensor.name: tensor.storage for tensor in plan.tensors}
     real = {
         name: held(value, model)
@@ -74,7 +74,13 @@ def assert_as_planned(plan: LoadPlan, model: Any) -> None:
     }
     compared = {name: storage for name, storage in planned.items() if name in real}
     assert compared == {name: real[name] for name in compared}
-    rest = set(real) - set(planned) - set(plan.tied) - set(plan.buffers) - set(plan.initialised)
+    rest = (
+        set(real)
+        - set(planned)
+        - set(plan.match.tied)
+        - set(plan.match.buffers)
+        - set(plan.match.initialised)
+    )
     assert {name for name in rest if not name.endswith(("absmax", "quant_map"))} == set()
 
 
@@ -101,12 +107,12 @@ def test_every_architecture_finds_its_own_weights(tmp_path, name):
         model: Any = ARCHITECTURES[name].build(torch.bfloat16)
         model.save_pretrained(tmp_path)
         plan = plan_of(tmp_path, model_class=type(model))
-    plan.require_complete()
+    plan.match.require_complete()
     state = model.state_dict()
     planned = {tensor.name: tensor.shape for tensor in plan.tensors}
     assert planned == {name: tuple(state[name].shape) for name in planned}
-    assert set(planned) | set(plan.tied) | set(plan.initialised) == set(state)
-    assert plan.surplus == ()
+    assert set(planned) | set(plan.match.tied) | set(plan.match.initialised) == set(state)
+    assert plan.match.surplus == ()
     read = {(source.file, source.name) for tensor in plan.tensors for source in tensor.sources}
     assert read == {(header.file, header.name) for header in read_headers(tmp_path).tensors}
 
@@ -125,7 +131,7 @@ def changed(name: str, directory: Path, change: Change) -> Path:
 
 def refused(plan: LoadPlan) -> str:
     with pytest.raises(CheckpointError) as caught:
-        plan.require_complete()
+        plan.match.require_complete()
     return str(caught.value)
 
 
@@ -214,12 +220,12 @@ def test_a_tensor_for_which_there_are_two(tmp_path):
 def test_a_head_of_another_class_starts_from_fresh_values(saved):
     auto = transformers.AutoModelForSequenceClassification
     plan = compared(saved("llama"), model_class=auto, num_labels=1)
-    plan.require_complete()
-    assert dict(plan.initialised) == {
+    plan.match.require_complete()
+    assert dict(plan.match.initialised) == {
         "score.weight": "the checkpoint is a LlamaForCausalLM: LlamaForSequenceClassification starts this part from "
         "fresh values"
     }
-    assert [tensor.name for tensor in plan.surplus] == ["lm_head.weight"]
+    assert [tensor.name for tensor in plan.match.surplus] == ["lm_head.weight"]
 
 
 def test_its_own_head_is_not_left_to_chance(tmp_path):
@@ -229,9 +235,9 @@ def test_its_own_head_is_not_left_to_chance(tmp_path):
 
 def test_tied_weights_and_computed_buffers_are_in_no_file(saved):
     plan = compared(saved("llama-tied-bias"))
-    plan.require_complete()
-    assert dict(plan.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert "model.rotary_emb.inv_freq" in plan.buffers
+    plan.match.require_complete()
+    assert dict(plan.match.tied) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "model.rotary_emb.inv_freq" in plan.match.buffers
 
 
 def test_what_is_done_to_a_tensor_in_words(saved):
@@ -271,7 +277,7 @@ def test_any_module_has_a_plan(tmp_path):
     )
     policy = PrecisionPolicy(torch.bfloat16, "nf4")
     plan = load_plan(module.to("meta"), read_headers(tmp_path / "model.safetensors"), policy)
-    plan.require_complete()
+    plan.match.require_complete()
     assert {tensor.name: tensor.storage for tensor in plan.tensors} == {
         "0.weight": "nf4",
         "0.bias": "bfloat16",
@@ -330,8 +336,8 @@ def fp8(weights: dict[str, torch.Tensor]) -> None:
 
 def test_fp8_with_block_scales_is_dequantized(tmp_path):
     plan = compared(changed("deepseek-v3", tmp_path, fp8))
-    plan.require_complete()
-    assert plan.surplus == ()
+    plan.match.require_complete()
+    assert plan.match.surplus == ()
     experts = {tensor.how for tensor in plan.tensors if ".experts.gate_up_proj" in tensor.name}
     assert experts == {"dequantized, stacked, joined"}
     assert {tensor.how for tensor in plan.tensors if tensor.name.endswith("o_proj.weight")} == {"dequantized"}
@@ -352,7 +358,7 @@ def packed(name: str, shape: list[int]) -> Change:
 def test_packed_integers_have_the_shape_that_is_written_beside_them(tmp_path):
     name = "model.layers.0.self_attn.q_proj.weight"
     plan = compared(changed("llama", tmp_path / "whole", packed(name, [64, 64])))
-    plan.require_complete()
+    plan.match.require_complete()
     (query,) = [tensor for tensor in plan.tensors if tensor.name == name]
     assert (query.stored, query.how, len(query.sources)) == ("packed", "dequantized", 3)
     for shape in ([64, 32], [-1, 2**62], [64]):

@@ -96,7 +96,7 @@ def inspect_plan(
     headers = checkpoint.headers or hub_headers(str(checkpoint.source), revision)
     model = skeleton(config_of(checkpoint), policy)
     plan = load_plan(model, headers, policy)
-    plan.require_complete()
+    plan.match.require_complete()
     loaded = facts_of(store(model, policy)).parameter_bytes
     assert loaded is not None  # of a module it is known
     return PlanInspection(str(path), plan.match.model, policy, plan, _groups(plan.tensors), loaded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch import nn
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.mapping.match import Match, WrongShape, match, unknown_quantization
-from isotype.checkpoint.mapping.stored import StoredTensor
+from isotype.checkpoint.mapping.match import Match, match, unknown_quantization
 from isotype.checkpoint.mapping.weight_map import Source, steps
 from isotype.compat.transformers import pinned
 from isotype.core.dtypes import dtype_name
@@ -88,49 +87,6 @@ class LoadPlan:
 
     tensors: tuple[PlannedTensor, ...]
     match: Match = field(repr=False)
-
-    @property
-    def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of what the model needs and no file has."""
-        return self.match.missing
-
-    @property
-    def initialised(self) -> Mapping[str, str]:
-        """What no file has and the model starts from fresh values, with the reason why it may."""
-        return self.match.initialised
-
-    @property
-    def surplus(self) -> tuple[StoredTensor, ...]:
-        """What the model has no name for."""
-        return self.match.surplus
-
-    @property
-    def wrong(self) -> tuple[WrongShape, ...]:
-        """What has another shape than the model's."""
-        return self.match.wrong
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Names that share the values of another name."""
-        return self.match.tied
-
-    @property
-    def buffers(self) -> tuple[str, ...]:
-        """Buffers that are in no file: the model computes them."""
-        return self.match.buffers
-
-    @property
-    def doubled(self) -> tuple[tuple[str, StoredTensor], ...]:
-        """Names in the model for which there are several tensors, with the one left over."""
-        return self.match.doubled
-
-    def require_complete(self) -> None:
-        """Raise one error for everything that keeps the checkpoint from being loaded.
-
-        Raises:
-            CheckpointError: a tensor is missing, of another shape than the model's, or there twice.
-        """
-        self.match.require_complete()
 
 
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:

@@ -19,7 +19,7 @@ from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot,
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.locate import resolve_source
 from isotype.checkpoint.mapping.match import match
-from isotype.core.errors import CheckpointError, PrecisionError, Problem
+from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.facts import ModelFacts
 
 _SAMPLE = 256
@@ -209,8 +209,12 @@ def _require_gguf(file: Path) -> None:
         fix = f"give the directory {file.parent}"
     else:
         fix = "give a checkpoint"
-    problem = Problem(f"the file {file}", "a checkpoint directory or a .gguf file", fix)
-    raise CheckpointError("not a model", [problem])
+    raise CheckpointError.of(
+        "not a model",
+        f"the file {file}",
+        "a checkpoint directory or a .gguf file",
+        fix,
+    )
 
 
 def _require_model(directory: Path, no_weights: bool) -> None:
@@ -220,8 +224,12 @@ def _require_model(directory: Path, no_weights: bool) -> None:
     if adapter.is_file() and no_weights:
         base = read_json(adapter).get("base_model_name_or_path")
         fix = f"give {base}" if base else f"give the base model; {adapter.name} does not name it"
-        problem = Problem(held, "the model that the adapter was trained on", fix)
-        raise CheckpointError("an adapter, not a model", [problem])
+        raise CheckpointError.of(
+            "an adapter, not a model",
+            held,
+            "the model that the adapter was trained on",
+            fix,
+        )
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"
         fix = "give the directory that save_pretrained() wrote"

@@ -21,7 +21,7 @@ from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
 from isotype.checkpoint.weightless import forget_quantization, skeleton, store
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
 from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
@@ -131,8 +131,12 @@ def _check_dense(checkpoint: Checkpoint, mesh: Any) -> None:
         return
     what = f"{checkpoint.source}, saved in {saved.format}, over {mesh.size()} processes"
     fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
-    problem = Problem(what, "float weights, of which every process can read its rows", fix)
-    raise PrecisionError("a quantized checkpoint cannot be loaded sharded", [problem])
+    raise PrecisionError.of(
+        "a quantized checkpoint cannot be loaded sharded",
+        what,
+        "float weights, of which every process can read its rows",
+        fix,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from isotype.cli.output import quiet_libraries
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.preflight.from_function import function_arguments
 from isotype.train.command import Repaired, repaired_command
 from isotype.train.step_plan import Options, StepPlan, parse_options, plan_of
@@ -96,10 +96,12 @@ def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repa
         flags = " ".join(
             [*unknown, *(("--batch",) if options.batch else ()), *(("--length",) if options.length else ())]
         )
-        problem = Problem(
-            flags, "--device, --devices, --fsdp, --generate and the outputs", "let the function decide it"
+        raise UsageError.of(
+            f"arguments that do not go with {options.model}",
+            flags,
+            "--device, --devices, --fsdp, --generate and the outputs",
+            "let the function decide it",
         )
-        raise UsageError(f"arguments that do not go with {options.model}", [problem])
     profile = device_profile(known.device if known.device is not None else "cpu")
     if profile.kind != "cpu":
         import_uncompiled(

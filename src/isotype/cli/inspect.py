@@ -10,7 +10,7 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.core.units import parse_size
 
@@ -59,8 +59,12 @@ def run(argv: Sequence[str], console: Console) -> int:
         return _plan(options, console)
     flags = [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]
     if flags:
-        problem = Problem(" ".join(flags), "--plan with it: headers alone have no policy", "add --plan")
-        raise UsageError("arguments of a plan without --plan", [problem])
+        raise UsageError.of(
+            "arguments of a plan without --plan",
+            " ".join(flags),
+            "--plan with it: headers alone have no policy",
+            "add --plan",
+        )
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection
 
@@ -96,6 +100,10 @@ def _amount(text: str | None) -> int | None:
     """Bytes that `--base_memory` says."""
     amount = None if text is None else parse_size(text)
     if text is not None and amount is None:
-        problem = Problem(f"--base_memory {text}", "an amount of memory", "write it like 6GiB")
-        raise UsageError("arguments that cannot work", [problem])
+        raise UsageError.of(
+            "arguments that cannot work",
+            f"--base_memory {text}",
+            "an amount of memory",
+            "write it like 6GiB",
+        )
     return amount

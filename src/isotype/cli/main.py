@@ -19,7 +19,7 @@ from rich.console import Console
 from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
 from isotype.compat.interrupt import exit_status, signal_of, terminate
 from isotype.core.cache import prepare_library_caches
-from isotype.core.errors import IsotypeError, Problem, UsageError
+from isotype.core.errors import IsotypeError, UsageError
 from isotype.core.package import VERSION
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
@@ -143,7 +143,11 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         known = (*METHODS, "demo", *COMMANDS)
         close = difflib.get_close_matches(command, known, n=1)
         fix = f"did you mean isotype {close[0]}?" if close else "isotype --help describes them"
-        problem = Problem(f"isotype {command}", "one of " + ", ".join(known), fix)
-        raise UsageError("unknown command", [problem])
+        raise UsageError.of(
+            "unknown command",
+            f"isotype {command}",
+            "one of " + ", ".join(known),
+            fix,
+        )
     run: Callable[[list[str], Console], int] = import_module(f"isotype.cli.{command}").run
     return run

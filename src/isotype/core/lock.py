@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from isotype.core.errors import Problem, SaveError, UsageError
+from isotype.core.errors import SaveError, UsageError
 
 LOCK_FILE = ".isotype-lock"
 """File in a folder that is being written; it is gone when nobody writes there."""
@@ -116,12 +116,12 @@ def _refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = Problem(
+        raise SaveError.of(
+            "nothing can be written to the output directory",
             f"{path}: {error.strerror}",
             "a folder that can be written, with room for what comes out",
             "free some room, make it writable, or give another one",
-        )
-        raise SaveError("nothing can be written to the output directory", [problem]) from error
+        ) from error
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.compat.torch import PARAMETERS, own_parameters, tree_map
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,12 @@ def _check_same_when_sharded(module: nn.Module, settings: BoundarySettings | Non
     if boundary_of(module) != settings:
         what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
         fix = "isotype.enforce(model, policy) before it is sharded"
-        problem = Problem(what, "the policy that it was sharded under", fix)
-        raise PrecisionError("a sharded module cannot get another boundary", [problem])
+        raise PrecisionError.of(
+            "a sharded module cannot get another boundary",
+            what,
+            "the policy that it was sharded under",
+            fix,
+        )
 
 
 def boundary_of(module: nn.Module) -> BoundarySettings | None:

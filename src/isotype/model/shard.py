@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, Problem, UsageError
+from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.walk import blocks_in, kind_of, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -177,8 +177,12 @@ def integers_named() -> Iterator[None]:
             raise
         fix = "torch 2.13 shards integers; 4-bit codes can be stored as floats: --bnb_4bit_quant_storage bfloat16"
         what = f"weights stored as integers under torch {torch.__version__}"
-        problem = Problem(what, "weights stored in a float dtype, or a newer torch", fix)
-        raise PrecisionError("this torch cannot shard quantized weights", [problem]) from error
+        raise PrecisionError.of(
+            "this torch cannot shard quantized weights",
+            what,
+            "weights stored in a float dtype, or a newer torch",
+            fix,
+        ) from error
 
 
 def _plain_codes(model: nn.Module) -> None:

@@ -30,8 +30,12 @@ def function_arguments(text: str) -> dict[str, Any]:
     if not callable(function):
         near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], n=3)
         fix = f"did you mean {' or '.join(near)}?" if near else "check its name"
-        problem = Problem(f"{text}: no function {attribute} in {module.__file__}", "a function", fix)
-        raise UsageError("no such function", [problem])
+        raise UsageError.of(
+            "no such function",
+            f"{text}: no function {attribute} in {module.__file__}",
+            "a function",
+            fix,
+        )
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -57,10 +61,12 @@ def _module(text: str) -> Any:
         bare = f"{stem}:{text.partition(':')[2]}"
         is_file = name.endswith(".py") and Path(f"{stem}.py").is_file()
         fix = f"isotype check {bare}" if is_file else "check its name and the directory that you are in"
-        problem = Problem(
-            f"{text}: no module {error.name}", "a module that can be imported from here, without .py", fix
-        )
-        raise UsageError("no such module", [problem]) from error
+        raise UsageError.of(
+            "no such module",
+            f"{text}: no module {error.name}",
+            "a module that can be imported from here, without .py",
+            fix,
+        ) from error
     except Exception as error:
         raise _failed(text, "importing it", error) from error
     finally:

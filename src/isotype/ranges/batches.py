@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.core.names import plural
 
 LENGTH = 64
@@ -89,12 +89,12 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     config: Any = getattr(base, "config", None)
     if not hasattr(config, "to_dict") or getattr(base, "main_input_name", "input_ids") != "input_ids":
         named = getattr(base, "main_input_name", "arguments of its own")
-        problem = Problem(
+        raise UsageError.of(
+            "no batch can be made up for this model",
             f"{type(base).__name__}, which takes {named}",
             "a batch",
             "give batch=, what the model is called with",
         )
-        raise UsageError("no batch can be made up for this model", [problem])
     length = min(LENGTH, max(2, tokens))
     rows = -(-tokens // length)
     words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.core.memory import free_memory
 from isotype.model.walk import blocks_in, kind_of
 from isotype.ranges.twin import Read, unwrapped
@@ -64,10 +64,12 @@ def of_module(model: nn.Module) -> Measured:
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
             where = "on the meta device" if parameter.is_meta else "sharded over processes"
-            problem = Problem(
-                f"{name} {where}", "weights with values", "give the checkpoint, by its path or hub id"
+            raise UsageError.of(
+                "this model cannot be measured in memory",
+                f"{name} {where}",
+                "weights with values",
+                "give the checkpoint, by its path or hub id",
             )
-            raise UsageError("this model cannot be measured in memory", [problem])
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     return Measured(model, type(base_of(model)).__name__, device)
 

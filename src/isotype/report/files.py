@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isotype.core.errors import Problem, SaveError
+from isotype.core.errors import SaveError
 from isotype.core.files import write_whole
 
 
@@ -20,5 +20,9 @@ def write_report(path: Path, text: str) -> Path:
     except OSError as error:
         what = f"{path}: {error.strerror or error}"
         expected = "a path that can be written to, with room for the report"
-        problem = Problem(what, expected, "free the path or give another one")
-        raise SaveError("the report could not be written", [problem]) from error
+        raise SaveError.of(
+            "the report could not be written",
+            what,
+            expected,
+            "free the path or give another one",
+        ) from error

@@ -44,13 +44,15 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
 def plan_lines(inspection: PlanInspection) -> list[str]:
     """One line for what is tied, initialised, surplus, computed; and for each warning of the policy."""
     plan = inspection.plan
-    lines = [f"tied: {name} is {other}" for name, other in plan.tied.items()]
-    for reason, names in grouped(plan.initialised, plan.initialised.__getitem__).items():
+    lines = [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
+    for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():
         lines.append(f"initialised: {listed(names)}: {reason}")
-    surplus = list(dict.fromkeys(starred(tensor.weight.name) for tensor in plan.surplus))
+    surplus = list(dict.fromkeys(starred(tensor.weight.name) for tensor in plan.match.surplus))
     if surplus:
-        lines.append(f"surplus: {listed(surplus)} ({plural(len(plan.surplus), 'tensor')}): not in the model")
-    computed = list(dict.fromkeys(starred(name) for name in plan.buffers))
+        lines.append(
+            f"surplus: {listed(surplus)} ({plural(len(plan.match.surplus), 'tensor')}): not in the model"
+        )
+    computed = list(dict.fromkeys(starred(name) for name in plan.match.buffers))
     if computed:
         lines.append(f"computed: {listed(computed)}: in no file, the model computes them")
     lines += [f"stored otherwise: {line}" for line in inspection.policy.layer_lines()]
@@ -113,10 +115,10 @@ def plan_json(inspection: PlanInspection) -> dict[str, Any]:
             }
             for tensor in plan.tensors
         ],
-        "tied": dict(plan.tied),
-        "initialised": dict(plan.initialised),
-        "surplus": [tensor.weight.name for tensor in plan.surplus],
-        "buffers": list(plan.buffers),
+        "tied": dict(plan.match.tied),
+        "initialised": dict(plan.match.initialised),
+        "surplus": [tensor.weight.name for tensor in plan.match.surplus],
+        "buffers": list(plan.match.buffers),
     }
 
 

@@ -18,7 +18,7 @@ from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.compat.transformers import mapping_of
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 
 BUILD_ERRORS = (
     ArithmeticError,
@@ -64,10 +64,12 @@ def read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        problem = Problem(
-            f"{path}: {error}", f"a config of a {model_type} model", "copy or download it again"
-        )
-        raise CheckpointError("config.json cannot be read", [problem]) from error
+        raise CheckpointError.of(
+            "config.json cannot be read",
+            f"{path}: {error}",
+            f"a config of a {model_type} model",
+            "copy or download it again",
+        ) from error
 
 
 def build_on_meta(config: Any, source: str) -> nn.Module:
@@ -190,8 +192,12 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
             config = _config(copy)
     except (*BUILD_ERRORS, StrictDataclassError) as error:
         fix = "use the config.json of the model it was made from"
-        problem = Problem(f"{path}: {error}", "an architecture that transformers reads from GGUF", fix)
-        raise CheckpointError("transformers cannot read this GGUF file", [problem]) from error
+        raise CheckpointError.of(
+            "transformers cannot read this GGUF file",
+            f"{path}: {error}",
+            "an architecture that transformers reads from GGUF",
+            fix,
+        ) from error
     config.name_or_path = str(path.parent)
     return config
 

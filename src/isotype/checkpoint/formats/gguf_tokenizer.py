@@ -15,7 +15,7 @@ from typing import Any
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.compat.transformers import gguf_bar_hidden
 from isotype.core.cache import default_cache_dir
-from isotype.core.errors import CheckpointError, Problem, SaveError
+from isotype.core.errors import CheckpointError, SaveError
 from isotype.core.files import fsync_tree, write_failure
 
 _MIB = 1 << 20
@@ -68,8 +68,12 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
         if failure is None:
             raise
         fix = "free some room, or set ISOTYPE_CACHE to another directory"
-        problem = Problem(f"{target}: {failure[1]}", "a directory that can be written, with room", fix)
-        raise SaveError("the tokenizer of a GGUF file cannot be written", [problem]) from error
+        raise SaveError.of(
+            "the tokenizer of a GGUF file cannot be written",
+            f"{target}: {failure[1]}",
+            "a directory that can be written, with room",
+            fix,
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -90,17 +94,19 @@ def _check_room(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(root).free
     except OSError as error:
-        problem = Problem(
-            f"{root}: {error}", "a directory that can be written", "set ISOTYPE_CACHE to another one"
-        )
-        raise SaveError("no cache directory", [problem]) from error
+        raise SaveError.of(
+            "no cache directory",
+            f"{root}: {error}",
+            "a directory that can be written",
+            "set ISOTYPE_CACHE to another one",
+        ) from error
     if free < _MIB:
-        problem = Problem(
+        raise SaveError.of(
+            "not enough disk space",
             f"{root} has {free / _MIB:.1f} MiB left",
             "room for the tokenizer of a GGUF file",
             "free some space, or set ISOTYPE_CACHE to another disk",
         )
-        raise SaveError("not enough disk space", [problem])
 
 
 def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
@@ -111,12 +117,12 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         except (ValueError, KeyError, NotImplementedError) as error:
-            problem = Problem(
+            raise CheckpointError.of(
+                "transformers cannot read this GGUF file",
                 f"{path}: {error}",
                 f"an architecture that transformers reads from GGUF (this one: {metadata.get('general.architecture')})",
                 "use the model's safetensors checkpoint instead",
-            )
-            raise CheckpointError("transformers cannot read this GGUF file", [problem]) from error
+            ) from error
         _mend_tokenizer(tokenizer, metadata)
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)

@@ -8,7 +8,7 @@ from typing import Any
 from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, missing_shards, read_headers
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.compat.hub import offline_if_unreachable
-from isotype.core.errors import CheckpointError, Problem, first_line
+from isotype.core.errors import CheckpointError, first_line
 
 _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -82,12 +82,12 @@ def download(model_id: str, revision: str | None = None) -> Path:
             return Path(snapshot_download(model_id, revision=revision, allow_patterns=_OF_A_MODEL))
     except (OSError, HTTPError, ValueError) as error:
         reason = why or first_line(error)
-        problem = Problem(
+        raise CheckpointError.of(
+            "the model cannot be downloaded",
             f"hub id {model_id}: {reason}",
             "a model on the hub, or in its local cache",
             "check the spelling and the network, or give a local directory",
-        )
-        raise CheckpointError("the model cannot be downloaded", [problem]) from error
+        ) from error
 
 
 def remote_headers(
@@ -102,12 +102,12 @@ def remote_headers(
         with offline_if_unreachable() as why:
             repository = get_safetensors_metadata(model_id, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        problem = Problem(
+        raise CheckpointError.of(
+            "no readable safetensors on the hub",
             f"hub id {model_id}: {error}",
             "weights in safetensors",
             "give a revision or conversion of it in safetensors; pickled weights are not read",
-        )
-        raise CheckpointError("no readable safetensors on the hub", [problem]) from error
+        ) from error
     except (OSError, HTTPError) as error:
         return None, (
             f"the headers on the hub could not be read ({why or error}): the dtypes are those of the config",

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -19,8 +19,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        problem = Problem(f"{path}: {error}", "JSON", "correct the file, or copy or download it again")
-        raise CheckpointError(f"{path.name} is not JSON", [problem]) from error
+        raise CheckpointError.of(
+            f"{path.name} is not JSON",
+            f"{path}: {error}",
+            "JSON",
+            "correct the file, or copy or download it again",
+        ) from error
     if not isinstance(content, dict):
         what = f"{path}: a JSON {type(content).__name__}"
         raise CheckpointError.of(
