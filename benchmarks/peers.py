@@ -13,7 +13,7 @@ Nothing is fetched. PEFT's source distribution holds its tests: `pip download --
 what `--peft-tests` takes; they import diffusers and parameterized, too. TRL's are in its repository only. Models and data sets that the tests name on the hub are made on
 this machine, tiny and random; what is not made is skipped by both runs alike.
 
-Run: python benchmarks/peers.py [architectures|peft|trl …] [--only NAME,NAME] [--modes train,eval] [--every 1] [--jobs 2] [--list]
+Run: python benchmarks/peers.py [architectures|peft|trl …] [--only NAME,NAME] [--modes train,eval] [--every 1] [--first 0] [--jobs 2] [--list]
      [--peft-tests FOLDER] [--trl-tests FOLDER] [--files NAME,NAME] [-k EXPRESSION] [--cache FOLDER] [--json PATH]
 Prints tables and every difference; ends with status 1 where there is one that fusing alone brings, and where a file of tests is
 not run to its end.
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             files = tuple(options.files.split(",")) if options.files else files
             hub = make_hub(options.cache)
             comparisons = suites.compare(
-                tests, files, hub, options.k, options.jobs, options.timeout, options.every
+                tests, files, hub, options.k, options.jobs, options.timeout, options.every, options.first
             )
             record[f"{part}'s tests"] = suites.as_json(comparisons)
             failed |= not all(comparison.good for comparison in comparisons)
@@ -92,6 +92,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         default=1,
         help="every nth case of an architecture and mode, every nth test of a file",
     )
+    parser.add_argument("--first", type=int, default=0, help="of every nth test of a file, begin with this")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--list", action="store_true", help="only name the architectures")
     parser.add_argument("--peft-tests", type=Path, help="a folder with PEFT's tests")

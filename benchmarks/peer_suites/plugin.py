@@ -1,8 +1,8 @@
 """A pytest plugin: other people's tests with `isotype.fuse` in every PEFT model, or without, and how each of them ended.
 
 `PEERS_FUSE=1` fuses whatever PEFT or transformers has put adapters into, as soon as it has: built, loaded, given another adapter.
-`PEERS_OUTCOMES` names the file that gets a JSON line for each test, `PEERS_EVERY=n` leaves every nth of them, and with
-`PEERS_ROUNDING=1` float32 results that a test compares may differ by `RTOL` and `ATOL`, where it allows less. Tests of other methods than LoRA are left out, since
+`PEERS_OUTCOMES` names the file that gets a JSON line for each test, `PEERS_EVERY=n` leaves every nth of them, from number `PEERS_FIRST` on,
+and with `PEERS_ROUNDING=1` float32 results that a test compares may differ by `RTOL` and `ATOL`, where it allows less. Tests of other methods than LoRA are left out, since
 fusing changes nothing of them; data sets that are read from the hub are a few rows made here.
 """
 
@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     other = [item for item in items if not _is_about_lora(item)]
     config.hook.pytest_deselected(items=other)
     kept = set(items) - set(other)
-    items[:] = [item for item in items if item in kept][:: int(os.environ.get("PEERS_EVERY", "1"))]
+    first, every = int(os.environ.get("PEERS_FIRST", "0")), int(os.environ.get("PEERS_EVERY", "1"))
+    items[:] = [item for item in items if item in kept][first::every]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

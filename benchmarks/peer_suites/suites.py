@@ -114,8 +114,9 @@ def compare(
     jobs: int,
     seconds: float,
     every: int = 1,
+    first: int = 0,
 ) -> list[Comparison]:
-    """Run every nth test of `files` in the folder `tests` twice; a line for each file, below it what fusing alone changes."""
+    """Run every nth test of `files` in the folder `tests` twice, from number `first` on; a line for each file, below it what fusing alone changes."""
     files = [name for name in files if (tests / name).exists()]
     if not files:
         raise SystemExit(
@@ -129,7 +130,7 @@ def compare(
             package / "__init__.py"
         ).touch()  # their tests import each other; not every source distribution has it
         (Path(scratch) / "pytest.ini").write_text("[pytest]\n")
-        run = _Run(Path(scratch), environment, expression, seconds, every)
+        run = _Run(Path(scratch), environment, expression, seconds, every, first)
         with ThreadPoolExecutor(jobs) as pool:
             both = [(name, pool.submit(run, name, "0"), pool.submit(run, name, "1")) for name in files]
             comparisons = [
@@ -169,6 +170,7 @@ class _Run:
     expression: str
     seconds: float
     every: int = 1
+    first: int = 0
 
     def __call__(self, file: str, fuse: str, again: Sequence[str] = ()) -> Ended:
         """Run a file, or only the tests `again` of it, whose results may differ by a rounding."""
@@ -180,6 +182,7 @@ class _Run:
             "PEERS_FUSE": fuse,
             "PEERS_OUTCOMES": str(outcomes),
             "PEERS_EVERY": "1" if again else str(self.every),
+            "PEERS_FIRST": "0" if again else str(self.first),
             "PEERS_ROUNDING": "1" if again else "0",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "OMP_NUM_THREADS": "1",
