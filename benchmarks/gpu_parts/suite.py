@@ -22,7 +22,7 @@ _CORE = (
     "train",
     "test_public.py",
 )
-_ON_GPU = ("lora", "model", "contracts", "train/test_recorder.py", "train/test_head.py")
+_ON_GPU = ("lora", "model", "contracts", "train/test_recorder.py", "train/test_trl_head.py")
 _MARKS = "not exhaustive and not slow and not newest"
 
 
