@@ -33,7 +33,7 @@ from tests.train.test_watch import Reference, model_of, trainer_of
 
 import isotype
 from isotype.core.errors import TrainingError
-from isotype.train.watch import StepWatch
+from isotype.train.monitor.watch import StepWatch
 
 STOPS = ("batch", "learning rate", "overflow")
 

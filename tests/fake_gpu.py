@@ -34,7 +34,7 @@ from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
 from isotype.lora.sequences import Sequences, saying
 from isotype.trace.fake import twin
-from isotype.train.step_values import launched
+from isotype.train.monitor.step_values import launched
 from tests.models import quiet
 
 DEVICE = "npy"

@@ -131,7 +131,7 @@ def _defined(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [ARCHITECTURE, ROOT / "CONTRIBUTING.md"], ids=_name)
 def test_every_file_and_name_in_code_marks_exists(page):
-    """`train/step_plan.py:plan_of` is a file of the package (or of the repository) and a name that it defines."""
+    """`train/preflight/step_plan.py:plan_of` is a file of the package (or of the repository) and a name that it defines."""
     marks = re.findall(
         r"`([\w./-]+\.(?:py|json|toml|md|css|yaml))(?::(\w+))?`", page.read_text(encoding="utf-8")
     )

@@ -19,7 +19,7 @@ from isotype.records.finding import Action, Finding, Fix
 from isotype.records.memory import Memory
 from isotype.records.trace import Failure, Setup, Trace
 from isotype.report.check.report import Report
-from isotype.train.command import repaired_command
+from isotype.train.preflight.command import repaired_command
 from tests.models import CONFIGS
 from tests.pairwise import few
 

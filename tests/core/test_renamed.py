@@ -7,7 +7,7 @@ import pytest
 from isotype.core.errors import UsageError
 from isotype.core.renamed import REMOVED, RENAMED
 from isotype.data.methods import METHODS
-from isotype.train.settings import parse_settings, training_parser
+from isotype.train.options.settings import parse_settings, training_parser
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from isotype.train.checkpoints import whole_checkpoints
+from isotype.train.output.checkpoints import whole_checkpoints
 from tests import processes
 from tests.distributed import one_rank
 from tests.distributed.launch import ROOT, SHARDED, TORCHRUN, alone, argv, environment, losses, prepared

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.train.sharded import SHARDS
+from isotype.train.output.sharded import SHARDS
 from tests.distributed.launch import (
     EVERY_FUSE,
     EVERY_LOAD,

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from isotype.core.files import write_whole
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.checkpoints import damage
-from isotype.train.sharded import SHARDS
+from isotype.train.output.checkpoints import damage
+from isotype.train.output.sharded import SHARDS
 from tests.checkpoint.test_gguf import write_gguf
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.distributed.launch import (

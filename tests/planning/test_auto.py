@@ -14,8 +14,8 @@ from isotype.core.errors import UsageError
 from isotype.planning.auto import asks, filled, words_of
 from isotype.planning.nearest import advice, ran_out, with_nearest
 from isotype.records.finding import Finding
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.recompute_choice import Room
-from isotype.train.step_plan import parse_options, plan_of
 
 FINDING = Finding("IST605", "error", "the step does not fit", kind="memory")
 

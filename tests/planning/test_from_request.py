@@ -17,9 +17,9 @@ from isotype.cli.main import main
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.planning.from_request import Plan
 from isotype.planning.record import Row
+from isotype.train.preflight.step import check_plan
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.recompute_choice import steady_peak
-from isotype.train.step import check_plan
-from isotype.train.step_plan import parse_options, plan_of
 from tests.planning.conftest import noted
 
 SCHEMA = Draft202012Validator(

@@ -20,9 +20,9 @@ from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.records.memory import Memory
 from isotype.records.request import StepRequest
 from isotype.records.trace import Trace
+from isotype.train.preflight.step import check_plan
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.recompute_choice import steady_peak
-from isotype.train.step import check_plan
-from isotype.train.step_plan import parse_options, plan_of
 from tests.checkpoint.test_damage import linear
 from tests.models import tiny_model
 from tests.planning.conftest import step_of

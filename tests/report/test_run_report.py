@@ -42,7 +42,7 @@ from isotype.report.run.record import (
     summarize,
 )
 from isotype.report.text import format_duration
-from isotype.train.run_report import write_run_report
+from isotype.train.output.run_report import write_run_report
 
 STEPS = 150
 

@@ -21,8 +21,8 @@ import isotype.cli.training
 import isotype.data.load
 import isotype.train.callback
 import isotype.train.models
-import isotype.train.progress
-import isotype.train.recorder
+import isotype.train.monitor.progress
+import isotype.train.monitor.recorder
 import isotype.train.training
 from isotype.data.methods import METHODS
 

@@ -86,7 +86,7 @@ def digests(out: Path) -> dict[str, str]:
 
 def tried(root: Path, argv: Sequence[str], again: Sequence[str], at: int, what: str) -> dict[str, Any]:
     """What came of a command on a disk that became full at call `at`, and of the one that goes on."""
-    from isotype.train.checkpoints import all_checkpoints, damage
+    from isotype.train.output.checkpoints import all_checkpoints, damage
 
     out, cache, log = root / "out", root / "cache", root / "log"
     clear(out, cache)

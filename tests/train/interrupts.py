@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isotype.core.files import STAGING
-from isotype.train.checkpoints import whole_checkpoints
+from isotype.train.output.checkpoints import whole_checkpoints
 from tests.train.forked import start, wait_for
 from tests.train.tiny import arguments, rows, save_rows
 

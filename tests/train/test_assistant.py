@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from isotype.core.errors import DataError, UsageError
-from isotype.train.assistant import labelled_row, labelled_rows
+from isotype.train.rows.assistant import labelled_row, labelled_rows
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SPECIAL = (

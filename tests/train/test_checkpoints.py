@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.train.checkpoints import (
+from isotype.train.output.checkpoints import (
     MANIFEST,
     all_checkpoints,
     damage,

@@ -23,8 +23,8 @@ from isotype.data.methods import METHODS
 from isotype.train import training
 from isotype.train.compilation import CompiledBlock, compile_blocks
 from isotype.train.governed import governed
-from isotype.train.settings import parse_settings
-from isotype.train.step_plan import parse_options, plan_of
+from isotype.train.options.settings import parse_settings
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.validate import check_settings
 from tests.models import tiny_batch, tiny_model
 from tests.train.tiny import rows, save_chat_model, save_rows

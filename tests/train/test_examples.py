@@ -22,9 +22,9 @@ from isotype.data.methods import METHODS
 from isotype.data.reading import ColumnMap, parse_columns
 from isotype.report.run.record import DataSummary
 from isotype.train import training
-from isotype.train.examples import data_summary, padding_share, percentiles, planned_epochs, show_data
-from isotype.train.lengths import Lengths
-from isotype.train.settings import parse_settings
+from isotype.train.options.settings import parse_settings
+from isotype.train.rows.examples import data_summary, padding_share, percentiles, planned_epochs, show_data
+from isotype.train.rows.lengths import Lengths
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 

@@ -10,8 +10,8 @@ from isotype.precision.devices.profile import TIGHT
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.report.check.report import Report
-from isotype.train.fit import fitting
-from isotype.train.step_plan import parse_options, plan_of
+from isotype.train.preflight.fit import fitting
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.cli.test_check import report_with
 
 COMMAND = (

@@ -22,9 +22,9 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
-from isotype.train.checkpoints import whole_checkpoints
 from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
-from isotype.train.recorder import StepMeasures
+from isotype.train.monitor.recorder import StepMeasures
+from isotype.train.output.checkpoints import whole_checkpoints
 from tests.pairwise import few, pairwise
 from tests.train.tiny import reward_by_words, rows, save_chat_model, save_rows
 

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from isotype.compat.interrupt import terminate
 from isotype.data.methods import METHODS
-from isotype.train.arguments import IsotypeArguments
-from isotype.train.resume import resume_command
-from isotype.train.settings import Settings
+from isotype.train.options.arguments import IsotypeArguments
+from isotype.train.options.settings import Settings
+from isotype.train.output.resume import resume_command
 from isotype.train.stop import graceful_stop
 from tests.pairwise import few
 from tests.processes import run_module

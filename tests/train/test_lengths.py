@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 
 from isotype.cli.main import main
 from isotype.core.errors import DataError
-from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.models import processing_class
-from isotype.train.step_plan import parse_options, plan_of
+from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.rows.lengths import Lengths, lengths_of
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 

@@ -21,14 +21,15 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES
-from isotype.train import launched, recompute_choice, step, training
-from isotype.train.data import training_data
-from isotype.train.lengths import Lengths, longest_possible
+from isotype.train import launched, recompute_choice, training
 from isotype.train.models import processing_class
+from isotype.train.options.settings import Settings, parse_settings
+from isotype.train.output.resume import RUN_FILE
+from isotype.train.preflight import step
+from isotype.train.preflight.step_plan import StepPlan, parse_options, plan_of, training_plan
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose, room_of, steady_peak
-from isotype.train.resume import RUN_FILE
-from isotype.train.settings import Settings, parse_settings
-from isotype.train.step_plan import StepPlan, parse_options, plan_of, training_plan
+from isotype.train.rows.data import training_data
+from isotype.train.rows.lengths import Lengths, longest_possible
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 EVERY_2ND = {**CHECKPOINTING, "every_n_layers": 2}

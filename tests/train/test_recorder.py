@@ -20,12 +20,12 @@ from rich.console import Console
 
 from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
-from isotype.train import step_values
 from isotype.train.callback import PrecisionCallback
 from isotype.train.governed import governed
-from isotype.train.progress import ProgressView
-from isotype.train.recorder import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
-from isotype.train.step_values import StepValues
+from isotype.train.monitor import step_values
+from isotype.train.monitor.progress import ProgressView
+from isotype.train.monitor.recorder import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
+from isotype.train.monitor.step_values import StepValues
 from tests.pairwise import few, pairwise
 from tests.train.test_governed import build
 from tests.train.tiny import save_chat_model
@@ -164,7 +164,7 @@ def test_without_a_terminal_it_is_a_line_every_few_steps_with_everything_in_it()
 
 def test_the_report_is_kept_now_and_then_at_little_cost(monkeypatch: pytest.MonkeyPatch):
     clock, written = [0.0], []
-    monkeypatch.setattr("isotype.train.recorder.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("isotype.train.monitor.recorder.time.perf_counter", lambda: clock[0])
 
     def write() -> None:
         written.append(clock[0])

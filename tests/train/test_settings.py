@@ -7,7 +7,7 @@ import pytest
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.settings import parse_settings
+from isotype.train.options.settings import parse_settings
 
 BASE = ("--model_name_or_path", "m", "--dataset_name", "d")
 

@@ -10,8 +10,9 @@ import pytest
 import transformers
 
 from isotype.records.request import DEFAULT_PHASES
-from isotype.train import models, step
-from isotype.train.step_plan import parse_options, plan_of
+from isotype.train import models
+from isotype.train.preflight import step
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.models import CONFIGS
 from tests.pairwise import few
 

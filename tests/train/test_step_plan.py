@@ -9,8 +9,8 @@ import pytest
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train.settings import parse_settings
-from isotype.train.step_plan import light_parser, parse_options, plan_of
+from isotype.train.options.settings import parse_settings
+from isotype.train.preflight.step_plan import light_parser, parse_options, plan_of
 
 
 def plan(*argv):

@@ -12,7 +12,7 @@ from isotype.core.errors import UsageError
 from isotype.data.methods import Loss
 from isotype.lora.loss.trl_head import put_head
 from isotype.ranges.batches import image_shape
-from isotype.train.synthetic import LOSSES, batch_notes, step_inputs, synthetic_batch
+from isotype.train.preflight.synthetic import LOSSES, batch_notes, step_inputs, synthetic_batch
 from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
 
 

@@ -26,7 +26,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train import describe, training
 from isotype.train.generate import encode
 from isotype.train.models import check_module_names, processing_class
-from isotype.train.settings import parse_settings
+from isotype.train.options.settings import parse_settings
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -318,8 +318,8 @@ def test_the_last_step_before_an_exception_is_in_the_report(
     model, data, tmp_path, monkeypatch, ends: type[BaseException], status: str
 ):
     """Of a device that leaves updates out by itself, where a step is read while the next one runs."""
-    from isotype.train import step_values
-    from isotype.train.recorder import RunRecorder
+    from isotype.train.monitor import step_values
+    from isotype.train.monitor.recorder import RunRecorder
 
     monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
 
@@ -349,7 +349,7 @@ def test_the_last_step_before_an_exception_is_in_the_report(
 
 
 def test_trained_weights_that_are_not_finite_are_not_saved(model, data, tmp_path, capsys, monkeypatch):
-    from isotype.train.recorder import RunRecorder
+    from isotype.train.monitor.recorder import RunRecorder
 
     def ruin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:  # counted after this

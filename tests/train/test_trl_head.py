@@ -22,8 +22,8 @@ from isotype.lora.loss.head import head_of
 from isotype.lora.loss.trl_head import put_head, use_own_head, use_trl_head
 from isotype.records.request import LossOf
 from isotype.train import training
-from isotype.train.settings import parse_settings
-from isotype.train.synthetic import step_inputs
+from isotype.train.options.settings import parse_settings
+from isotype.train.preflight.synthetic import step_inputs
 from tests.measured_step import measure_step
 from tests.train.test_governed import adapted, trainer_of
 from tests.train.tiny import rows, save_chat_model, save_rows

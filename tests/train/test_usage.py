@@ -13,9 +13,9 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.arguments import IsotypeArguments, common_arguments, short_help
 from isotype.train.describe import show_policy
-from isotype.train.settings import training_parser
+from isotype.train.options.arguments import IsotypeArguments, common_arguments, short_help
+from isotype.train.options.settings import training_parser
 
 
 @pytest.mark.parametrize("method", METHODS)

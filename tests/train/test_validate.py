@@ -13,7 +13,7 @@ from isotype.core.errors import CheckpointError, DataError, PrecisionError, Usag
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.models import processing_class
-from isotype.train.settings import Settings, parse_settings
+from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.validate import (
     check_policy,
     check_settings,

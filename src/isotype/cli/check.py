@@ -17,8 +17,8 @@ from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.errors import UsageError
 from isotype.preflight.from_function import function_arguments
-from isotype.train.command import Repaired, repaired_command
-from isotype.train.step_plan import Options, StepPlan, parse_options, plan_of
+from isotype.train.preflight.command import Repaired, repaired_command
+from isotype.train.preflight.step_plan import Options, StepPlan, parse_options, plan_of
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
@@ -61,7 +61,7 @@ def _check_plan(plan: StepPlan, options: Options, command: Sequence[str]) -> tup
     defer_compiler()
     import_uncompiled("bitsandbytes")
     from isotype.preflight.repair import plan as planned
-    from isotype.train.step import check_plan
+    from isotype.train.preflight.step import check_plan
 
     report = check_plan(plan, command, _phases(options))
     if report.fits is False:

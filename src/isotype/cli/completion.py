@@ -47,8 +47,8 @@ def _tree() -> argparse.ArgumentParser:
     from isotype.cli.quality import quality_parser
     from isotype.data.methods import METHODS
     from isotype.planning.request import parser as plan_parser
-    from isotype.train.settings import training_parser
-    from isotype.train.step_plan import help_parser
+    from isotype.train.options.settings import training_parser
+    from isotype.train.preflight.step_plan import help_parser
 
     root = argparse.ArgumentParser(prog="isotype")
     commands = root.add_subparsers(dest="command")

@@ -13,7 +13,7 @@ from isotype.report.narrow import wrapped
 from isotype.report.run.record import loss_sentences
 
 if TYPE_CHECKING:
-    from isotype.train.settings import Settings
+    from isotype.train.options.settings import Settings
     from isotype.train.training import Outcome
 
 
@@ -44,7 +44,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
         say(f"{'adapter' if settings.model.use_peft else 'model':<8} {outcome.adapter}")
     say(f"report   {outcome.report}")
     if record.status == "interrupted":
-        from isotype.train.resume import resume_command
+        from isotype.train.output.resume import resume_command
 
         whole = outcome.checkpoint
         if whole is not None:

@@ -27,7 +27,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     """Run one training command and return its exit status."""
     rest = list(argv)
     if any(each in ("-h", "--help") for each in rest):
-        from isotype.train.arguments import short_help
+        from isotype.train.options.arguments import short_help
 
         text = wrapped(short_help(command), console)
         console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
@@ -38,7 +38,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     with interrupts_kept():  # libraries that are imported may catch everything, too
         from isotype.cli.outcome import show_outcome
         from isotype.data.methods import METHODS
-        from isotype.train.settings import parse_settings
+        from isotype.train.options.settings import parse_settings
         from isotype.train.training import run
 
         rest = _planned(command, rest, console)

@@ -13,7 +13,7 @@ Loss = Literal[
     "unpaired",  # of labelled completions against a reference model's
     "policy",  # of completions that the model generates
 ]
-"""What a step computes; `isotype.train.synthetic.LOSSES` computes it without a data set."""
+"""What a step computes; `isotype.train.preflight.synthetic.LOSSES` computes it without a data set."""
 
 Reference = Literal[
     "none",

@@ -12,8 +12,8 @@ from isotype.planning.command import MEMORY
 from isotype.planning.from_request import plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
-from isotype.train.command import set_flag, value_of, without_flag
 from isotype.train.launched import processes
+from isotype.train.preflight.command import set_flag, value_of, without_flag
 
 BATCH, LENGTH, STORAGE = "--per_device_train_batch_size", "--max_length", "--quantization"
 ACCUMULATION, CHECKPOINTING, TOKENS = (

@@ -12,7 +12,7 @@ from isotype.data.methods import METHODS
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.train.command import set_flag, value_of, without_flag
+from isotype.train.preflight.command import set_flag, value_of, without_flag
 
 MODEL = "--model_name_or_path"
 CHECKPOINTING, EVERY = "--gradient_checkpointing", "every_n_layers"

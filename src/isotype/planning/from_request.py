@@ -27,8 +27,8 @@ from isotype.planning.text import to_text
 from isotype.precision.damages import MEASURED, Damages
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.files import write_report
+from isotype.train.preflight.step import row_length
 from isotype.train.recompute_choice import Room, room_of
-from isotype.train.step import row_length
 
 
 @dataclass(frozen=True)

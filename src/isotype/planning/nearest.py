@@ -16,8 +16,8 @@ from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
 from isotype.precision.devices.profile import device_profile
 from isotype.records.finding import Finding, Fix
+from isotype.train.preflight.step_plan import StepPlan
 from isotype.train.recompute_choice import SHARE_OF_GPU
-from isotype.train.step_plan import StepPlan
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 

@@ -25,8 +25,8 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
 from isotype.train.policy import policy_by_ranges
+from isotype.train.preflight.step import PlannedStep, row_length
 from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose
-from isotype.train.step import PlannedStep, row_length
 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
 """The most precise first; None is the compute dtype's."""

@@ -15,7 +15,7 @@ from typing import Any
 from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Device, Row
 from isotype.planning.request import parse_request, parser
-from isotype.train.command import set_flag, value_of
+from isotype.train.preflight.command import set_flag, value_of
 
 ENOUGH = 3
 """Models that fit, the largest first: smaller ones fit as well."""

@@ -12,8 +12,8 @@ from isotype.records.memory import Memory
 from isotype.records.step_time import StepTime
 from isotype.records.trace import Trace
 from isotype.rules.kit.step_time import step_time
+from isotype.train.preflight.step import PlannedStep
 from isotype.train.recompute_choice import NotForeseenError, steady_peak
-from isotype.train.step import PlannedStep
 
 _SECANTS, _ATTEMPTS = 5, 14
 """Numbers that the search takes from lines through known ones, and all of them: from there on it halves what is left."""

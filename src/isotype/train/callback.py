@@ -26,11 +26,11 @@ from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.check.report import Report
-from isotype.train.diverged import stopped
-from isotype.train.first_step import before_first_step, is_assumed
 from isotype.train.governed import begin_loss_scale
-from isotype.train.sharded import has_shards
-from isotype.train.watch import StepWatch
+from isotype.train.monitor.diverged import stopped
+from isotype.train.monitor.watch import StepWatch
+from isotype.train.output.sharded import has_shards
+from isotype.train.preflight.first_step import before_first_step, is_assumed
 
 logger = logging.getLogger("isotype")
 

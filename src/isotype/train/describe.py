@@ -27,14 +27,14 @@ from isotype.precision.versions import installed
 from isotype.report.narrow import NARROW, fitting, wrapped
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, summarize
 from isotype.report.text import format_share
-from isotype.train.arguments import IsotypeArguments
-from isotype.train.examples import data_summary
 from isotype.train.generate import Prompt
-from isotype.train.lengths import Lengths
+from isotype.train.monitor.recorder import RunRecorder
+from isotype.train.options.arguments import IsotypeArguments
+from isotype.train.options.settings import Settings
 from isotype.train.recompute_choice import Choice
-from isotype.train.recorder import RunRecorder
+from isotype.train.rows.examples import data_summary
+from isotype.train.rows.lengths import Lengths
 from isotype.train.run import Run
-from isotype.train.settings import Settings
 
 _SETTINGS = (
     "learning_rate",

@@ -9,7 +9,7 @@ from isotype.compat.transformers import train_on_first_gpu
 from isotype.core.errors import UsageError
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.narrow import wrapped
-from isotype.train.settings import Settings
+from isotype.train.options.settings import Settings
 
 
 def training_device(settings: Settings) -> DeviceProfile:

@@ -35,12 +35,12 @@ from isotype.model.enforce import Change, enforce_model
 from isotype.model.finite import all_finite
 from isotype.model.recompute import needs_input_gradients
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
-from isotype.train.checkpoints import all_checkpoints, saved_at, whole_checkpoints, write_manifest
 from isotype.train.compilation import take_compilation
-from isotype.train.diverged import not_finite
-from isotype.train.recorder import MemoryMeter, StepMeasures, memory_meter
-from isotype.train.sharded import Sharded, has_shards
-from isotype.train.step_values import LaunchedValues, StepValues, launched
+from isotype.train.monitor.diverged import not_finite
+from isotype.train.monitor.recorder import MemoryMeter, StepMeasures, memory_meter
+from isotype.train.monitor.step_values import LaunchedValues, StepValues, launched
+from isotype.train.output.checkpoints import all_checkpoints, saved_at, whole_checkpoints, write_manifest
+from isotype.train.output.sharded import Sharded, has_shards
 
 
 class _Governed:

@@ -31,8 +31,8 @@ from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.fold import fold as fold_layers
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.launched import Sharding
+from isotype.train.options.settings import Settings
 from isotype.train.policy import moments_of_run
-from isotype.train.settings import Settings
 from isotype.train.start import LOFTQ, brings_tokens
 
 # What the policy decides; `read_precision_request` has heard what the arguments say about it.

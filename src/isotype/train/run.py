@@ -12,7 +12,7 @@ from isotype.checkpoint.opened import Checkpoint
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run.record import RunRecord
-from isotype.train.settings import Settings
+from isotype.train.options.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Run:
         rewards: the trainer's argument for rewards; empty for methods without.
         resume: the run's checkpoint that it goes on from; None for a start from the beginning.
         earlier: the report of the run up to there.
-        identity: the settings that decide its numbers, see `isotype.train.resume.identity_of`.
+        identity: the settings that decide its numbers, see `isotype.train.output.resume.identity_of`.
         notes: what its user should know besides.
     """
 

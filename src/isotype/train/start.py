@@ -13,7 +13,7 @@ from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.settings import Settings
+from isotype.train.options.settings import Settings
 
 MADE_BY = {
     "lora_r": "r",

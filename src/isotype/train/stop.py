@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback
 from isotype.compat.interrupt import terminate
 from isotype.core.errors import Problem
 from isotype.core.names import plural
-from isotype.train.settings import Settings
+from isotype.train.options.settings import Settings
 
 _ECHO_SECONDS = 2.0
 """Time after a signal in which a launcher may hand on the one that the terminal has sent to its processes already."""

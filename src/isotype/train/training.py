@@ -35,14 +35,8 @@ from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
-from isotype.train.assistant import labelled_rows, labels_kept
-from isotype.train.checkpoints import (
-    remove_other_kind,
-    trained_kind,
-)
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import take_one_gpu, training_device, wait_less
-from isotype.train.examples import data_summary, example_of, show_data
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
     enforce_trainer,
@@ -51,12 +45,14 @@ from isotype.train.governed import (
     mixed_precision_name,
 )
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
-from isotype.train.lengths import Lengths, lengths_of
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, processing_class, reference_there
-from isotype.train.policy import policy_of_run
-from isotype.train.recompute_choice import Choice
-from isotype.train.resume import (
+from isotype.train.options.settings import Settings, cure_by_name
+from isotype.train.output.checkpoints import (
+    remove_other_kind,
+    trained_kind,
+)
+from isotype.train.output.resume import (
     check_resume,
     identity_of,
     resume_command,
@@ -64,11 +60,15 @@ from isotype.train.resume import (
     say_what_is_overwritten,
     say_where,
 )
+from isotype.train.output.run_report import earlier_report, files_of_checkpoint, report_failure, write_report
+from isotype.train.policy import policy_of_run
+from isotype.train.preflight.step import SAVED_AS, take_choice
+from isotype.train.recompute_choice import Choice
+from isotype.train.rows.assistant import labelled_rows, labels_kept
+from isotype.train.rows.examples import data_summary, example_of, show_data
+from isotype.train.rows.lengths import Lengths, lengths_of
 from isotype.train.run import Run
-from isotype.train.run_report import earlier_report, files_of_checkpoint, report_failure, write_report
-from isotype.train.settings import Settings, cure_by_name
 from isotype.train.start import start_of
-from isotype.train.step import SAVED_AS, take_choice
 from isotype.train.stop import early_stopping, graceful_stop, not_the_best
 from isotype.train.validate import (
     check_policy,
@@ -144,7 +144,7 @@ def _decided(
     settings: Settings, start: Adapter | None, profile: DeviceProfile, rewards: dict[str, Any]
 ) -> Run:
     """The run: data, checkpoint and policy, read and decided, and compared with the run that it goes on from."""
-    from isotype.train.data import hold_back, training_data
+    from isotype.train.rows.data import hold_back, training_data
 
     resume = resume_point(settings)
     earlier = earlier_report(resume)
@@ -388,8 +388,8 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
     from transformers import PrinterCallback, ProgressCallback
 
     from isotype.train.callback import PrecisionCallback
-    from isotype.train.progress import ProgressView
-    from isotype.train.recorder import Kept, RunRecorder
+    from isotype.train.monitor.progress import ProgressView
+    from isotype.train.monitor.recorder import Kept, RunRecorder
 
     settings, root = run.settings, Path(run.settings.training.output_dir)
     trainer, sample = built.trainer, _as_asked_before(built.asked, run.earlier)

@@ -30,9 +30,9 @@ from isotype.core.errors import (
 )
 from isotype.core.optimizers import package_of
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.arguments import name_problems, number_problems
 from isotype.train.compilation import compiler_problems
-from isotype.train.settings import Settings
+from isotype.train.options.arguments import name_problems, number_problems
+from isotype.train.options.settings import Settings
 from isotype.train.start import check_initial, initial_problems
 from isotype.train.stop import early_stopping_problems
 

@@ -17,7 +17,7 @@ from isotype.core.random_states import RandomStates
 from isotype.ranges.verdict import Verdict
 from isotype.records.nonfinite import NonFinite
 from isotype.trace.nonfinite.again import first_nonfinite
-from isotype.train.step_values import StepValues
+from isotype.train.monitor.step_values import StepValues
 
 
 @dataclass(frozen=True, slots=True)

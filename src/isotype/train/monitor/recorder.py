@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 from isotype.core.errors import SaveError, first_line
 from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
-from isotype.train.diverged import stopped
-from isotype.train.headroom import HeadroomMeter
-from isotype.train.step_values import LaunchedValues, StepValues, skipping_optimizer
-from isotype.train.watch import MicroBatches, StepBatches
+from isotype.train.monitor.diverged import stopped
+from isotype.train.monitor.headroom import HeadroomMeter
+from isotype.train.monitor.step_values import LaunchedValues, StepValues, skipping_optimizer
+from isotype.train.monitor.watch import MicroBatches, StepBatches
 
 _LOGGED_ANYWAY = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
@@ -65,7 +65,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     """Makes a `StepRecord` of every optimizer step of a governed trainer.
 
     Of several processes each holds the records, so that all judge the run alike; only the first shows progress. Where the device leaves out an
-    update by itself (`isotype.train.step_values`), a step is judged and recorded while the next one runs, or before anything is saved,
+    update by itself (`isotype.train.monitor.step_values`), a step is judged and recorded while the next one runs, or before anything is saved,
     logged or measured of it.
 
     Args:

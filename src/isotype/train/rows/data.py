@@ -11,7 +11,7 @@ from transformers.trainer_utils import IntervalStrategy
 from isotype.core.errors import UsageError
 from isotype.data.load import load_training_data
 from isotype.data.locate import find_local
-from isotype.train.settings import Settings
+from isotype.train.options.settings import Settings
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict

@@ -16,7 +16,7 @@ from rich.text import Text
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
-from isotype.train.lengths import Lengths
+from isotype.train.rows.lengths import Lengths
 
 _LONGEST_TEXT = 600  # characters of one stretch of an example
 

@@ -14,7 +14,7 @@ from isotype.core.files import write_whole
 from isotype.report.run.html import to_html
 from isotype.report.run.json import from_json, to_json
 from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord
-from isotype.train.resume import save_identity
+from isotype.train.output.resume import save_identity
 
 
 def earlier_report(resume: Path | None) -> RunRecord | None:

@@ -16,13 +16,13 @@ from isotype.core.names import plural
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.arguments import number_problems
 from isotype.train.launched import processes, requested_sharding
+from isotype.train.options.arguments import number_problems
 
 if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter
-    from isotype.train.lengths import Lengths
-    from isotype.train.settings import Settings
+    from isotype.train.options.settings import Settings
+    from isotype.train.rows.lengths import Lengths
 
 DEFAULT_LENGTH = 1024
 """Tokens a row where nothing says another number; TRL's own default of `--max_length`."""
@@ -270,7 +270,7 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[StepPlan, tuple[str,
     if options.model is not None:
         _refuse_second_model(options.model, arguments)
         arguments = ["--model_name_or_path", options.model, *arguments]
-    from isotype.train.settings import parse_settings
+    from isotype.train.options.settings import parse_settings
     from isotype.train.start import start_of
     from isotype.train.validate import argument_problems
 
@@ -365,7 +365,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
 def _unforeseen(training: Any, length: int) -> str:
     if training.deepspeed:
         return "DeepSpeed's own casts and sharding are not traced"
-    from isotype.train.lengths import UNBOUNDED
+    from isotype.train.rows.lengths import UNBOUNDED
 
     return "" if length else UNBOUNDED
 
@@ -390,7 +390,7 @@ def training_plan(
         data: splits of rows.
         lengths: of the training rows, where they are known already.
     """
-    from isotype.train.lengths import lengths_of
+    from isotype.train.rows.lengths import lengths_of
 
     plain = Options(None, None, None, False, None, None, False, None, None, False, "error")
     plan = _full_plan(plain, settings, start)
@@ -401,7 +401,7 @@ def training_plan(
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
     """The plan with as many rows as there are, and the longest that can occur among them."""
-    from isotype.train.lengths import longest_possible
+    from isotype.train.rows.lengths import longest_possible
 
     training = settings.training
     limit = getattr(training, "max_length", None)
@@ -420,10 +420,10 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         DataError: the data set cannot be trained on, as the training itself would say.
         UsageError, CheckpointError: the tokenizer does not fit it.
     """
-    from isotype.train.assistant import labelled_rows
-    from isotype.train.data import training_data_here
-    from isotype.train.lengths import COUNTED_ROWS, lengths_of
     from isotype.train.models import tokenizer_here
+    from isotype.train.rows.assistant import labelled_rows
+    from isotype.train.rows.data import training_data_here
+    from isotype.train.rows.lengths import COUNTED_ROWS, lengths_of
     from isotype.train.validate import check_tokenizer, plain_turns
 
     training, script = settings.training, settings.script

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from isotype.core.units import format_bytes
 from isotype.precision.devices.profile import TIGHT
 from isotype.records.finding import Fix
-from isotype.train.command import set_flag, without_flag
+from isotype.train.preflight.command import set_flag, without_flag
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
-    from isotype.train.step_plan import StepPlan
+    from isotype.train.preflight.step_plan import StepPlan
 
 _TRACES = 4
 _LENGTHS = 64  # tokens that a length is a multiple of

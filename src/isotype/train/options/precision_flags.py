@@ -11,7 +11,7 @@ from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.units import parse_size
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.arguments import IsotypeArguments
+from isotype.train.options.arguments import IsotypeArguments
 
 FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 

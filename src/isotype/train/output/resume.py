@@ -22,15 +22,15 @@ from isotype.data.fingerprint import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import JSON_NAME
-from isotype.train.checkpoints import (
+from isotype.train.launched import under_launcher
+from isotype.train.options.settings import Settings
+from isotype.train.output.checkpoints import (
     RESULT_FILES,
     all_checkpoints,
     damage,
     read_json,
     whole_checkpoints,
 )
-from isotype.train.launched import under_launcher
-from isotype.train.settings import Settings
 from isotype.train.start import LOFTQ, MADE_BY
 
 _NO_RESUME = (None, False, "False", "false")

@@ -18,10 +18,10 @@ from isotype.core.errors import Problem, UsageError, one_line
 from isotype.core.renamed import renamed
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.arguments import ARGUMENTS, Argument, IsotypeArguments, number_problems
 from isotype.train.launched import Sharding
 from isotype.train.libraries import require_names
-from isotype.train.precision_flags import FLAGS, read_precision_request
+from isotype.train.options.arguments import ARGUMENTS, Argument, IsotypeArguments, number_problems
+from isotype.train.options.precision_flags import FLAGS, read_precision_request
 
 _UNSET = object()
 AUTO = "auto"

@@ -10,8 +10,8 @@ import torch
 
 from isotype.core.errors import CheckpointError, Problem
 from isotype.data.load import load_training_data
-from isotype.train.lengths import ids_of_row
 from isotype.train.models import tokenizer_here
+from isotype.train.rows.lengths import ids_of_row
 
 _LENGTH = 128
 """Tokens of a row that are taken at most: more rows say more."""

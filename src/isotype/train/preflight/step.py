@@ -29,17 +29,17 @@ from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.step_time import step_time
-from isotype.train.checkpoints import read_json
-from isotype.train.fit import fitting
 from isotype.train.launched import from_first
-from isotype.train.lengths import Lengths
 from isotype.train.models import weightless_model
+from isotype.train.output.checkpoints import read_json
+from isotype.train.output.resume import RUN_FILE
 from isotype.train.policy import policy_by_ranges
+from isotype.train.preflight.fit import fitting
+from isotype.train.preflight.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
+from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
-from isotype.train.resume import RUN_FILE
+from isotype.train.rows.lengths import Lengths
 from isotype.train.run import Run
-from isotype.train.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
-from isotype.train.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 
 SAVED_AS = "gradient_checkpointing"
 """Name of the choice in `RUN_FILE`."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from isotype.core.errors import Problem, TrainingError
 from isotype.report.nonfinite import problem_of
-from isotype.train.step_values import StepValues
-from isotype.train.watch import Again
+from isotype.train.monitor.step_values import StepValues
+from isotype.train.monitor.watch import Again
 
 _OF_THE_DATA = ("input", "labels", "row", "empty", "constant", "outside")
 """Causes that no learning rate and no dtype changes."""

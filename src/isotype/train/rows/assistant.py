@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from isotype.core.errors import DataError, Problem, UsageError
-from isotype.train.settings import Settings
+from isotype.train.options.settings import Settings
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
