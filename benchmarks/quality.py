@@ -367,14 +367,16 @@ def resident(key: str) -> int:
 
 def timed(folder: str, what: str) -> None:
     """In a process of its own: seconds of processor, and bytes that the peak lies above what was there before."""
-    from isotype.checkpoint.damage.measure import measure_divergence
+    from isotype.checkpoint.damage.measure import session_of
+    from isotype.checkpoint.measure_ranges import TOKENS, to_measure
 
     small = Path(folder) / "small"
     isotype.measure_quality(small, tokens=64, exact=(), progress=False)  # libraries, and what they hold
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again
     before, started = resident("VmRSS"), time.process_time()
     if what == "run":
-        measure_divergence(folder, {}, progress=False)
+        session = session_of(*to_measure(open_checkpoint(folder), None, TOKENS), None, 1, progress=False)
+        assert list(session.distributions())
     else:
         isotype.measure_quality(folder, exact=("nf4",) if what == "exact" else (), progress=False)
     print(time.process_time() - started, resident("VmHWM") - before)

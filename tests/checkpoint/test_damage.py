@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.damage.measure import _of_signs, measure_divergence
+from isotype.checkpoint.damage.measure import _of_signs
 from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import open_checkpoint
@@ -162,19 +162,17 @@ def test_signs_meet_the_exact_fisher_information_closer_than_draws_of_a_token(na
 def test_what_is_measured_exactly_is_the_divergence() -> None:
     model = tiny_model("llama").float().eval()
     batch = tiny_batch("llama")
-    layers = linear(model)
-    chosen = {name: ("int8" if at % 2 else "fp4") for at, name in enumerate(layers)}
-    divergences = measure_divergence(model, {"mixed": chosen, "float32": {}}, batch, progress=False)
+    forms = ("int8", "fp4", "nf4-32")
+    measured = isotype.measure_quality(model, batch, exact=forms, progress=False).measured
     before = torch.log_softmax(logits(model, batch).detach().double(), -1)
-    changed = copy.deepcopy(model)
-    for name, layer in linear(changed).items():
-        layer.weight.data = reference(layer.weight.data, chosen[name])
-    after = torch.log_softmax(logits(changed, batch).detach().double(), -1)
-    wanted = float((before.exp() * (before - after)).sum(-1).mean())
-    assert divergences["mixed"] == (pytest.approx(wanted, rel=1e-2),)  # a difference of float32 logarithms
-    assert divergences["float32"] == (0.0,)
-    with pytest.raises(UsageError, match="no such layers"):
-        measure_divergence(model, {"other": {"lm_head": "nf4"}}, batch, progress=False)
+    assert set(measured) == set(forms)
+    for form in forms:
+        changed = copy.deepcopy(model)
+        for layer in linear(changed).values():
+            layer.weight.data = reference(layer.weight.data, form)
+        after = torch.log_softmax(logits(changed, batch).detach().double(), -1)
+        wanted = float((before.exp() * (before - after)).sum(-1).mean())
+        assert measured[form] == pytest.approx(wanted, rel=1e-2)  # a difference of float32 logarithms
 
 
 def test_a_checkpoint_is_measured_from_disk_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,6 @@ def test_a_config() -> None:
         source="LlamaConfig",
         model_type="llama",
         architecture="LlamaForCausalLM",
-        config_dtype=torch.float16,
-        weight_dtypes={torch.float16: parameters},
         trained_dtype=torch.float16,
         parameters=parameters,
         parameter_bytes=2 * parameters,
@@ -84,15 +83,14 @@ def test_a_config() -> None:
 
 def test_a_config_without_a_dtype() -> None:
     facts = facts_of(llama())
-    assert (facts.config_dtype, facts.trained_dtype, facts.parameter_bytes) == (None, None, None)
-    assert facts.weight_dtypes == {}
+    assert (facts.trained_dtype, facts.parameter_bytes) == (None, None)
     assert facts.parameters
 
 
 def test_the_dtype_of_a_nested_text_config() -> None:
     config = Gemma3Config(text_config={**TEXT, "dtype": "bfloat16"}, vision_config={"hidden_size": 48})
     config.dtype = None
-    assert facts_of(config).config_dtype == torch.bfloat16
+    assert facts_of(config).trained_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -235,8 +233,6 @@ def test_a_module(dtype: torch.dtype) -> None:
     model.model.norm.float()
     facts = facts_of(model)
     parameters = sum(p.numel() for p in model.parameters())
-    kept = {dtype: parameters} if dtype == torch.float32 else {dtype: parameters - 64, torch.float32: 64}
-    assert facts.weight_dtypes == kept
     assert facts.trained_dtype == dtype
     assert facts.parameters == parameters
     assert facts.parameter_bytes == sum(p.nbytes for p in model.parameters())
@@ -265,7 +261,6 @@ def test_a_module_without_a_config() -> None:
     assert facts_of(Net()) == ModelFacts(
         source="Net",
         architecture="Net",
-        weight_dtypes={torch.float16: 16, torch.float32: 4},
         trained_dtype=torch.float16,
         pinned_strict=("norm",),
         parameters=20,
@@ -293,7 +288,6 @@ NF4 = {
     "bnb_4bit_compute_dtype": torch.bfloat16,
     "bnb_4bit_use_double_quant": True,
 }
-LINEAR = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 96)  # elements of the quantized layers of `llama()`
 
 
 @pytest.mark.parametrize("double", [True, False])
@@ -309,9 +303,6 @@ def test_nf4_layers_and_their_checkpoint(tmp_path: Path, double: bool) -> None:
         )
         assert facts.trained_dtype == torch.bfloat16
         assert facts.parameters == dense.parameters
-        assert facts.weight_dtypes["nf4"] == LINEAR
-        assert sum(facts.weight_dtypes.values()) == dense.parameters
-    assert here.weight_dtypes == there.weight_dtypes
     held = load_file(tmp_path / "nf4" / "model.safetensors")
     assert there.parameter_bytes == sum(tensor.nbytes for tensor in held.values())
     absmax = sum(tensor.nbytes for name, tensor in held.items() if name.endswith("absmax"))
@@ -335,10 +326,7 @@ def test_int8_layers_and_their_checkpoint(tmp_path: Path) -> None:
     for facts in (facts_of(model), facts_of(tmp_path / "int8")):
         assert facts.quantization is not None
         assert (facts.quantization.method, facts.quantization.format) == ("bitsandbytes", "int8")
-        assert facts.weight_dtypes["int8"] == LINEAR
-        assert (
-            sum(facts.weight_dtypes.values()) == facts.parameters == facts_of(tmp_path / "dense").parameters
-        )
+        assert facts.parameters == facts_of(tmp_path / "dense").parameters
         assert facts.trained_dtype == torch.bfloat16
 
 
@@ -359,11 +347,10 @@ def test_mxfp4_headers(tmp_path: Path) -> None:
     config = GptOssConfig(**TEXT, num_local_experts=2, num_experts_per_tok=1, dtype="bfloat16")
     saved(tmp_path, config=config)
     held = load_file(tmp_path / "model.safetensors")
-    blocks = {}
-    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
-        weight = held.pop(name)
-        blocks[name] = weight.numel()
-        experts, inputs, outputs = weight.shape
+    names = [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]
+    assert names
+    for name in names:
+        experts, inputs, outputs = held.pop(name).shape
         held[f"{name}_blocks"] = torch.zeros(experts, outputs, inputs // 32, 16, dtype=torch.uint8)
         held[f"{name}_scales"] = torch.zeros(experts, outputs, inputs // 32, dtype=torch.uint8)
     save_file(held, tmp_path / "model.safetensors")
@@ -372,9 +359,6 @@ def test_mxfp4_headers(tmp_path: Path) -> None:
         json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}})
     )
     facts = facts_of(tmp_path)
-    assert blocks
-    assert facts.weight_dtypes["mxfp4"] == sum(blocks.values())
-    assert sum(facts.weight_dtypes.values()) == facts.parameters
     assert facts.trained_dtype == torch.bfloat16
     assert facts.quantization == QuantizationFacts("mxfp4", "mxfp4")
 
@@ -410,8 +394,6 @@ def test_a_directory(tmp_path: Path, dtype: torch.dtype) -> None:
         source=str(tmp_path),
         model_type="llama",
         architecture="LlamaForCausalLM",
-        config_dtype=dtype,
-        weight_dtypes={dtype: parameters},
         trained_dtype=dtype,
         parameters=parameters,
         parameter_bytes=parameters * dtype.itemsize,
@@ -423,15 +405,14 @@ def test_the_headers_know_better_than_the_config(tmp_path: Path) -> None:
     path = saved(tmp_path, torch.float16) / "config.json"
     path.write_text(path.read_text().replace("float16", "float32"))
     facts = facts_of(tmp_path)
-    assert (facts.config_dtype, facts.trained_dtype) == (torch.float32, torch.float16)
+    assert facts.trained_dtype == torch.float16
 
 
 def test_shards_are_added_up(tmp_path: Path) -> None:
     whole = facts_of(saved(tmp_path / "whole"))
     parts = facts_of(saved(tmp_path / "parts", max_shard_size="40KB"))
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
-    assert parts.weight_dtypes == whole.weight_dtypes
-    assert parts.parameter_bytes == whole.parameter_bytes
+    assert replace(parts, source=whole.source) == whole
 
 
 def test_float8_is_not_what_a_model_is_trained_in(tmp_path: Path) -> None:
@@ -440,7 +421,6 @@ def test_float8_is_not_what_a_model_is_trained_in(tmp_path: Path) -> None:
     held = {n: t.to(torch.float8_e4m3fn) if n.endswith("proj.weight") else t for n, t in held.items()}
     save_file(held, tmp_path / "model.safetensors")
     facts = facts_of(tmp_path)
-    assert facts.weight_dtypes[torch.float8_e4m3fn] == LINEAR
     assert facts.trained_dtype == torch.bfloat16
 
 
@@ -602,7 +582,6 @@ def test_a_quantized_gguf_file(tmp_path: Path, directory: bool) -> None:
         source=str(path),
         model_type="llama",
         architecture="LlamaForCausalLM",
-        weight_dtypes={"Q8_0": 512, torch.float32: 64},
         parameters=576,
         parameter_bytes=512 // 32 * 34 + 256,
         notes=("the weights are Q8_0 blocks; a GGUF file does not say in which dtype they were trained",),
@@ -651,7 +630,7 @@ def test_a_hub_id_in_the_local_cache(hub: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(hub / "config.json"))
     facts = facts_of("owner/name")
     assert facts.source == "owner/name"
-    assert facts.weight_dtypes == {torch.bfloat16: facts.parameters}
+    assert facts.trained_dtype == torch.bfloat16
 
 
 def test_a_hub_id_by_its_headers(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -667,8 +646,7 @@ def test_a_hub_id_by_its_headers(hub: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: answer)
     facts = facts_of("owner/name")
-    assert facts.weight_dtypes == {torch.float16: facts.parameters}
-    assert (facts.trained_dtype, facts.config_dtype) == (torch.float16, torch.bfloat16)
+    assert facts.trained_dtype == torch.float16
     assert facts.parameter_bytes == 2 * facts.parameters
     held.pop("model.norm.weight")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in no file"):

@@ -19,7 +19,6 @@ from isotype.lora.attention.choice import (
     Shape,
     choose,
     decided,
-    known_choice,
     measure,
     offered,
     shape_of,
@@ -263,8 +262,12 @@ def test_the_preflight_follows_it(cache: Path) -> None:
 SHAPE = Shape(1, 1, 2, 16, 16, 64, "causal", torch.float32, True)
 
 
+def known(shape: Shape) -> choices.Choice | None:
+    return choices._CHOICES.get(choices._file(torch.get_num_threads(), shape.dtype), choices._key(shape))
+
+
 def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert known_choice(SHAPE) is None
+    assert known(SHAPE) is None
     made, unkept = choose(SHAPE)
     assert unkept is None
     assert tuple(made.milliseconds) == offered(torch.float32)
@@ -294,7 +297,7 @@ def test_a_damaged_file_counts_as_none(cache: Path) -> None:
     for text in ("{", "[]", '{"a": {"kernel": 1}}'):
         file.write_text(text)
         choices._CHOICES.known.clear()
-        assert known_choice(SHAPE) is None
+        assert known(SHAPE) is None
     assert set(choose(SHAPE)[0].milliseconds) == set(made.milliseconds)
 
 
@@ -311,10 +314,10 @@ def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        assert known_choice(SHAPE) is None
+        assert known(SHAPE) is None
     finally:
         torch.set_num_threads(before)
-    assert known_choice(Shape(1, 1, 2, 16, 16, 64, "full", torch.float32, True)) is None
+    assert known(Shape(1, 1, 2, 16, 16, 64, "full", torch.float32, True)) is None
 
 
 def test_only_what_is_faster_beyond_the_noise_is_taken() -> None:

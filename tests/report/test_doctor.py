@@ -38,7 +38,7 @@ WORKS = BitsandbytesStatus("0.50.2", True, "its native CPU library", None)
 
 
 def _rate(dtype: torch.dtype, flops: float | None, message: str | None = None) -> MatmulRate:
-    return MatmulRate(dtype, flops, 0.3, 10, 256, message)
+    return MatmulRate(dtype, flops, 10, 256, message)
 
 
 def _report(**changes: object) -> DoctorReport:

@@ -57,15 +57,12 @@ def facts_of_module(model: Any) -> ModelFacts:
     if quantization is not None:
         quantization = replace(quantization, in_memory=True)
     stored = list(_stored_parameters(base, _adapter_prefixes(model)))
-    named_dtype = config_dtype(config)
-    counts, trained = _weigh(stored, quantization, named_dtype)
+    counts, trained = _weigh(stored, quantization, config_dtype(config))
     pinned, strict = _pins(base)
     return ModelFacts(
         source=type(base).__name__,
         model_type=getattr(config, "model_type", None) or None,
         architecture=type(base).__name__,
-        config_dtype=named_dtype,
-        weight_dtypes=counts,
         trained_dtype=trained,
         quantization=quantization,
         pinned=pinned,
@@ -149,23 +146,19 @@ def facts_of_config(
     model = build_on_meta(config, source)
     pinned, strict = _pins(model)
     quantization = quantization_of(config)
-    named_dtype = config_dtype(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if headers is not None and _is_named(model, config) and not unknown_quantization(quantization):
         match(model, headers).require_complete()
     if headers is None:
-        dense = named_dtype if quantization is None else None
-        counts: Mapping[torch.dtype | str, int] = {dense: parameters} if dense else {}
-        trained, nbytes = named_dtype, parameters * dense.itemsize if dense else None
+        trained = config_dtype(config)
+        nbytes = parameters * trained.itemsize if trained is not None and quantization is None else None
     else:
-        counts, trained = _weigh(_stored(headers.tensors), quantization, named_dtype)
+        _, trained = _weigh(_stored(headers.tensors), quantization, config_dtype(config))
         nbytes = sum(tensor.bytes for tensor in headers.tensors)
     return ModelFacts(
         source=source,
         model_type=config.model_type,
         architecture=type(model).__name__,
-        config_dtype=named_dtype,
-        weight_dtypes=counts,
         trained_dtype=trained,
         quantization=quantization,
         pinned=pinned,
@@ -274,7 +267,6 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
         source=str(headers.path),
         model_type=model_type,
         architecture=getattr(cls, "__name__", None),
-        weight_dtypes=counts,
         trained_dtype=trained,
         pinned=tuple(sorted(pinned(cls) or ())),
         pinned_strict=tuple(sorted(pinned_strictly(cls) or ())),

@@ -25,14 +25,14 @@ from isotype.core.random_states import random_states_kept
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_tuner_layer, kind_of, places
 
+_ADAPTER = "default"
+"""PEFT's name of the adapter that a training adds."""
 _TURNS = 4
 """Products with D and Dᵀ that sharpen the singular vectors; with fewer the last of r are off by some percent."""
 
 
 @torch.no_grad()
-def begin_from_error(
-    model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor], *, adapter: str = "default"
-) -> int:
+def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor]) -> int:
     """Set the adapters of layers in 4 bits to the nearest matrices to their quantization errors; returns how many layers these are.
 
     int8's errors are a hundredth of these: its layers keep their adapters, as those without quantization do.
@@ -42,7 +42,6 @@ def begin_from_error(
         checkpoint: with the weights as they were before.
         moments: by the layer's name in the base model, `[in]` second moments of its input channels relative to each other; a layer
             without them has inputs that are alike.
-        adapter: PEFT's name of it.
 
     Raises:
         PrecisionError: the checkpoint is saved quantized, so that nobody knows the errors.
@@ -60,7 +59,7 @@ def begin_from_error(
     layers: list[tuple[str, Any]] = []
     for place in places(model):
         layer: Any = place.module
-        adapts = is_tuner_layer(layer) and adapter in getattr(layer, "lora_A", ())
+        adapts = is_tuner_layer(layer) and _ADAPTER in getattr(layer, "lora_A", ())
         if adapts and kind_of(layer.get_base_layer()) == "linear4bit":
             layers.append((base_name(place.name), layer))
     bar = Bar("decomposing quantization errors")
@@ -70,16 +69,16 @@ def begin_from_error(
             base = layer.get_base_layer()
             weight = stored.read(f"{name}.weight").float()
             error = (weight.T if holds_turned(base) else weight) - dense_weight(base, torch.float32)
-            _take_in(layer, adapter, error, moments.get(name))
+            _take_in(layer, error, moments.get(name))
             bar.advance()
     finally:
         bar.close()
     return len(layers)
 
 
-def _take_in(layer: Any, adapter: str, error: torch.Tensor, moments: torch.Tensor | None) -> None:
+def _take_in(layer: Any, error: torch.Tensor, moments: torch.Tensor | None) -> None:
     """Let s B A be the matrix of rank r at most that is nearest to the error `[out, in]`."""
-    down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     error = error.to(down.device)
     weighed = error if moments is None else error * moments.to(down.device, torch.float32).sqrt()
     rank = min(down.shape[0], *error.shape)
@@ -87,7 +86,7 @@ def _take_in(layer: Any, adapter: str, error: torch.Tensor, moments: torch.Tenso
         torch.manual_seed(0)  # the same at every start, whatever was drawn before
         left, values, _ = torch.svd_lowrank(weighed, q=min(2 * rank, *error.shape), niter=_TURNS)
     rank = min(rank, int((values > 0).sum()))
-    roots = (values[:rank] / layer.scaling[adapter]).sqrt()
+    roots = (values[:rank] / layer.scaling[_ADAPTER]).sqrt()
     up.zero_()
     up[:, :rank] = left[:, :rank] * roots
-    down[:rank] = (left[:, :rank].T @ error) / (layer.scaling[adapter] * roots).unsqueeze(1)
+    down[:rank] = (left[:, :rank].T @ error) / (layer.scaling[_ADAPTER] * roots).unsqueeze(1)

@@ -184,12 +184,12 @@ def _raised_by_numpy(error: BaseException) -> bool:
     )
 
 
-def _probe(directory: Path, size: int = 1 << 20) -> None:
-    """Write `size` bytes and delete them again; raises the OSError that says why not."""
+def _probe(directory: Path) -> None:
+    """Write a MiB and delete it again; raises the OSError that says why not."""
     path = directory / ".probe"
     try:
         with path.open("wb") as file:
-            file.write(bytes(size))
+            file.write(bytes(1 << 20))
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)

@@ -99,9 +99,9 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
     return Problem(f"the columns are {quoted(columns)}", f"for {method}: {accepted}", fix)
 
 
-def quoted(names: Iterable[str], limit: int = 12) -> str:
-    """Names in quotes, in their order; beyond `limit` their number only."""
-    return listed((f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names), limit) or "none"
+def quoted(names: Iterable[str]) -> str:
+    """Names in quotes, in their order; beyond twelve their number only."""
+    return listed((f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names), 12) or "none"
 
 
 @dataclass

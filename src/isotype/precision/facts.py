@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -46,8 +45,6 @@ class ModelFacts:
         source: what was given, in words: a path, a hub id or a class name.
         model_type: as in config.json (`"llama"`), or None without a config.
         architecture: name of the model class.
-        config_dtype: the config's dtype, its text model's if it has none itself.
-        weight_dtypes: number of elements per float dtype (a torch dtype) or quantized format (its name).
         trained_dtype: what the weights were trained in: the dtype of most elements that are not quantized, else
             the config's; None if nothing says it.
         quantization: how the weights are quantized already, or None.
@@ -61,8 +58,6 @@ class ModelFacts:
     source: str
     model_type: str | None = None
     architecture: str | None = None
-    config_dtype: torch.dtype | None = None
-    weight_dtypes: Mapping[torch.dtype | str, int] = field(default_factory=dict)
     trained_dtype: torch.dtype | None = None
     quantization: QuantizationFacts | None = None
     pinned: tuple[str, ...] = ()

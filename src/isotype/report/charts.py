@@ -31,14 +31,13 @@ def escape(text: str) -> str:
 # --- axes -------------------------------------------------------------------------------------------------
 
 
-def nice_ticks(low: float, high: float, target: int = 5, whole: bool = False) -> tuple[float, ...]:
+def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
     """Multiples of 1, 2 or 5 times a power of ten that lie in `[low, high]`.
 
     Args:
         low: lower end of the axis.
         high: upper end of the axis, above `low` by more than 1e-12 of the larger magnitude and than 1e-300.
         target: wanted number of intervals; there are at most so many, and at least a fifth of it.
-        whole: whole numbers only.
 
     Raises:
         ValueError: the ends are not ordered, too close or beyond ten times `PLOTTABLE`.
@@ -49,8 +48,6 @@ def nice_ticks(low: float, high: float, target: int = 5, whole: bool = False) ->
     raw = (high - low) / target
     exponent = math.floor(math.log10(raw))
     mantissa = next((m for m in (1, 2, 5) if m * 10.0**exponent >= raw), 10)
-    if whole and exponent < 0:
-        mantissa, exponent = 1, 0
     step = mantissa * 10.0**exponent
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     # Dividing by an exact power of ten gives 0.3 where multiplying by 0.1 gives 0.30000000000000004.

@@ -79,12 +79,12 @@ class Layers:
 
     Attributes:
         wanted: names of the layers that are measured.
-        form_of: what each layer's weight is rounded to in a forward without gradients; no name, no rounding.
+        form: what each layer's weight is rounded to in a forward without gradients; None: nothing is.
         sums: of each layer that a backward has come to.
     """
 
     wanted: Collection[str]
-    form_of: Mapping[str, str] = field(default_factory=dict)
+    form: str | None = None
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
@@ -104,7 +104,7 @@ class Layers:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             weight = module.weight.T.contiguous() if turned else module.weight
-            form = self.form_of.get(name)
+            form = self.form
             if form is not None:
                 stored = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 moments = read(self.sums[name].moments) if form in FITTED else None
@@ -148,13 +148,13 @@ class Layers:
         sums.error = error
 
     @contextmanager
-    def rounding(self, form_of: Mapping[str, str]) -> Iterator[None]:
-        """Within it, layers compute with their weights as these formats store them."""
-        before, self.form_of = self.form_of, form_of
+    def rounding(self, form: str) -> Iterator[None]:
+        """Within it, layers compute with their weights as this format stores them."""
+        self.form = form
         try:
             yield
         finally:
-            self.form_of = before
+            self.form = None
 
 
 def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:

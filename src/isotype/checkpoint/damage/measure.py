@@ -84,10 +84,10 @@ def _measured(
     device: str | torch.device | None = None,
     progress: bool = True,
 ) -> Damages:
-    session = _session(model, run, device, 3 + len(exact), progress)
+    session = session_of(model, run, device, 3 + len(exact), progress)
     try:
         count = session.backward()
-        measured = {form: session.total(dict.fromkeys(session.layers.wanted, form)) for form in exact}
+        measured = {form: session.divergence(form) for form in exact}
     finally:
         session.bar.close()
     sums = session.layers.sums
@@ -121,49 +121,8 @@ def _measured(
     )
 
 
-def measure_divergence(
-    model: nn.Module | str | Path,
-    storages: Mapping[str, Mapping[str, str]],
-    data: Any = None,
-    *,
-    tokens: int = TOKENS,
-    device: str | torch.device | None = None,
-    progress: bool = True,
-    revision: str | None = None,
-) -> dict[str, tuple[float, ...]]:
-    """Nats a token between the distribution of the next token in float32 and that under each of several mixed storages, exactly:
-    by the caller's name for the storage, of each batch.
-
-    Args:
-        model, data, tokens, device, progress, revision: as of `measure_quality`.
-        storages: by a name of the caller's, the format (of `isotype.precision.damages.MEASURED`) of each layer by its name; layers that
-            are not named stay in float32.
-
-    Raises:
-        CheckpointError, UsageError: as of `measure_quality`; a layer that the model has not.
-    """
-    if isinstance(model, nn.Module):
-        measured, run = module_to_measure(model, data, tokens)
-    else:
-        measured, run = to_measure(downloaded(open_checkpoint(model, revision)), data, tokens)
-    session = _session(measured, run, device, 1 + len(storages), progress)
-    unknown = sorted({name for each in storages.values() for name in each} - set(session.layers.wanted))
-    if unknown:
-        raise UsageError.of(
-            f"no such layers in {session.measured.source}",
-            listed(unknown),
-            "linear layers that quantization reaches",
-            "give names of the base model",
-        )
-    try:
-        session.plain()
-        return {name: session.divergence(form_of) for name, form_of in storages.items()}
-    finally:
-        session.bar.close()
-
-
 @dataclass
-class _Session:
+class Session:
     """A model that is run several times.
 
     Attributes:
@@ -201,25 +160,14 @@ class _Session:
                 self.twin.weights.end_step()
         return sum(each.shape[0] for each in self.known)
 
-    def plain(self) -> None:
-        """A forward of every batch in float32."""
-        self.known += self._distributions()
+    def divergence(self, form: str) -> float:
+        """Nats a token from the distributions that are known, with all layers in this format."""
+        with self.layers.rounding(form):
+            pairs = list(zip(self.known, self.distributions(), strict=True))
+        return sum(_divergence(p, q) for p, q in pairs) / max(1, sum(p.shape[0] for p, _ in pairs))
 
-    def divergence(self, form_of: Mapping[str, str]) -> tuple[float, ...]:
-        """Nats a token of each batch from the distributions that are known, with the layers in these formats."""
-        with self.layers.rounding(form_of):
-            pairs = list(zip(self.known, self._distributions(), strict=True))
-        return tuple(_divergence(p, q) / max(1, p.shape[0]) for p, q in pairs)
-
-    def total(self, form_of: Mapping[str, str]) -> float:
-        """`divergence` of all batches together."""
-        counts = [each.shape[0] for each in self.known]
-        divergences = self.divergence(form_of)
-        return sum(nats * count for nats, count in zip(divergences, counts, strict=True)) / max(
-            1, sum(counts)
-        )
-
-    def _distributions(self) -> Iterator[torch.Tensor]:
+    def distributions(self) -> Iterator[torch.Tensor]:
+        """Log probabilities `[tokens, vocabulary]` of each batch, by a forward."""
         for batch in self.run.batches:
             with undisturbed(self.device), torch.no_grad(), self.rows:
                 logits = self._logits(on_device(_without_labels(batch), self.device, torch.float32))
@@ -239,13 +187,14 @@ class _Session:
         return logits
 
 
-def _session(
+def session_of(
     measured: Measured,
     run: Batches,
     device: str | torch.device | None,
     passes: int,
     progress: bool,
-) -> _Session:
+) -> Session:
+    """A model, what it is called with and where, ready to run so many times."""
     where = torch.device(device) if device is not None else measured.device
     wanted = [base_name(name.removesuffix(".weight")) for name in _linear_weights(measured.model)]
     layers, weights = Layers(wanted), PlainWeights(torch.float32, where)
@@ -253,7 +202,7 @@ def _session(
     twin = twin_of(measured.model, weights, layers, bar.advance, measured.read)
     bar.total = passes * len(run.batches) * sum(map(len, twin.blocks))
     rows = EmbeddedRows()  # type: ignore[no-untyped-call]
-    return _Session(measured, run, layers, twin, where, bar, [], rows)
+    return Session(measured, run, layers, twin, where, bar, [], rows)
 
 
 def _linear_weights(model: Any) -> list[str]:

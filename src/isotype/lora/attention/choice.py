@@ -158,11 +158,6 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trai
 _CHOICES = measured.Kept(Choice)
 
 
-def known_choice(shape: Shape) -> Choice | None:
-    """What was measured for this class of shapes, by this process or by another one on this machine."""
-    return _CHOICES.get(_file(torch.get_num_threads(), shape.dtype), _key(shape))
-
-
 def choose(shape: Shape) -> tuple[Choice, str | None]:
     """The kernel for a class of shapes, measured where it is not known: some tenths of a second, once on a machine.
 

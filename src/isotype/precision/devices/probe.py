@@ -45,7 +45,6 @@ class MatmulRate:
     Attributes:
         dtype: of both operands and the result.
         flops_per_second: 4 n^3 over the seconds of the fastest call; None when the operator refused the dtype.
-        seconds_spent: seconds of all calls, first ones included.
         repeats: timed calls at the final size.
         size: side n of the square matrices of those calls.
         message: why there is no rate, in the operator's own words; None when there is one.
@@ -54,7 +53,6 @@ class MatmulRate:
 
     dtype: torch.dtype
     flops_per_second: float | None
-    seconds_spent: float
     repeats: int
     size: int
     message: str | None = None
@@ -146,12 +144,10 @@ class _Probe:
     def rate(self) -> MatmulRate:
         """What was reached."""
         if self.message is not None:
-            return MatmulRate(self.dtype, None, self.spent, 0, self.side, self.message)
+            return MatmulRate(self.dtype, None, 0, self.side, self.message)
         fastest = min(self.times)
         spread = statistics.median(self.times) / fastest
-        return MatmulRate(
-            self.dtype, 4 * self.side**3 / fastest, self.spent, len(self.times), self.side, spread=spread
-        )
+        return MatmulRate(self.dtype, 4 * self.side**3 / fastest, len(self.times), self.side, spread=spread)
 
     def _prepare(self, side: int) -> None:
         """New operands, and a first call, which loads kernels and libraries."""
