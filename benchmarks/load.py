@@ -154,9 +154,9 @@ def loader(case: Case, side: str, path: str) -> Callable[[], Any]:
     elif case.checkpoint == "gpt-oss":
         settings["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     elif case.checkpoint == "gguf":
-        from isotype.checkpoint.locate import resolve_source
+        from isotype.checkpoint.locate import embedded_file
 
-        file = Path(resolve_source(path))
+        file = embedded_file(path.removeprefix("embedded:"))
         path = str(file.parent)
         settings |= {"gguf_file": file.name, "quantization_config": transformers.GgufConfig(dequantize=True)}
     return lambda: transformers.AutoModelForCausalLM.from_pretrained(path, **settings)

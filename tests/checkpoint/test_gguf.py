@@ -20,7 +20,7 @@ from isotype.checkpoint.formats import gguf_tokenizer as module
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.core.errors import CheckpointError, SaveError
@@ -460,7 +460,7 @@ def test_no_progress_bar_is_shown_and_the_setting_is_kept(
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     try:
-        found = resolve_source("embedded:smollm2")
+        found = local_path("embedded:smollm2")
     except CheckpointError as error:
         pytest.skip(str(error))
     assert isinstance(found, Path)

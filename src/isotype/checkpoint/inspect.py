@@ -12,7 +12,7 @@ from typing import Any
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import cached_headers, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
 from isotype.core.errors import CheckpointError
 
@@ -120,9 +120,9 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, incomplete or pickled.
     """
-    source = resolve_source(path)
-    headers = hub_headers(source, revision) if isinstance(source, str) else read_headers(source)
-    config = _config(source)
+    source = local_path(path)
+    headers = hub_headers(str(path), revision) if source is None else read_headers(source)
+    config = {} if source is None else _config(source)
     stored = stored_tensors(headers.tensors)
     main = _main_dtype(stored)
     groups = _groups(stored, main)
@@ -163,9 +163,7 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
     return remote
 
 
-def _config(source: Path | str) -> Mapping[str, Any]:
-    if isinstance(source, str):
-        return {}
+def _config(source: Path) -> Mapping[str, Any]:
     path = (source if source.is_dir() else source.parent) / "config.json"
     return read_json(path) if path.is_file() and source.suffix != ".gguf" else {}
 

@@ -93,7 +93,7 @@ def inspect_plan(
     policy = resolve_precision(
         path, dtype, quantization, device, trainable, revision=revision, base_memory=base_memory
     )
-    headers = checkpoint.headers or hub_headers(str(checkpoint.source), revision)
+    headers = checkpoint.headers or hub_headers(checkpoint.name, revision)
     model = skeleton(config_of(checkpoint), policy)
     plan = load_plan(model, headers, policy)
     plan.match.require_complete()

@@ -19,14 +19,14 @@ _HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
-def resolve_source(model: str | Path) -> Path | str:
-    """What `model` names.
+def local_path(model: str | Path) -> Path | None:
+    """Where on this machine `model` lies; None where it can only be a hub id.
 
     Args:
         model: a path (file or directory), `embedded:NAME` or a hub id (`owner/name`).
 
     Returns:
-        A path that exists, or the hub id as it was given. A local path wins over a hub id of the same name.
+        A path that exists, or None. A local path wins over a hub id of the same name.
 
     Raises:
         CheckpointError: nothing is there and it cannot be a hub id, or the embedded model is not installed.
@@ -38,7 +38,7 @@ def resolve_source(model: str | Path) -> Path | str:
     if path is not None:
         return path
     if isinstance(model, str) and _HUB_ID.fullmatch(text) and not text.endswith(_FILE_SUFFIXES):
-        return text
+        return None
     raise CheckpointError("no such model", [_missing(text)])
 
 

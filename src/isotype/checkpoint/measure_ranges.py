@@ -13,7 +13,7 @@ from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.kept import kept_or_noted
 from isotype.checkpoint.load import load_checkpoint, saved_format, tokenizer_source
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_request
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
@@ -101,8 +101,7 @@ def _tokenizer_of_module(model: nn.Module) -> Any:
     """The tokenizer of what a model in memory says it was loaded from; None where that cannot be reached."""
     name = str(getattr(base_of(model), "name_or_path", "") or "")
     try:
-        source = resolve_source(name) if name else None
-        files = local_snapshot(source) if isinstance(source, str) else source
+        files = (local_path(name) or local_snapshot(name)) if name else None
         return None if files is None else tokenizer_of(tokenizer_source(open_checkpoint(files)))
     except CheckpointError:
         return None  # it has been moved since, or lies on a hub that nobody can reach

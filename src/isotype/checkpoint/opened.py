@@ -17,7 +17,7 @@ from isotype.checkpoint.formats.config import build_on_meta, gguf_config, read_c
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.mapping.match import match
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.facts import ModelFacts
@@ -48,6 +48,11 @@ class Checkpoint:
     headers: CheckpointHeaders | None
     facts: ModelFacts
     revision: str | None = None
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether `source` is a hub id."""
+        return isinstance(self.source, str)
 
     @property
     def gguf(self) -> bool:
@@ -88,9 +93,9 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or incomplete.
     """
-    source = resolve_source(name)
-    if isinstance(source, str):
-        return _on_the_hub(source, revision)
+    source = local_path(name)
+    if source is None:
+        return _on_the_hub(str(name), revision)
     weights = find_weights(source) if source.is_dir() else None
     file = source if source.is_file() else weights and weights[0]
     if file and (source.is_file() or file.suffix == ".gguf"):
@@ -125,14 +130,23 @@ def downloaded(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: it has no weights, or the hub cannot be reached.
     """
-    if checkpoint.files is None and isinstance(checkpoint.source, str):
-        files = download(checkpoint.source, checkpoint.revision)
-        headers = read_headers(files)
-        facts = facts_of_config(checkpoint.source, checkpoint.config, headers)
-        return replace(checkpoint, source=files, files=files, headers=headers, facts=facts)
-    if checkpoint.files is None:
-        read_headers(checkpoint.source)  # says what is there instead of weights
-    return replace(checkpoint, source=checkpoint.files or checkpoint.source)
+    if checkpoint.files is not None:
+        return replace(checkpoint, source=checkpoint.files)
+    require_weights(checkpoint)
+    files = download(checkpoint.name, checkpoint.revision)
+    headers = read_headers(files)
+    facts = facts_of_config(checkpoint.name, checkpoint.config, headers)
+    return replace(checkpoint, source=files, files=files, headers=headers, facts=facts)
+
+
+def require_weights(checkpoint: Checkpoint) -> None:
+    """Whether a checkpoint on this machine has weights; one on the hub is taken to have some.
+
+    Raises:
+        CheckpointError: there is a config and nothing else.
+    """
+    if checkpoint.files is None and not checkpoint.on_hub:
+        raise _without_weights(checkpoint)
 
 
 def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
@@ -141,7 +155,9 @@ def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
     Raises:
         CheckpointError: it has none.
     """
-    return read_headers(checkpoint.source) if checkpoint.headers is None else checkpoint.headers
+    if checkpoint.headers is None:
+        raise _without_weights(checkpoint)
+    return checkpoint.headers
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
@@ -188,6 +204,15 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
         f"a {type(model).__name__}",
         "an nn.Module, a transformers config, a path, embedded:NAME or a hub id",
         "give one of these",
+    )
+
+
+def _without_weights(checkpoint: Checkpoint) -> CheckpointError:
+    return CheckpointError.of(
+        "a checkpoint without weights",
+        f"{checkpoint.name}: a config, and no weights beside it",
+        "model.safetensors, or shards with model.safetensors.index.json",
+        "copy the weights there, or give the directory that save_pretrained() wrote",
     )
 
 

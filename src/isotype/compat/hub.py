@@ -17,7 +17,7 @@ _silences: dict[str, tuple[float, str]] = {}
 
 
 def asking(source: object) -> AbstractContextManager[str]:
-    """`offline_if_unreachable` where `source` is a hub id, as `isotype.checkpoint.locate.resolve_source` returns it, a text."""
+    """`offline_if_unreachable` where `source` is a hub id, a text."""
     return offline_if_unreachable() if isinstance(source, str) else nullcontext("")
 
 

@@ -18,7 +18,7 @@ from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load_checkpoint, tokenizer_source
-from isotype.checkpoint.locate import resolve_source
+from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.shard import load_rows
@@ -238,10 +238,8 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
 
     (model, None) where it has none here. A GGUF file's is written into the cache, as a training does.
     """
-    source = resolve_source(model)
-    if isinstance(source, str):
-        source = local_snapshot(source, revision) or source
-    if isinstance(source, str):
+    source = local_path(model) or local_snapshot(model, revision)
+    if source is None:
         return model, None
     if source.suffix == ".gguf":
         source = Path(tokenizer_source(open_checkpoint(source)))

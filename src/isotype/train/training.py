@@ -16,7 +16,7 @@ from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.opened import open_checkpoint, require_weights
 from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
@@ -75,7 +75,6 @@ from isotype.train.validate import (
     check_read_later,
     check_settings,
     check_tokenizer,
-    check_weights,
     dropped_examples,
     plain_turns,
 )
@@ -156,7 +155,7 @@ def _decided(
     policy, _ = policy_of_run(checkpoint, settings.precision, settings.extra.device, when=when)
     policy = with_constants_of(with_ranges_of(policy, saved), saved)
     check_policy(settings, policy)
-    check_weights(checkpoint)
+    require_weights(checkpoint)
     rows = data[settings.script.dataset_train_split]
     identity = identity_of(settings, checkpoint, policy, rows, start)
     check_resume(identity, resume)

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from isotype.checkpoint.formats.headers import contents
-from isotype.checkpoint.opened import Checkpoint
 from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.errors import (
     CheckpointError,
@@ -331,22 +329,6 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
         "a compute dtype that is not ruled out",
         f"--dtype float32, or --dtype {other}",
     )
-
-
-def check_weights(checkpoint: Checkpoint) -> None:
-    """Whether a local checkpoint has weights.
-
-    Raises:
-        CheckpointError: there is a config and nothing else.
-    """
-    source = checkpoint.source
-    if isinstance(source, Path) and checkpoint.files is None:
-        raise CheckpointError.of(
-            "a checkpoint without weights",
-            f"the directory {checkpoint.name} holds {contents(source)}",
-            "model.safetensors, or shards with model.safetensors.index.json",
-            "copy the weights there, or give the directory that save_pretrained() wrote",
-        )
 
 
 def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data: Any) -> None:
