@@ -29,7 +29,7 @@ reads=(tests/core tests/data tests/report tests/cli tests/checkpoint tests/range
     tests/train/test_validate.py tests/train/test_checkpoints.py tests/test_public.py)
 quick_computes=(tests/core/test_compiled.py tests/precision tests/lora/test_linear.py tests/lora/test_products.py tests/lora/test_norms.py
     tests/lora/test_loss.py tests/model/test_boundary.py)
-quick_reads=(tests/core tests/data/test_load.py tests/report/test_check.py tests/cli/test_main.py)
+quick_reads=(tests/core tests/data/test_load.py tests/data/test_refusals.py tests/report/test_check.py tests/cli/test_main.py)
 names=(avx2 avx512 avx512-bf16 amx no-compiler one-thread threads locale spaces home optimized)
 
 jobs=auto size=usual skips=no chosen=()

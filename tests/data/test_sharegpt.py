@@ -9,49 +9,33 @@ from typing import Any
 import datasets
 import pytest
 
-from isotype.core.errors import DataError
-from isotype.data.load import load_training_data
 from isotype.data.sharegpt import SPEAKERS
-from tests.data.test_load import arguments, mixture, place, write  # noqa: F401 - a fixture
+from tests.data import loading
+from tests.data.loading import Row, lines, mixture, refusal, write
+
+pytestmark = pytest.mark.usefixtures("place")
 
 SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 STANDARD = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
 
-def rows(*values: dict[str, Any]) -> str:
-    return "".join(json.dumps(value) + "\n" for value in values)
-
-
-def load(name: str | None, config: Any = None, method: str = "sft", **changes: Any) -> tuple[Any, list[str]]:
+def load(name: str | None, config: Any = None, **options: Any) -> tuple[list[Row], list[str]]:
+    """The rows to train on, and what is said of them."""
     said: list[str] = []
-    data = load_training_data(
-        arguments(name, dataset_streaming=changes.pop("streaming", False)),
-        config,
-        method,
-        need_test=False,
-        say=said.append,
-        **changes,
-    )
-    return list(data["train"]), said
+    return list(loading.load(name, config=config, said=said, **options)["train"]), said
 
 
-def refusal(name: str | None, config: Any = None, method: str = "sft") -> str:
-    with pytest.raises(DataError) as caught:
-        load(name, config, method)
-    return str(caught.value)
-
-
-def as_lines(values: list[dict[str, Any]]) -> str:
-    write("t.jsonl", rows(*values))
+def as_lines(values: list[Row]) -> str:
+    write("t.jsonl", lines(*values))
     return "t.jsonl"
 
 
-def as_parquet(values: list[dict[str, Any]]) -> str:
+def as_parquet(values: list[Row]) -> str:
     datasets.Dataset.from_list(values).to_parquet("t.parquet")
     return "t.parquet"
 
 
-def as_saved(values: list[dict[str, Any]]) -> str:
+def as_saved(values: list[Row]) -> str:
     datasets.Dataset.from_list(values).save_to_disk("saved")
     return "saved"
 
@@ -65,7 +49,7 @@ def test_conversations_come_under_the_roles_of_templates(
     store: Callable[[Any], str], streaming: bool
 ) -> None:
     values = [{"conversations": [{"from": "system", "value": "Be brief."}, *SHARED]}] * 2
-    data, said = load(store(values), streaming=streaming)
+    data, said = load(store(values), dataset_streaming=streaming)
     assert data == [{"messages": [{"role": "system", "content": "Be brief."}, *STANDARD]}] * 2
     (line,) = said
     assert "2 of 'human' as user, 2 of 'gpt' as assistant" in line.replace("2 of 'system' as system, ", "")
@@ -138,8 +122,8 @@ def test_the_other_columns_of_chats() -> None:
 @pytest.mark.parametrize("store", [as_parquet, as_saved])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_data_sets_of_unlike_form_become_conversations(store: Callable[[Any], str], streaming: bool) -> None:
-    write("share.jsonl", rows({"conversations": SHARED, "id": 1}))
-    write("chats.jsonl", rows({"messages": STANDARD, "id": "a"}))
+    write("share.jsonl", lines({"conversations": SHARED, "id": 1}))
+    write("chats.jsonl", lines({"messages": STANDARD, "id": "a"}))
     write("pairs.csv", "question,answer\n2+2?,4\n")
     other = store([{"prompt": STANDARD[:1], "completion": STANDARD[1:]}])
     config = mixture(
@@ -164,8 +148,8 @@ def test_messages_of_unlike_keys_fit_together() -> None:
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "f"}}],
     }
-    write("a.jsonl", rows({"messages": STANDARD}))
-    write("b.jsonl", rows({"messages": [STANDARD[0], call], "tools": "[]"}))
+    write("a.jsonl", lines({"messages": STANDARD}))
+    write("b.jsonl", lines({"messages": [STANDARD[0], call], "tools": "[]"}))
     other = as_parquet([{"messages": [{**turn, "name": "x"} for turn in STANDARD]}])
     data, _ = load(None, mixture({"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": other}))
     assert data[0]["messages"] == STANDARD
@@ -174,8 +158,8 @@ def test_messages_of_unlike_keys_fit_together() -> None:
 
 
 def test_plain_and_spoken_prompts_keep_their_form() -> None:
-    write("a.jsonl", rows({"prompt": "2+2?", "completion": "4"}))
-    write("b.jsonl", rows({"prompt": STANDARD[:1], "completion": STANDARD[1:]}))
+    write("a.jsonl", lines({"prompt": "2+2?", "completion": "4"}))
+    write("b.jsonl", lines({"prompt": STANDARD[:1], "completion": STANDARD[1:]}))
     data, said = load(None, mixture({"path": "a.jsonl"}, {"path": "b.jsonl"}))
     assert data == [{"prompt": STANDARD[:1], "completion": STANDARD[1:]}] * 2
     assert said == [
@@ -184,33 +168,35 @@ def test_plain_and_spoken_prompts_keep_their_form() -> None:
 
 
 def test_a_mixture_names_file_and_row_of_that_file() -> None:
-    write("a.jsonl", rows({"conversations": SHARED}, {"conversations": [{"from": "judge", "value": "a"}]}))
-    write("b.jsonl", "\n" + rows({"messages": STANDARD}, {"messages": None}))
+    write("a.jsonl", lines({"conversations": SHARED}, {"conversations": [{"from": "judge", "value": "a"}]}))
+    write("b.jsonl", "\n" + lines({"messages": STANDARD}, {"messages": None}))
     other = as_parquet([{"messages": STANDARD}, {"messages": [{"role": "usr", "content": "a"}, STANDARD[1]]}])
-    text = refusal(None, mixture({"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": other}))
+    text = refusal(None, config=mixture({"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": other}))
     assert "  - a.jsonl, line 2: column 'conversations' holds a message from 'judge'\n" in text
     assert "  - b.jsonl, line 3: column 'messages' is null\n" in text
     assert "  - t.parquet, row 2: column 'messages' holds a message of the role 'usr'\n" in text
 
 
 def test_text_has_no_turns() -> None:
-    write("a.jsonl", rows({"text": "a"}))
-    write("b.jsonl", rows({"messages": STANDARD}))
-    text = refusal(None, mixture({"path": "a.jsonl"}, {"path": "b.jsonl"}))
+    write("a.jsonl", lines({"text": "a"}))
+    write("b.jsonl", lines({"messages": STANDARD}))
+    text = refusal(None, config=mixture({"path": "a.jsonl"}, {"path": "b.jsonl"}))
     assert "  - 'a.jsonl' holds 'text'; 'b.jsonl' holds 'messages'\n" in text
 
 
 def test_columns_of_an_entry_are_refused_by_its_name() -> None:
-    write("a.jsonl", rows({"q": "a", "a": "b"}))
-    text = refusal(None, mixture({"path": "a.jsonl", "columns": {"prompt": "question", "completion": "a"}}))
+    write("a.jsonl", lines({"q": "a", "a": "b"}))
+    text = refusal(
+        None, config=mixture({"path": "a.jsonl", "columns": {"prompt": "question", "completion": "a"}})
+    )
     assert "no column 'question', which `columns` of a.jsonl names" in text
-    text = refusal(None, mixture({"path": "a.jsonl", "columns": 3}))
+    text = refusal(None, config=mixture({"path": "a.jsonl", "columns": 3}))
     assert "`columns` of a.jsonl: 3\n" in text
 
 
 def test_shares_of_a_mixture() -> None:
-    write("a.jsonl", rows(*({"text": f"a{i}"} for i in range(8))))
-    write("b.jsonl", rows(*({"text": f"b{i}"} for i in range(8))))
+    write("a.jsonl", lines(*({"text": f"a{i}"} for i in range(8))))
+    write("b.jsonl", lines(*({"text": f"b{i}"} for i in range(8))))
     config = mixture({"path": "a.jsonl", "fraction": 1}, {"path": "b.jsonl", "fraction": 3})
     data, _ = load(None, config)
     assert [row["text"] for row in data] == ["a0", "a1", "a2", *(f"b{i}" for i in range(8))]

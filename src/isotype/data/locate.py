@@ -103,7 +103,7 @@ def _missing(path: Path) -> Problem:
 
 def _find_embedded(name: str) -> LocalData:
     root = embedded_root()
-    names = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
+    names = sorted({file.parent.name for file in root.glob("*/*.jsonl")})
     inner = name.removeprefix(EMBEDDED)
     if inner in names:
         return _find_in_directory(name, root / inner)
