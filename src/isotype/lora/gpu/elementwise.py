@@ -71,6 +71,11 @@ def _power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
+def _warps(block: int) -> int:
+    """Warps of a program on so many numbers: 16 of them for a thread, for whose registers 128 are too many."""
+    return min(16, max(1, block // 512))  # AMD's warps of 64 threads are 1024 threads at most, too
+
+
 def _rms_norm_shapes(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,9 +95,10 @@ def _rms_norm(
 
     y, inverse = _rms_norm_shapes(x, weight, eps, offset)
     if y.numel():
+        block = _power_of_two(x.shape[-1])
         with _on(x):
             kernels.rms_norm[(inverse.numel(),)](
-                x, weight, y, inverse, x.shape[-1], eps, offset, block=_power_of_two(x.shape[-1])
+                x, weight, y, inverse, x.shape[-1], eps, offset, block=block, num_warps=_warps(block)
             )
     return y, inverse
 
@@ -115,9 +121,10 @@ def _rms_norm_backward(
 
     d_x = torch.empty_like(x)
     if x.numel():
+        block = _power_of_two(x.shape[-1])
         with _on(x):
             kernels.rms_norm_backward[(inverse.numel(),)](
-                grad, x, weight, inverse, d_x, x.shape[-1], offset, block=_power_of_two(x.shape[-1])
+                grad, x, weight, inverse, d_x, x.shape[-1], offset, block=block, num_warps=_warps(block)
             )
     return d_x
 
@@ -175,6 +182,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -
     batch, heads, tokens, dim = x.shape
     if not x.numel():
         return out
+    heads_block, pairs_block = _power_of_two(heads), _power_of_two(dim // 2)
     with _on(x):
         kernels.rotary[(batch * tokens,)](
             x,
@@ -187,8 +195,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -
             *x.stride()[:3],
             *out.stride()[:3],
             0 if len(cos) == 1 else tokens * dim,
-            heads_block=_power_of_two(heads),
-            pairs_block=_power_of_two(dim // 2),
+            heads_block=heads_block,
+            pairs_block=pairs_block,
             back=back,
+            num_warps=_warps(2 * heads_block * pairs_block),
         )
     return out
