@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 
+import pytest
 import torch
 
 from isotype.lora.workspace import Workspace
@@ -87,6 +88,31 @@ def test_released_after_the_backward() -> None:
     for _ in range(2):
         Product.apply(Product.apply(x)).sum().backward()  # type: ignore[no-untyped-call]
         assert workspace.held == 0
+
+
+def test_a_backward_that_fails_does_not_keep_buffers_of_the_next_ones() -> None:
+    """As one that has no room on a GPU, in a notebook whose user tries a smaller batch."""
+    workspace, fails = Workspace(), [True, False]
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+            workspace.release_after_backward()
+            with workspace.borrow((4,), grads[0].dtype, grads[0].device):
+                if fails.pop(0):
+                    raise torch.OutOfMemoryError("no room")
+            return grads[0] * 2
+
+    x = torch.ones(4, requires_grad=True)
+    loss = Product.apply(x).sum()  # type: ignore[no-untyped-call]
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    Product.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert workspace.held == 0
 
 
 def test_nothing_is_kept_for_a_forward_that_no_backward_follows() -> None:

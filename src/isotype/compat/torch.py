@@ -149,9 +149,17 @@ current_node = torch._C._current_autograd_node
 """The node of the graph whose backward runs in this thread; None outside of one."""
 
 
+_NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """The number of the backward pass that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread, between nodes too."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != _NO_BACKWARD
 
 
 def last_node_number() -> int:

@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from isotype.compat.torch import after_backward
+from isotype.compat.torch import after_backward, current_backward
 
 # (device, stream, dtype): work queued on one stream runs in order, so its buffers can be used again at once.
 _Key = tuple[torch.device, int, torch.dtype]
@@ -27,7 +27,7 @@ class Workspace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[_Key, list[torch.Tensor]] = defaultdict(list)
-        self._ending = False
+        self._ending: int | None = None  # the backward pass at whose end buffers are released
 
     @contextmanager
     def borrow(
@@ -64,12 +64,13 @@ class Workspace:
         """Give every buffer that is not borrowed back to torch."""
         with self._lock:
             self._free.clear()
-            self._ending = False
+            self._ending = None
 
     def release_after_backward(self) -> None:
         """Called in a backward pass: release when it has ended."""
-        if not self._ending:
-            self._ending = True
+        # One that raised has never ended: it may not keep the next one from being asked.
+        if self._ending != (number := current_backward()):
+            self._ending = number
             # As DistributedDataParallel and FSDP do; there is no public name for it.
             after_backward(self.release)
 
