@@ -33,7 +33,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     if outputs.html is not None:
         plan.to_html(outputs.html)
     if outputs.json:
-        print(plan.to_json())
+        print(plan.to_json(), end="")
     else:
         render(plan, console)
     return 0 if plan.chosen is not None else 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from isotype.core.json_records import Signed
 from isotype.precision.policy import PrecisionPolicy
 
 GOALS: Mapping[str, str] = {
@@ -30,7 +32,7 @@ class Time:
 
     seconds: float
     least: float
-    bound: str
+    bound: Literal["products", "memory traffic"]
     launches: int
 
 
@@ -68,7 +70,8 @@ class Row:
     Attributes:
         device: name of the profile.
         devices: how many of them train together.
-        storage, compute: how frozen weights are stored (`mixed`: each layer in a format of its own), and what products run in.
+        storage: how frozen weights are stored; `mixed`: each layer in a format of its own.
+        compute: dtype of products.
         checkpointing: which layers are computed again in the backward: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
         rows: of a micro-batch on one device; where `fits` is false, of the smallest one.
@@ -95,7 +98,7 @@ class Row:
     storage: str
     compute: str
     checkpointing: str
-    sharding: str
+    sharding: Annotated[str, ("enum", ("", "DDP", "FSDP2"))]
     rows: int
     length: int
     accumulation: int
@@ -114,7 +117,7 @@ class Row:
     base_memory: int | None = None
 
     @property
-    def spare(self) -> int | None:
+    def spare(self) -> Signed | None:
         """Bytes of the room that are left; negative where it does not fit."""
         return None if self.room is None else self.room - self.peak
 
@@ -169,7 +172,7 @@ class Record:
         model: as it was named.
         method: the training method.
         settings: adapters and optimizer, in words.
-        goal: a key of `GOALS`.
+        goal: what the row is chosen by, a key of `GOALS`.
         devices: in the order that they were named in.
         rows: of all devices, with those that do not fit.
         refused: storages that cannot be trained on a device, with the reason.
@@ -179,7 +182,7 @@ class Record:
     model: str
     method: str
     settings: str
-    goal: str
+    goal: Annotated[str, ("enum", tuple(GOALS))]
     devices: tuple[Device, ...]
     rows: tuple[Row, ...]
     refused: tuple[str, ...] = ()

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from isotype.core.json_records import Share
 from isotype.records.trace import Call, Operand, Weight
 
 Severity = Literal["error", "warning", "note"]
@@ -51,7 +52,13 @@ _SCOPES: dict[str, Scope] = {"setting": "setting", "line": "line", "advice": "ad
 
 @dataclass(frozen=True)
 class Action:
-    """One change. `target` is a fully qualified name in which `*` stands for a layer's number."""
+    """One change.
+
+    Attributes:
+        kind: what is changed.
+        target: a fully qualified name in which `*` stands for a layer's number; `file:line` of a line; the argument of a setting.
+        value: what it becomes.
+    """
 
     kind: ActionKind
     target: str
@@ -156,11 +163,11 @@ class Cost:
     Attributes:
         flops_share: share (0 to 1) of the step's FLOPs in a slower dtype.
         cast_bytes: bytes read and written by casts that it makes necessary.
-        memory_bytes: extra bytes at the peak.
+        memory_bytes: bytes more at the peak.
         slowdown: estimated step time over the step time without it, on the device profile; None where unknown.
     """
 
-    flops_share: float = 0.0
+    flops_share: Share = 0.0
     cast_bytes: int = 0
     memory_bytes: int = 0
     slowdown: float | None = None
@@ -188,7 +195,7 @@ class Finding:
         kind: what it is about, for readers that treat some findings in their own way; `judge` sets its rule's.
     """
 
-    code: str
+    code: Annotated[str, ("pattern", "^IST[0-9]{3}$")]
     severity: Severity
     message: str
     module: str = ""

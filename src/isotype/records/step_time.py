@@ -34,7 +34,7 @@ class StepTime:
     """The least time of one step.
 
     Attributes:
-        seconds: sum over the products of what bounds each: no fusion of the rest is faster.
+        seconds: sum of the seconds of the products, by what bounds each: no fusion of the rest is faster.
         traced_seconds: the same sum over all operators as they were traced.
         products: by the dtype they run in.
         bytes: that all operators read and write.

@@ -34,8 +34,8 @@ class StepRecord:
         grad_norm: norm of the gradients, unscaled and before clipping, None where it was not measured.
         tokens: tokens, without padding, of the sequences the loss was computed on, in all processes. Completions
             that GRPO and RLOO reuse count in every step that uses them.
-        seconds: duration of this step, generation of completions included.
-        memory_bytes: the most memory in use during the step, in this process, 0 where it was not measured: on a
+        seconds: duration of this step in seconds, generation of completions included.
+        memory_bytes: the most bytes in use during the step, in this process, 0 where it was not measured: on a
             GPU what torch had allocated there; else the largest resident size of the process among samples 20 ms
             apart, which misses shorter peaks.
         loss_scale: the GradScaler's scale that the step ran with, None without loss scaling.
@@ -58,7 +58,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """The loss on held-back data after `step` steps."""
+    """The loss on held-back data.
+
+    Attributes:
+        step: steps taken before.
+        loss: mean loss.
+    """
 
     step: int
     loss: float
@@ -66,7 +71,13 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question, the model's answers before and after training, and the answer the data set gives."""
+    """A question, and answers.
+
+    Attributes:
+        question: of the data set.
+        before, after: the model's answer before and after training; None where it was not recorded.
+        reference: the data set's.
+    """
 
     question: str
     before: str | None
@@ -110,7 +121,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything a run report says.
+    """One training run, as `run_report.json` in its output directory holds it.
 
     Attributes:
         method: the recipe: "sft", "dpo", "grpo", …
@@ -119,12 +130,16 @@ class RunRecord:
         finished: ISO-8601 time, None where the end was not reached or not seen. Both or neither carry a UTC offset.
         status: how the run ended, or `"running"`.
         error: the error that ended a failed run.
+        policy: the precision policy.
+        versions: libraries and their versions.
+        parameters_total: parameters of the model, adapters included.
+        parameters_trainable: those that were trained.
         weight_bytes: bytes of the weights by storage dtype, such as `("nf4", n)`.
         settings: hyperparameters as name and value.
         resumed_from: the step of the checkpoint the run went on from, None for a run from the start.
         data: what it was trained on, None where that is not known.
         headroom: how much of float16's range the model's blocks used; None of a run in another dtype.
-        earlier_seconds: time of the commands before, which it went on from; `started` is of the last one.
+        earlier_seconds: seconds of the commands before, which it went on from; `started` is of the last one.
 
     Raises:
         IsotypeError: a time is not ISO-8601, or only one of the two carries a UTC offset.

@@ -1,0 +1,97 @@
+"""Frozen records as JSON, and back. `python -m tools.schemas` writes the schema of that JSON from the records, too."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+
+Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
+"""Of a whole. What is annotated to a type are keywords of JSON Schema; an `int` without them is no less than 0."""
+Signed = Annotated[int, ("type", "integer")]
+
+Names = Mapping[type, str]
+"""Of a record that is not written field by field, the keys of its object: each the name of an attribute, or `key=attribute` where they
+differ. A dot in a key, as in `launches.count`, makes an object inside; one in an attribute reaches into a record."""
+
+_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NONFINITE = tuple(_NUMBERS)
+"""What is written in the place of floats that JSON has no numbers for."""
+
+Record = TypeVar("Record")
+
+
+def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
+    """Key -> attribute of a record's object, in the order that they are written in."""
+    if kind not in names:
+        return {field.name: field.name for field in fields(kind)}
+    pairs = (name.partition("=") for name in names[kind].split())
+    return {key: attribute or key for key, _, attribute in pairs}
+
+
+def text_of(record: Any, version: int, names: Names | None = None) -> str:
+    """A record as strict JSON (RFC 8259): an object with `schema_version` and the record's keys."""
+    content = {"schema_version": version, **encoded(record, names or {})}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def encoded(value: Any, names: Names) -> Any:
+    """A value of a record as JSON has it: records and mappings are objects, tuples are arrays, dtypes their names."""
+    if is_dataclass(value):
+        content: dict[str, Any] = {}
+        for key, attribute in keys_of(type(value), names).items():
+            *outer, inner = key.split(".")
+            place = content
+            for each in outer:
+                place = place.setdefault(each, {})
+            place[inner] = encoded(attrgetter(attribute)(value), names)
+        return content
+    if isinstance(value, Mapping):
+        return {encoded(key, names): encoded(each, names) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encoded(item, names) for item in value]
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(word for word, number in _NUMBERS.items() if str(number) == str(value))
+    return value
+
+
+def record_of(text: str, kind: type[Record], version: int) -> Record:
+    """The record that `text_of` wrote field by field.
+
+    Raises:
+        ValueError: it is not JSON, of another version, or of another kind of record.
+    """
+    content = json.loads(text)
+    written = content.pop("schema_version", None) if isinstance(content, dict) else None
+    if written != version:
+        raise ValueError(f"schema_version {written}, expected {version}")
+    try:
+        record: Record = _decoded(content, kind)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no {kind.__name__}: {error!r}") from error
+    return record
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    """`value` of parsed JSON as the type that an annotation of a record names."""
+    arguments = get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _decoded(each, hints[name]) for name, each in value.items()})  # type: ignore[operator]
+    if get_origin(kind) in (Union, types.UnionType):
+        (some,) = (each for each in arguments if each is not types.NoneType)
+        return None if value is None else _decoded(value, some)
+    if get_origin(kind) is tuple:
+        each = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(_decoded(item, of) for item, of in zip(value, each, strict=True))
+    return _NUMBERS.get(value, value) if kind is float else value
