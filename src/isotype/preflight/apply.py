@@ -63,7 +63,7 @@ def take_back(done: list[Undo]) -> None:
         done.pop()()
 
 
-_TENSORS = ("parameter", "gradient", "buffer")
+_TENSORS = ("parameter", "trainable", "gradient", "buffer")
 
 
 def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
@@ -125,6 +125,14 @@ def _set_gradient(target: Any, value: str) -> list[Undo]:
     module, name = target
     dtype = parse_dtype(value)
     return _exchanged(own_parameters(module)[name], "grad_dtype", dtype, dtype)
+
+
+def _set_trainable(target: Any, value: str) -> list[Undo]:
+    module, name = target
+    parameter: Any = own_parameters(module)[name]
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    return [partial(parameter.requires_grad_, before)]
 
 
 def _exchanged(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> list[Undo]:
@@ -189,6 +197,23 @@ class _CastOutput(_Cast):
 class _CastInput(_Cast):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.leaves(args), self.leaves(kwargs)
+
+
+class _RequireGradient:
+    """A hook by which what a module returns requires a gradient, as `enable_input_require_grads` of transformers has it."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        from isotype.compat.torch import tree_map
+
+        def requiring(leaf: Any) -> Any:
+            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.requires_grad_(True) if floats and not leaf.requires_grad else leaf
+
+        return tree_map(requiring, output)
+
+
+def _require_gradient(module: nn.Module, value: str) -> list[Undo]:
+    return [module.register_forward_hook(_RequireGradient()).remove]
 
 
 def _cast_output(module: nn.Module, value: str) -> list[Undo]:
@@ -297,6 +322,8 @@ def _exceptions(model: nn.Module, wanted: RangeBoundaries) -> Iterator[ModuleExc
 
 _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "parameter": _cast_parameter,
+    "trainable": _set_trainable,
+    "differentiable": _require_gradient,
     "gradient": _set_gradient,
     "buffer": _cast_buffer,
     "output": _cast_output,

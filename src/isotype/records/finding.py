@@ -28,6 +28,8 @@ Kind = Literal[
 
 ActionKind = Literal[
     "parameter",  # cast the parameter `target` to the dtype `value`
+    "trainable",  # the parameter `target` requires a gradient
+    "differentiable",  # what the module `target` returns requires a gradient
     "gradient",  # the parameter `target` accumulates its gradient in `value`
     "buffer",  # cast the buffer `target` to `value`; rotary frequencies are computed again
     "output",  # the module `target` returns its float outputs in `value`

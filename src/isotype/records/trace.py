@@ -340,6 +340,28 @@ class Failure:
     condition: str = ""
 
 
+GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
+"""What raises where no gradient arrives: calls of these names have broken no contract about dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A trainable parameter that the forward uses only where gradients are off, and that gets none.
+
+    Attributes:
+        weight: its name.
+        module, source: where it is used first.
+        function: the `torch.autograd.Function` whose forward that is in, "" outside of any.
+        behind: modules that had returned before it where gradients were on, in order.
+    """
+
+    weight: str
+    module: str
+    source: str
+    function: str
+    behind: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """One training step.
@@ -357,6 +379,8 @@ class Trace:
         input_dtypes: float dtypes of the step's inputs.
         by_ranges: modules that do not compute as the others because of value ranges, by their names in the base model:
             the exponent of a layer that computes on 2^-exponent times its values, 0 of a module in float32.
+        reached: how many trainable parameters got a gradient; None where no backward ran to its end.
+        unreached: those that got none because they are used where gradients are off.
     """
 
     setup: Setup
@@ -370,6 +394,8 @@ class Trace:
     model: str = ""
     input_dtypes: frozenset[torch.dtype] = frozenset()
     by_ranges: Mapping[str, int] = field(default_factory=dict)
+    reached: int | None = None
+    unreached: tuple[Unreached, ...] = ()
 
     @property
     def flops(self) -> dict[torch.dtype, int]:

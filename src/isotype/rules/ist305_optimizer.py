@@ -29,7 +29,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, short, starred
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import FLOATS, Call, Operand, Trace
+from isotype.records.trace import FLOATS, GRADIENTLESS, Call, Operand, Trace
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
@@ -42,7 +42,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Contracts that the optimizer's step breaks; float32 and 16-bit trainable parameters side by side."""
-    broken = [call for call in trace.breaches() if call.phase == "optimizer"]
+    broken = [call for call in trace.breaches() if call.phase == "optimizer" and call.op not in GRADIENTLESS]
     if broken:
         yield _refused(trace, broken)
         return

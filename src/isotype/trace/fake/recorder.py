@@ -32,6 +32,7 @@ from isotype.core.operators import given_tensors, leaves, operator_name, schema_
 from isotype.core.source import condition_at, raising_frame, shown
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.conversion import as_measured, converted, made_in
+from isotype.trace.fake.gradients import Gradients
 from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.leaves import map_leaves
@@ -79,6 +80,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     Attributes:
         sides: who tells which of several dtypes that meet is converted to; `compute` until there are weights to count.
         deadline: of the step, in seconds of `time.monotonic`; the operator after it ends the step.
+        gradients: which trainable parameters they reach.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.lines = lines or {}
         self.deadline = math.inf
         self.values = Values()
+        self.gradients = Gradients()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._brings: dict[int, tuple[torch.Tensor, str]] = {}
 
@@ -112,6 +115,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             handles.append(model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True))
         self._own_plain_tensors(model)
         return handles
+
+    def leave(self, arguments: Any = (), output: Any = None) -> None:
+        """As any recorder does; what a module returns where gradients are on may require one."""
+        if self.phase == "forward" and torch.is_grad_enabled() and self._frames:
+            self.gradients.behind.append(self._frames[-1].name)
+        super().leave(arguments, output)
 
     def knows(self, model: nn.Module, twin: nn.Module, brought: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Before the step: what stands for the real model's weights, where code reads them, and what a loss brings.
@@ -204,6 +213,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if breach is not None and not tensors:
             tensors = [("result", result)]  # it makes a tensor from numbers: that is what they do not fit
         self._write(func, args, kwargs, tensors, result, place, breach)
+        if self.phase == "forward":
+            self.gradients.used(func, tensors, result, self.names, place)
         if func in _CIRCULAR and value is not None:
             off, rounded = self.values.rounding(tensors[0][1])
             self.calls[-1] = replace(self.calls[-1], off=off, rounded_at=rounded)

@@ -44,6 +44,10 @@ from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weight
 
 Change = Callable[[nn.Module], None]
 
+# What torch says where no gradient arrives: `backward` of a loss that depends on nothing trainable, and a GradScaler.
+_NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
+_NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
+
 
 def trace_step(
     code: StepCode,
@@ -109,6 +113,8 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
         notes=(*step.notes, *step.attention_notes(memory.peak)),
         model=type(model).__name__,
         input_dtypes=frozenset(step.recorder.inputs),
+        reached=step.reached,
+        unreached=tuple(step.recorder.gradients.unreached()),
         by_ranges={
             base_name(name): exponent
             for name, module in step.twin.named_modules()
@@ -156,6 +162,7 @@ class _Step:
         self.notes: list[str] = []
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
+        self.reached: int | None = None
         self.enough: Callable[[], bool] | None = None
         self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
@@ -247,6 +254,7 @@ class _Step:
     def _gradient(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
             self.process.gradient(parameter, repeats, module)
+            self.recorder.gradients.reached.add(id(parameter))
 
         return count
 
@@ -264,8 +272,12 @@ class _Step:
             self.loss = self.loss_of(self.twin, self.inputs)
 
     def _backward(self) -> None:
+        reached = self.recorder.gradients.reached
         if self.loss is None or not self.loss.requires_grad:
             self.notes.append("no backward: nothing that the loss depends on is trainable")
+            trains = any(weight.trainable or weight.adapter for _, weight in self.owned)
+            if self.loss is not None and trains and not reached:  # else the loss has run a backward itself
+                self._refuse("torch.autograd.backward", _NO_GRADIENT, [("loss", self.loss)])
             return
         # As in a training loop, the graph's only owner is the loss.
         loss, self.loss = self.loss, None
@@ -282,6 +294,19 @@ class _Step:
             accumulate_grad=True,
         )
         self.process.end_backward()
+        trainable = self._trainable()
+        if all(
+            isinstance(parameter, FakeTensor) for parameter in trainable
+        ):  # a DTensor has no hook that counts
+            self.reached = sum(id(parameter) in reached for parameter in trainable)
+
+    def _refuse(self, function: str, message: str, given: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write down a function that finds no gradients to work on."""
+        operands, breach = self.recorder.operands(given), Breach(message, False, None)
+        self.recorder.calls.append(Call(function, self.recorder.phase, "", "", operands, (), breach=breach))
+
+    def _trainable(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self.twin.parameters() if parameter.requires_grad]
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -320,6 +345,8 @@ class _Step:
         named = self._trained()
         trained = [parameter for _, parameter in named]
         if not trained:
+            if self.setup.scaler and self.reached == 0:
+                self._refuse("GradScaler.step", _NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
         optimizer = make_optimizer(
             self.code.optimizer or self.setup.optimizer, trained, self.setup.learning_rate

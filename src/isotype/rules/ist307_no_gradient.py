@@ -1,0 +1,158 @@
+"""
+**What it means.** Parameters are to be trained and the backward brings them no gradient: the forward uses them where gradients are
+off, the loss does not depend on them, or nothing requires a gradient at all.
+
+**Why it is bad.** Where none has one, `backward` raises `element 0 of tensors does not require grad and does not have a
+grad_fn`, or a GradScaler `No inf checks were recorded for this optimizer`. Where some have one, the others stand still and nothing
+says so: the adapters inside of checkpointed layers, with a trained head outside of them.
+
+**Why it happens.** Gradient checkpointing of the reentrant kind (`use_reentrant=True`, and those of DeepSpeed and others) computes
+without gradients unless one of its inputs requires one, and behind a frozen embedding none does. An adapter was loaded for
+inference, as `PeftModel.from_pretrained` does; a loss was detached; a tower runs under `torch.no_grad()`.
+
+**An example that fails**
+
+    model = get_peft_model(base, config)                       # the embedding is frozen
+    hidden = torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=True)
+    loss.backward()                                            # RuntimeError: element 0 of tensors does not require grad
+
+**Repaired**
+
+    model.enable_input_require_grads()                         # or use_reentrant=False
+    PeftModel.from_pretrained(base, path, is_trainable=True)   # of an adapter that is to be trained further
+
+**What is not reported.** Parameters that the step does not use (experts that no token chose, a tower without images), and those
+that it uses with gradients on but whose result the loss ignores.
+
+**How safe is the fix?** Safe: hidden states that require a gradient change no number.
+
+**Seen in** lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41; locuslab/open-unlearning #178;
+brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from isotype.core.names import short
+from isotype.records.finding import Finding, Fix, in_library
+from isotype.records.trace import GRADIENTLESS, Call, Trace, Unreached, Weight
+from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.fixes import advice, and_its_like, fix
+from isotype.rules.kit.weight_sets import count, finding_of, names, trained
+from isotype.rules.kit.words import device_says
+
+TITLE = "Trainable parameters that get no gradient"
+
+CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=False),)
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """A backward that has nothing to do, and parameters that are used where gradients are off."""
+    refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
+    if refused is None and trace.reached is None:
+        return
+    by_function: dict[str, list[Unreached]] = {}
+    for each in trace.unreached:
+        by_function.setdefault(each.function, []).append(each)
+    for function, unreached in by_function.items():
+        why = _in_function if function else _without_gradients
+        yield _finding(
+            trace, refused, [trace.owners[each.weight] for each in unreached], *why(trace, unreached)
+        )
+    if not by_function and (refused is not None or (trace.reached == 0 and trained(trace))):
+        yield _none_reached(trace, refused)
+
+
+def _finding(
+    trace: Trace, refused: Call | None, weights: Sequence[Weight], cause: str, fixes: Iterable[Fix]
+) -> Finding:
+    number, total = count(weights), count(trained(trace))
+    raising = "" if refused is None else f": {refused.op.removeprefix('torch.autograd.')} raises"
+    finding = finding_of(
+        "IST307",
+        "warning" if refused is None else "error",
+        f"no gradient reaches {number} of {total} trainable parameters{raising}",
+        weights,
+        cause=cause,
+        fixes=tuple(fixes),
+        notes=() if refused is None else device_says(refused),
+    )
+    return finding if refused is None else replace(finding, op=refused.op, phase=refused.phase)
+
+
+def _in_function(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
+    """Gradient checkpointing of the reentrant kind, or another function that computes its own backward."""
+    first = unreached[0]
+    named = and_its_like(each.weight for each in unreached)
+    cause = (
+        f"{first.function} runs {named}{_at(first)} with gradients off, and none of its inputs requires one"
+    )
+    return cause, _required(trace, first)
+
+
+def _required(trace: Trace, unreached: Unreached) -> Iterator[Fix]:
+    """Have what flows into the function require a gradient: the embeddings first, else what came last before it."""
+    embeddings = [name for name in unreached.behind if "Embedding" in trace.modules.get(name, "")]
+    for name in dict.fromkeys((*embeddings[-1:], *unreached.behind[-1:])):
+        yield fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
+    yield advice(
+        unreached.function,
+        "checkpoint with use_reentrant=False, or call model.enable_input_require_grads()",
+        "use_reentrant=False",
+    )
+
+
+def _without_gradients(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
+    """`torch.no_grad()` around a part of the model that is to be trained."""
+    first = unreached[0]
+    named = and_its_like(each.weight for each in unreached)
+    how = f"run {first.module or 'it'} outside of torch.no_grad(){_at(first)}, or freeze what is not trained"
+    return f"gradients are off where {named} is used{_at(first)}", iter((advice(first.weight, how),))
+
+
+def _at(unreached: Unreached) -> str:
+    return f" at {short(unreached.source)}" if unreached.source else ""
+
+
+def _none_reached(trace: Trace, refused: Call | None) -> Finding:
+    """Nothing is trainable, nothing trainable is used, or the loss is cut off from what is."""
+    weights = trained(trace)
+    if not weights:
+        frozen = [weight for weight in trace.weights if weight.adapter and weight.dtype.is_floating_point]
+        fixes = (
+            fix("train the adapter", "trainable", names(frozen), "True"),
+            advice("is_trainable", "PeftModel.from_pretrained(model, path, is_trainable=True)", "True"),
+        )
+        finding = _finding(trace, refused, frozen, "the adapter is frozen", fixes)
+        return replace(finding, message="no parameter is trainable: backward raises")
+    used = {
+        operand.origin.name
+        for call in trace.calls
+        for operand in call.operands
+        if operand.origin.kind == "parameter"
+    }
+    taking_part = [weight for weight in weights if used.intersection((weight.name, *weight.tied))]
+    if not taking_part:
+        named = and_its_like(weight.name for weight in weights)
+        how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
+        return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
+    cut = _cut(trace)
+    where = f" at {short(cut.source)}" if cut is not None else ""
+    cause = f"the loss is cut off from them: it is made of detached values{where}"
+    how = f"compute the loss without detach(), .data, item() or argmax{where}"
+    return _finding(trace, refused, weights, cause, (advice("loss", how),))
+
+
+def _cut(trace: Trace) -> Call | None:
+    """The last `detach` that the user's code asks for in the forward."""
+    cuts = (
+        call
+        for call in reversed(trace.calls)
+        if call.phase == "forward"
+        and call.op == "aten.detach.default"
+        and call.source
+        and not in_library(call.source)
+    )
+    return next(cuts, None)

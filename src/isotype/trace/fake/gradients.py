@@ -1,0 +1,84 @@
+"""Which trainable parameters a step's gradients reach, and which its forward uses only where gradients are off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from isotype.compat.standard import frame_above
+from isotype.core.source import shown
+from isotype.records.trace import Origin, Unreached
+from isotype.trace.recorder import Place
+
+aten = torch.ops.aten
+
+# What only hands a tensor on without its history: no use of its values.
+_CUTS = frozenset({aten.detach.default, aten.alias.default})
+# Autocast casts weights with gradients on, whatever the code around it says: what is used is the result.
+_CAST = aten._to_copy.default
+
+_PARAMETER = "_isotype_parameter"
+"""Name of the attribute in which the cast of a parameter keeps its id."""
+
+
+class Gradients:
+    """Follows the trainable parameters of one step.
+
+    Attributes:
+        reached: ids of those that a gradient was accumulated in.
+        behind: modules that returned where gradients were on, in order.
+    """
+
+    def __init__(self) -> None:
+        self.reached: set[int] = set()
+        self.behind: list[str] = []
+        self._used: set[int] = set()
+        self._off: dict[int, Unreached] = {}
+
+    def used(
+        self,
+        func: Any,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        result: Any,
+        names: Mapping[int, Origin],
+        place: Place,
+    ) -> None:
+        """An operator of the forward was given `tensors`; `names` knows the parameters among them by their ids."""
+        if func in _CUTS:
+            return
+        for _, tensor in tensors:
+            key = getattr(tensor, _PARAMETER, id(tensor))
+            known = names.get(key)
+            if known is None or known.kind != "parameter" or not tensor.requires_grad:
+                continue
+            if func is _CAST:
+                setattr(result, _PARAMETER, key)
+            elif torch.is_grad_enabled():
+                self._used.add(key)
+            elif key not in self._off:
+                self._off[key] = Unreached(
+                    known.name, place.module, shown(place.source), _function(), tuple(self.behind)
+                )
+
+    def unreached(self) -> Iterator[Unreached]:
+        """The parameters that were used only where gradients are off, and got none, after the backward."""
+        for key, unreached in self._off.items():
+            if key not in self._used and key not in self.reached:
+                yield unreached
+
+
+def _function() -> str:
+    """The `torch.autograd.Function` whose forward is running, by its name; "" outside of any.
+
+    Gradient checkpointing of the reentrant kind is one, whoever wrote it.
+    """
+    frame: Any = frame_above(2)
+    while frame is not None:
+        first = next(iter(frame.f_code.co_varnames), "")
+        context = frame.f_locals.get(first) if frame.f_code.co_name == "forward" else None
+        if isinstance(context, torch.autograd.function.BackwardCFunction):
+            return type(context).__name__.removesuffix("Backward")
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,152 @@
+"""Trainable parameters that get no gradient: each set-up is run for real, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import isotype
+from tests.reality import real_step
+from tests.rules.traces import BF16, FP16, batch, found, llama, traced, verified
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+
+RULE = "ist307_no_gradient"
+WORDS = {"input_ids": torch.arange(8).view(2, 4)}
+
+
+class Adapted(nn.Module):
+    """A frozen embedding and layer, an adapter beside it, a head; the layer is checkpointed, or runs without gradients."""
+
+    def __init__(self, how: str, head: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer = nn.Embedding(8, 16), nn.Linear(16, 16)
+        self.lora, self.head = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.how = how
+        for frozen in (self.embed, self.layer, *([] if head else [self.head])):
+            frozen.requires_grad_(False)
+
+    def block(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.layer(hidden) + self.lora(hidden)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        if self.how == "no_grad":
+            with torch.no_grad():
+                hidden = self.block(hidden)
+        else:
+            hidden = checkpoint(self.block, hidden, use_reentrant=self.how == "reentrant")
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
+@pytest.mark.parametrize("autocast", [None, BF16])
+def test_adapters_inside_of_a_reentrant_checkpoint_stand_still(autocast: torch.dtype | None) -> None:
+    model = Adapted("reentrant")
+    assert real_step(model, WORDS, autocast).error is None
+    assert (model.lora.weight.grad is None, model.head.weight.grad is None) == (True, False)
+    (finding,) = verified(Adapted("reentrant"), WORDS, "IST307", autocast=autocast)
+    assert finding.severity == "warning"
+    assert finding.message == "no gradient reaches 2 of 4 trainable parameters"
+    assert finding.cause.startswith("CheckpointFunction runs lora.weight and its like at test_ist307.py:")
+    assert [(each.description, each.verified) for each in finding.fixes] == [
+        ("let the outputs of embed require gradients", True),
+        ("checkpoint with use_reentrant=False, or call model.enable_input_require_grads()", False),
+    ]
+
+
+def test_a_backward_without_anything_to_do_is_an_error_and_is_repaired() -> None:
+    model = Adapted("reentrant", head=False)
+    error = real_step(model, WORDS).error
+    report = isotype.check(model, WORDS, device="cpu")
+    (finding,) = report.errors
+    assert (finding.code, finding.phase) == ("IST307", "backward")
+    assert finding.message == "no gradient reaches 2 of 2 trainable parameters: backward raises"
+    assert finding.notes == (f"the device says: {error}",)
+    repairs = isotype.repair(model, report)
+    assert real_step(model, WORDS).error is None
+    assert model.lora.weight.grad is not None
+    repairs.undo()
+    model.zero_grad()
+    assert str(real_step(model, WORDS).error) == str(error)
+
+
+def test_what_runs_under_no_grad() -> None:
+    (finding,) = found(RULE, traced(Adapted("no_grad"), WORDS))
+    assert finding.cause.startswith(
+        "gradients are off where lora.weight and its like is used at test_ist307.py:"
+    )
+    assert finding.fixes[0].description.startswith("run lora outside of torch.no_grad() at test_ist307.py:")
+
+
+def frozen_adapter() -> Any:
+    return llama().requires_grad_(False)
+
+
+def disabled_adapter() -> Any:
+    model = llama()
+    model.base_model.disable_adapter_layers()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def detached(model: nn.Module) -> torch.Tensor:
+    return model(**batch()).loss.detach()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "cause", "verified_fixes"),
+    [
+        (frozen_adapter, batch(), "the adapter is frozen", ["train the adapter"]),
+        (disabled_adapter, batch(), "the forward does not use base_model.", []),
+        (
+            llama,
+            detached,
+            "the loss is cut off from them: it is made of detached values at test_ist307.py:",
+            [],
+        ),
+    ],
+)
+def test_why_none_is_reached(
+    build: Callable[[], Any], inputs: Any, cause: str, verified_fixes: list[str]
+) -> None:
+    error = real_step(build(), inputs, phases=("forward", "backward")).error
+    assert "does not require grad and does not have a grad_fn" in str(error)
+    (finding,) = verified(build(), inputs, "IST307")
+    assert finding.severity == "error"
+    assert finding.cause.startswith(cause)
+    assert [each.description for each in finding.fixes if each.verified] == verified_fixes
+
+
+def test_a_scaler_has_nothing_to_unscale() -> None:
+    """The loss requires a gradient, by something that is no parameter of the model."""
+    other = torch.zeros(1, requires_grad=True)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return (model(**WORDS).detach() * other).sum()
+
+    error = real_step(Adapted("plain"), loss, FP16, scaler=True).error
+    (finding,) = verified(Adapted("plain"), loss, "IST307", autocast=FP16)
+    assert finding.message == "no gradient reaches 4 of 4 trainable parameters: GradScaler.step raises"
+    assert finding.notes == (f"the device says: {error}",)
+    (silent,) = verified(Adapted("plain"), loss, "IST307")
+    assert silent.severity == "warning"
+
+
+def test_steps_that_train_are_silent() -> None:
+    def accumulated(model: nn.Module) -> torch.Tensor:
+        out = model(**WORDS).mean()
+        out.backward()
+        return out.detach()  # type: ignore[no-any-return]
+
+    assert found(RULE, traced(Adapted("plain"), WORDS)) == []
+    assert found(RULE, traced(Adapted("plain"), accumulated)) == []
+    assert found(RULE, traced(llama(), batch())) == []
+    assert found(RULE, traced(Adapted("plain").requires_grad_(False), WORDS)) == []
