@@ -7,12 +7,9 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import torch
-
-from isotype.core.dtypes import dtype_name
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
 """Of a whole. What is annotated to a type are keywords of JSON Schema; an `int` without them is no less than 0."""
@@ -58,11 +55,18 @@ def encoded(value: Any, names: Names) -> Any:
         return {encoded(key, names): encoded(each, names) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
         return [encoded(item, names) for item in value]
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
+    if (
+        type(value).__module__ == "torch"
+    ):  # a dtype; records without one are written where torch is not imported
+        return str(value).removeprefix("torch.")
     if isinstance(value, float) and not math.isfinite(value):
         return next(word for word, number in _NUMBERS.items() if str(number) == str(value))
     return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def record_of(text: str, kind: type[Record], version: int) -> Record:
@@ -76,22 +80,26 @@ def record_of(text: str, kind: type[Record], version: int) -> Record:
     if written != version:
         raise ValueError(f"schema_version {written}, expected {version}")
     try:
-        record: Record = _decoded(content, kind)
-    except (KeyError, TypeError) as error:
+        record: Record = decoded(content, kind)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no {kind.__name__}: {error!r}") from error
     return record
 
 
-def _decoded(value: Any, kind: Any) -> Any:
-    """`value` of parsed JSON as the type that an annotation of a record names."""
+def decoded(value: Any, kind: Any) -> Any:
+    """`value` of parsed JSON as the type that an annotation of a record names.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is none.
+    """
     arguments = get_args(kind)
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _decoded(each, hints[name]) for name, each in value.items()})  # type: ignore[operator]
+        hints = _hints(kind)  # type: ignore[arg-type]
+        return kind(**{name: decoded(each, hints[name]) for name, each in value.items()})  # type: ignore[operator]
     if get_origin(kind) in (Union, types.UnionType):
         (some,) = (each for each in arguments if each is not types.NoneType)
-        return None if value is None else _decoded(value, some)
+        return None if value is None else decoded(value, some)
     if get_origin(kind) is tuple:
         each = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
-        return tuple(_decoded(item, of) for item, of in zip(value, each, strict=True))
+        return tuple(decoded(item, of) for item, of in zip(value, each, strict=True))
     return _NUMBERS.get(value, value) if kind is float else value

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from isotype.core.formats import FORMATS
 from isotype.core.names import plural, starred
@@ -153,9 +153,7 @@ class Damages(Measurement):
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    @classmethod
-    def _records(cls, values: dict[str, Any]) -> dict[str, Any]:
-        layers = tuple(LayerDamage(**layer) for layer in values["layers"])
-        if any(set(MEASURED) - set(layer.damage) for layer in layers):
+    def require_whole(self) -> None:
+        """Raises ValueError where a layer lacks a format."""
+        if any(set(MEASURED) - set(layer.damage) for layer in self.layers):
             raise ValueError("not a measurement: a layer lacks a format")
-        return {"layers": layers, "notes": tuple(values["notes"])}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
+from isotype.core.json_records import decoded
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class Measurement:
             values: dict[str, Any] = json.loads(text)
             if values.pop(key) != number:
                 raise ValueError(f"not a measurement of layout {number}")
-            return cls(**values | cls._records(values))
+            measurement: Self = decoded(values, cls)
+            measurement.require_whole()
+            return measurement
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a measurement: {error}") from error
 
-    @classmethod
-    def _records(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The fields that are not what JSON gives."""
-        raise NotImplementedError
+    def require_whole(self) -> None:
+        """Raises ValueError where what was read is not whole."""
 
     def save(self, path: str | Path) -> Path:
         """Write the measurement to the file `path` (temporary name, then rename)."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from isotype.precision.measurement import Measurement
 
@@ -171,13 +171,3 @@ class Ranges(Measurement):
     def residual(self) -> ModuleRange | None:
         """The module of the residual stream with the largest output; None where no stream was found."""
         return max(self.stream_modules, key=lambda module: module.output, default=None)
-
-    @classmethod
-    def _records(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "modules": tuple(ModuleRange(**module) for module in values["modules"]),
-            "operators": tuple(
-                OperatorRange(**operator | {"inputs": tuple(operator["inputs"])})
-                for operator in values["operators"]
-            ),
-        } | {name: tuple(values[name]) for name in ("stream", "loss", "notes")}

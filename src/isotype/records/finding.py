@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from isotype.core.json_records import Share
 from isotype.records.trace import Call, Operand, Weight
 
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["safe", "unsafe"]
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 Kind = Literal[
     "step",  # what the step does with its dtypes
@@ -46,7 +46,7 @@ ActionKind = Literal[
 
 
 Scope = Literal["model", "setting", "line", "library", "advice"]
-SCOPES: tuple[Scope, ...] = ("model", "setting", "line", "library", "advice")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 """What a fix changes, the nearest first: only the model can be changed by `repair`, the rest is the caller's."""
 
 _SCOPES: dict[str, Scope] = {"setting": "setting", "line": "line", "advice": "advice"}

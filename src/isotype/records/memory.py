@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
 
-PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "unscale", "optimizer", "generate")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 MemoryKind = Literal[
     "weights",
@@ -21,17 +21,7 @@ MemoryKind = Literal[
     "gathered",  # weights of all processes, whole while a block of a sharded model computes, with the buffers that they come in
     "buckets",  # buffers in which gradients are summed over processes
 ]
-MEMORY_KINDS: tuple[MemoryKind, ...] = (
-    "weights",
-    "adapters",
-    "buffers",
-    "gradients",
-    "optimizer",
-    "activations",
-    "inputs",
-    "gathered",
-    "buckets",
-)
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 @dataclass(frozen=True)
