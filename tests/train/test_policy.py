@@ -1,4 +1,4 @@
-"""Value ranges for float16: measured on the device that trains, and by one process of a run."""
+"""Value ranges for float16, and what quantization does: measured on the device that trains, and by one process of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from isotype.core.formats import MIXED
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.train import launched, policy
-from isotype.train.policy import policy_by_ranges, policy_of_run
+from isotype.train.policy import moments_of_run, policy_by_ranges, policy_of_run
 from tests.train.test_recompute import Processes
 
 REQUEST = PrecisionRequest("float16", None)
@@ -29,11 +30,21 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         devices.append(device)
         return SimpleNamespace(source=checkpoint.name, number=len(devices), notes=())
 
-    def resolve(*_: Any, measure: Callable[[], Any] | None, **__: Any) -> tuple[Any, Any]:
+    def resolve(
+        facts: Any,
+        request: PrecisionRequest,
+        *_: Any,
+        measure: Callable[[], Any] | None,
+        measure_damages: Callable[[], Any] | None = None,
+        **__: Any,
+    ) -> tuple[Any, Any]:
+        if request.quantization == MIXED and measure_damages is not None:
+            return measure_damages(), None
         found = measure() if measure is not None else None
         return found, found
 
     monkeypatch.setattr(policy, "measure_checkpoint", measure)
+    monkeypatch.setattr(policy, "measure_damages", measure)
     monkeypatch.setattr(policy, "resolve_request", resolve)
     return devices
 
@@ -52,9 +63,11 @@ def on(monkeypatch: pytest.MonkeyPatch, profile: DeviceProfile) -> None:
         ("cpu", True, None),
     ],
 )
+@pytest.mark.parametrize("asked", [REQUEST, PrecisionRequest("bfloat16", MIXED)], ids=["ranges", "damages"])
 def test_it_is_measured_where_it_is_trained(
     measurements: list[Any],
     monkeypatch: pytest.MonkeyPatch,
+    asked: PrecisionRequest,
     name: str,
     present: bool,
     device: torch.device | None,
@@ -64,7 +77,7 @@ def test_it_is_measured_where_it_is_trained(
         monkeypatch,
         replace(profile, present=present, name="cuda:0") if present and name != "cpu" else profile,
     )
-    policy_by_ranges(MODEL, REQUEST, name)
+    policy_by_ranges(MODEL, asked, name)
     assert measurements == [device]
 
 
@@ -86,6 +99,23 @@ def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
     assert measurements == [torch.device("cuda", 0), None]
     assert found is not None
     assert found.notes == ("measured on the CPU: there was no room on NVIDIA T4",)
+
+
+def test_moments_of_a_start_from_the_error_are_measured_where_it_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices: list[Any] = []
+    layer = SimpleNamespace(module="layer", moments="_")
+
+    def measure(checkpoint: Any, *, device: torch.device | None = None) -> SimpleNamespace:
+        devices.append(device)
+        return SimpleNamespace(layers=(layer,))
+
+    on(monkeypatch, replace(device_profile("t4"), present=True, name="cuda:0"))
+    monkeypatch.setattr(policy, "downloaded", lambda _: SimpleNamespace(fingerprint=None))
+    monkeypatch.setattr(policy, "measure_damages", measure)
+    assert list(moments_of_run(MODEL, "cuda")) == ["layer"]
+    assert devices == [torch.device("cuda", 0)]
 
 
 def test_one_process_of_a_run_measures_and_all_decide_by_it(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,8 @@ from isotype.precision.moments import read
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.train.launched import from_first, processes
+
+Result = TypeVar("Result", bound=Ranges | Damages)
 
 WHEN = ("measure", "known")
 """`measure`: measure a checkpoint whose weights are on this machine and that nobody has measured; `known`: do not."""
@@ -41,8 +45,8 @@ def policy_by_ranges(
         PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`.
     """
     profile = device_profile(device)
-    measure = partial(_measured, checkpoint, profile) if when == "measure" else None
-    damages = partial(measure_damages, checkpoint)
+    measure = partial(_measured, measure_checkpoint, checkpoint, profile) if when == "measure" else None
+    damages = partial(_measured, measure_damages, checkpoint, profile)
     return resolve_request(
         checkpoint.facts, request, device, checkpoint, measure=measure, measure_damages=damages
     )
@@ -65,31 +69,32 @@ def policy_of_run(
     return with_storage_reason(mine, policy.reasons["storage"]), ranges
 
 
-def moments_of_run(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:
     """`[in]` second moments of each linear layer's input channels, as they were measured, or are now: by the first process of several."""
 
     def measured() -> dict[str, str]:
         here = downloaded(checkpoint)
         damages = None if here.fingerprint is None else kept(Damages, here.fingerprint)
-        return {layer.module: layer.moments for layer in (damages or measure_damages(here)).layers}
+        damages = damages or _measured(measure_damages, here, device_profile(device))
+        return {layer.module: layer.moments for layer in damages.layers}
 
     written = measured() if processes() == 1 else from_first(measured)
     return {name: read(text) for name, text in written.items()}
 
 
-def _measured(checkpoint: Checkpoint, profile: DeviceProfile) -> Ranges:
+def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
     """Measured on the GPU that is about to train, block by block; on the CPU where there is none, or no room on it."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
-        return measure_checkpoint(checkpoint)
+        return measure(checkpoint)
     device = torch.device(profile.name)
     try:
-        return measure_checkpoint(checkpoint, device=device)
+        return measure(checkpoint, device=device)
     except torch.OutOfMemoryError:
         note = f"measured on the CPU: there was no room on {profile.title}"
     finally:
         torch.get_device_module(device).empty_cache()  # what is free decides what else is done
-    ranges = measure_checkpoint(checkpoint)
-    return replace(ranges, notes=(*ranges.notes, note))
+    result = measure(checkpoint)
+    return replace(result, notes=(*result.notes, note))
 
 
 def _same(ranges: Ranges) -> Ranges:
