@@ -116,3 +116,12 @@ def test_next_side_grows_only_within_the_budget(side: int, size: int, call: floa
     assert side <= larger <= min(2 * side, size)
     if larger > side:
         assert call * (larger / side) ** 3 <= remaining / 4
+
+
+def test_the_device_that_is_measured_is_waited_for_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second GPU, whose products would else be timed as they are queued."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    second = torch.device("cuda", 1)
+    probe._time_call((torch.eye(4), torch.eye(4)), second)
+    assert waited == [second, second]

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from isotype.precision.devices.probe import clock, measure_all
+from isotype.precision.devices.probe import clock, measure_all, wait_for
 from isotype.precision.devices.profile import DeviceProfile
 
 _SECONDS = 1.0
 """Of the products of all dtypes."""
-_MOST_BYTES = 64 * 2**20
-"""Of what is copied: past the caches of most CPUs, and of GPUs."""
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What is timed on a kind of device.
+
+    Attributes:
+        copied: bytes, past the caches.
+        drawn: random values.
+        queued: calls that the device is waited for once: beside a GPU's kernels, to launch and wait for one takes its time.
+    """
+
+    copied: int
+    drawn: int
+    queued: int
+
+
+_CPU = _Load(copied=64 << 20, drawn=1 << 21, queued=1)
+_GPU = _Load(copied=256 << 20, drawn=1 << 25, queued=8)
+"""The last cache of an MI300X has 256 MiB, an RTX 4090's 72."""
 _TRIES = 5
-_DRAWN = 1 << 21
 _PART = 0.9
 _ELEMENT = 4
+
+
+def _load(device: torch.device) -> _Load:
+    return _CPU if device.type == "cpu" else _GPU
 
 
 def with_rates(profile: DeviceProfile) -> tuple[DeviceProfile, str]:
@@ -45,16 +66,18 @@ def with_rates(profile: DeviceProfile) -> tuple[DeviceProfile, str]:
 
 def copy_rate(device: torch.device) -> float:
     """Bytes a second that a large copy reads and writes, the best of a few."""
-    source = torch.zeros(_MOST_BYTES // _ELEMENT, device=device)
+    size = _load(device).copied
+    source = torch.zeros(size // _ELEMENT, device=device)
     target = torch.empty_like(source)
-    return 2 * _MOST_BYTES / _fastest(lambda: target.copy_(source), device)
+    return 2 * size / _fastest(lambda: target.copy_(source), device)
 
 
 def draw_rate(device: torch.device) -> float:
     """Random values a second of a dropout's mask, the best of a few: a CPU draws them one after another, in one thread."""
-    mask = torch.empty(_DRAWN, dtype=torch.uint8, device=device)
+    count = _load(device).drawn
+    mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # the process's own stays as it is
-    return _DRAWN / _fastest(lambda: mask.bernoulli_(_PART, generator=generator), device)
+    return count / _fastest(lambda: mask.bernoulli_(_PART, generator=generator), device)
 
 
 def page_rate(device: torch.device) -> float | None:
@@ -63,24 +86,21 @@ def page_rate(device: torch.device) -> float | None:
     """
     if device.type != "cpu":
         return None
-    block = torch.zeros(_MOST_BYTES, dtype=torch.uint8)
-    new = _fastest(lambda: torch.empty(_MOST_BYTES, dtype=torch.uint8).fill_(1), device)
+    size = _CPU.copied
+    block = torch.zeros(size, dtype=torch.uint8)
+    new = _fastest(lambda: torch.empty(size, dtype=torch.uint8).fill_(1), device)
     again = _fastest(lambda: block.fill_(1), device)
-    return _MOST_BYTES / (new - again) if new > again else None
+    return size / (new - again) if new > again else None
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds."""
-    took, seconds = [], clock(device)
+    """Seconds of one run."""
+    took, seconds, queued = [], clock(device), _load(device).queued
     for _ in range(_TRIES):
-        _wait(device)
+        wait_for(device)
         began = seconds()
-        run()
-        _wait(device)
-        took.append(seconds() - began)
+        for _ in range(queued):
+            run()
+        wait_for(device)
+        took.append((seconds() - began) / queued)
     return min(took)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -24,11 +24,6 @@ from isotype.core.errors import PrecisionError, first_line
 from isotype.precision.devices.profile import device_profile
 
 _FIRST_SIDE = 64
-_SYNCHRONIZE: dict[str, Callable[[], None]] = {
-    "cuda": torch.cuda.synchronize,
-    "xpu": torch.xpu.synchronize,
-    "mps": torch.mps.synchronize,
-}
 # Accelerators need a large matrix before the launch of a kernel stops counting.
 _ACCELERATOR_SIZE = 4096
 _CPU_SIZE = 1024
@@ -96,13 +91,19 @@ def clock(device: torch.device) -> Callable[[], float]:
     return time.thread_time if alone else time.perf_counter
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait for a device's work: that of this one, whichever of several is the current one."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def _time_call(operands: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> float:
-    synchronize, seconds = _SYNCHRONIZE.get(device.type, lambda: None), clock(device)
-    synchronize()
+    seconds = clock(device)
+    wait_for(device)
     start = seconds()
     inputs, weight = operands
     torch.mm(torch.mm(inputs, weight.t()), weight)
-    synchronize()
+    wait_for(device)
     return seconds() - start
 
 
