@@ -76,6 +76,12 @@ def isotype(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "isotype", *arguments]
 
 
+def sharded(*arguments: str) -> list[str]:
+    """As `isotype`, by a launcher: one process is enough for NCCL to start, and for FSDP2 to gather and reduce on the device."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    return [*launcher, "-m", "isotype", *arguments]
+
+
 def last_json(text: str) -> dict[str, Any]:
     """The last line of JSON in a text.
 

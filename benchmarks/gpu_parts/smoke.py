@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .commands import Options, call, isotype
+from .commands import Options, call, isotype, sharded
 from .runner import Row
 
 STEPS = 4
@@ -24,6 +24,7 @@ TRAININGS: dict[str, tuple[str, str]] = {
     "sft int8": ("sft", "--dtype bfloat16 --quantization int8"),
     "sft fp16": ("sft", "--dtype float16"),
     "sft fp32": ("sft", "--dtype float32"),
+    "sft nf4 fsdp": ("sft", "--dtype bfloat16 --quantization nf4 --fsdp full_shard"),
     "dpo nf4": ("dpo", "--dtype bfloat16 --quantization nf4"),
     "grpo nf4": (
         "grpo",
@@ -135,7 +136,8 @@ def _beside_cpu(options: Options, name: str) -> Iterator[Row]:
         # A rehearsal on a CPU compares the run with itself: once is enough.
         if device not in found:
             shutil.rmtree(out, ignore_errors=True)
-            printed[device] = call(isotype(*training(options, name, device, out)))
+            start = sharded if "--fsdp" in TRAININGS[name][1] else isotype
+            printed[device] = call(start(*training(options, name, device, out)))
             found[device] = steps_of(out)
     steps, reference = found[options.device], found["cpu"]
     losses = [[step["loss"] for step in each] for each in (steps, reference)]
