@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def asking_line() -> Any:
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def raising_frame(error: Exception) -> Any:
+def raising_frame(error: BaseException) -> Any:
     """The innermost frame of an error's traceback outside of torch and this package."""
     frame, step = None, error.__traceback__
     while step is not None:
@@ -53,6 +54,28 @@ def raising_frame(error: Exception) -> Any:
             frame = step.tb_frame
         step = step.tb_next
     return frame
+
+
+def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that whatever raised had before it, by name: its variables, and its own weights where it is a module.
+
+    A check of torch's own modules (`RNNBase.check_input`) raises in torch: what called it is looked at, too.
+    """
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    innermost = step.tb_frame if step is not None else None
+    variables: dict[str, Any] = {}
+    for frame in (innermost, raising_frame(error)):
+        local = frame.f_locals if frame is not None else {}
+        variables |= {name: value for name, value in local.items() if name not in variables}
+        if isinstance(local.get("self"), torch.nn.Module) and frame is innermost:
+            variables |= dict(local["self"].named_parameters(recurse=False))
+    seen: set[int] = set()
+    for name, value in variables.items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
 
 
 def condition_at(source: str) -> str:
@@ -63,7 +86,7 @@ def condition_at(source: str) -> str:
     return raising if raising.startswith(("assert", "if")) else above if raising.startswith("raise") else ""
 
 
-def line_of(error: Exception) -> str:
+def line_of(error: BaseException) -> str:
     """`file:line` of the user's or a library's code that raised; of this package's where nothing else ran."""
     frame, step = raising_frame(error), error.__traceback__
     while frame is None and step is not None and step.tb_next is not None:

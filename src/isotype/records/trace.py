@@ -342,6 +342,9 @@ class Failure:
 
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
 """What raises where no gradient arrives: calls of these names have broken no contract about dtypes."""
+NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
+NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
+"""What they say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,85 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
     assert err.endswith(f"ZeroDivisionError: division by zero\n{failed}")
 
 
+# ---------------------------------------------------------------------------------------------- outside of any step
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (
+            "import copy\nmodel = Net()\naverage = copy.deepcopy(model.head).float()\ntrain(model)\n"
+            "with torch.no_grad():\n    kept, new = average.weight, model.head.weight\n    kept.lerp_(new, 0.01)\n",
+            (
+                "|   kept  float32  [16, 8]",
+                "|   new  bfloat16  [16, 8]   head.weight",
+                "= help   cast them to one dtype at train.py:",
+            ),
+        ),
+        (
+            "model = Net()\ntrain(model)\nmodel(ids)[0].detach().numpy()\n",
+            ("= help   NumPy has no bfloat16: write .float() before .numpy() at train.py:",),
+        ),
+        (
+            "def loss(model):\n    with torch.autocast('cpu', torch.bfloat16): return model(ids, ids)[1]\n"
+            "model = Net(torch.float32)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "for _ in range(2): loss(model).backward(); optimizer.step()\n"
+            "with torch.no_grad(): model.head(model.embed(ids))\n",
+            (
+                "|   input  bfloat16  [2, 6, 8]",
+                "|   weight  float32  [16, 8]   head.weight",
+                "= help   the training step runs under autocast to bfloat16, and this does not: ",
+            ),
+        ),
+        (
+            "model = Net(torch.float32).float()\noptimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
+            "for dtype in (torch.float32, torch.bfloat16):\n    model.to(dtype)(ids, ids)[1].backward()\n"
+            "    optimizer.step()\n    optimizer.zero_grad()\n",
+            (
+                "|   parameter  bfloat16  [32, 8]   embed.weight",
+                "|   exp_avg  float32  [32, 8]",
+                "= help   make the optimizer after the model has its final dtypes, or load its state again",
+            ),
+        ),
+    ],
+    ids=["a moving average", "a metric", "an evaluation without autocast", "an optimizer's state"],
+)
+def test_a_crash_between_steps_is_shown_with_what_met_there(
+    runs: Runs, script: str, lines: tuple[str, ...]
+) -> None:
+    status, _, err = runs(script, "--no-preflight")
+    assert status == 1
+    assert "traced again, runs clean: the cause is outside of it\n  --> " in err
+    for line in lines:
+        assert line in err
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (
+            "model = Net().requires_grad_(False)\nlora = nn.Linear(8, 16, dtype=torch.bfloat16)\n"
+            "model.lora_A = lora\nmodel(ids, ids)[1].backward()\n",
+            "the forward does not use lora_A.",
+        ),
+        (
+            "from torch.utils.checkpoint import checkpoint\nmodel = Net()\nmodel.embed.requires_grad_(False)\n"
+            "head = model.head\nmodel.head = nn.Identity()\nmodel.inner = head\n"
+            "model.head.forward = lambda hidden: checkpoint(head, hidden, use_reentrant=True)\n"
+            "model(ids, ids)[1].backward()\n",
+            "CheckpointFunction runs inner.weight",
+        ),
+    ],
+    ids=["unused", "a reentrant checkpoint"],
+)
+def test_a_backward_without_gradients_is_explained(runs: Runs, script: str, cause: str) -> None:
+    status, _, err = runs(script, "--no-preflight")
+    assert status == 1
+    after = err.partition("RuntimeError: element 0 of tensors does not require grad")[2]
+    assert "error[IST307]" in after
+    assert f"   = cause  {cause}" in after
+
+
 # ---------------------------------------------------------------------------------------------------- time, and fixes
 
 

@@ -36,11 +36,22 @@ from isotype.preflight.script.ahead import (
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.options import Options
+from isotype.preflight.script.outside import outside
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
-from isotype.records.request import StepRequest
-from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Setup
+from isotype.records.request import DEFAULT_PHASES, StepRequest
+from isotype.records.trace import (
+    NO_GRADIENT,
+    NOTHING_UNSCALED,
+    Breach,
+    Call,
+    Failure,
+    Operand,
+    Origin,
+    Setup,
+    Trace,
+)
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
 from isotype.report.narrow import wrapped
@@ -58,6 +69,7 @@ MENTIONED_FROM = 5.0
 """Seconds from which on a look ahead that found nothing is mentioned: the script waited for it."""
 
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
+_ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
 # How torch and its friends put it when dtypes do not fit.
 _ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
@@ -227,8 +239,8 @@ class Diagnosis:
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 explained = self._explain_once(partial(self._explain, text, type(each).__name__))
                 break
-            if _UNSCALE_REFUSED in text or _ABOUT_DTYPES.search(text):
-                explained = self._explain_once(partial(self._explain_elsewhere, text, type(each).__name__))
+            if any(words in text for words in _ABOUT_GRADIENTS) or _ABOUT_DTYPES.search(text):
+                explained = self._explain_once(partial(self._explain_elsewhere, each))
                 break
         self.watch.forget()
         return explained
@@ -261,9 +273,10 @@ class Diagnosis:
         recorder.calls[:] = [call if each is call else replace(each, breach=None) for each in recorder.calls]
         self._diagnose(call, f"{name}: {_head(text)}")
 
-    def _explain_elsewhere(self, text: str, name: str) -> None:
+    def _explain_elsewhere(self, error: BaseException) -> None:
         """Something about dtypes was raised by no operator that was watched: after the watch, or above operators."""
-        headline, recorder, model = f"{name}: {_head(text)}", self.watch.recorder, self.watch.model
+        text, recorder, model = str(error), self.watch.recorder, self.watch.model
+        headline = f"{type(error).__name__}: {_head(text)}"
         assert model is not None
         assert self._request is not None
         if _UNSCALE_REFUSED in text:
@@ -274,7 +287,7 @@ class Diagnosis:
                 self.watch.scaler = True
                 self._diagnose(call, headline)
                 return
-        report = self._traced_again()
+        report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
         if report is None:
             return
         if report.errors:
@@ -282,6 +295,18 @@ class Diagnosis:
             self._render(report)
         else:
             self._say("the script's last known step, traced again, runs clean: the cause is outside of it")
+            self._print_outside(error, report.trace)
+
+    def _print_outside(self, error: BaseException, step: Trace) -> None:
+        model = self.watch.model
+        what = outside(error, () if model is None else (model,), step)
+        if not what.tensors and not what.help:
+            return
+        self._plain(f"  --> {short_source(what.source)}")
+        for name, dtype, shape, own in what.tensors:
+            self._plain(f"   |   {name}  {dtype_name(dtype)}  {list(shape)}   {own}".rstrip())
+        if what.help:
+            self._plain(f"   = help   {what.help}")
 
     def _diagnose(self, call: Call, headline: str) -> None:
         setup = self._setup()
@@ -314,12 +339,14 @@ class Diagnosis:
             self._say(f"{call.op} was given dtypes that do not fit:")
             self._print_call(call)
 
-    def _traced_again(self) -> Report | None:
+    def _traced_again(self, trains: bool = False) -> Report | None:
         """The step on fake tensors once more, with its fixes tried: the script has ended, and nobody waits for it."""
         if self.watch.model is None or self._request is None:
             return None
         request = self._request(self.watch.model)
-        request = replace(request, phases=(*request.phases, "generate"))
+        # What was evaluated before any training, too, was to be trained where a backward raised.
+        phases = DEFAULT_PHASES if trains else request.phases
+        request = replace(request, phases=(*phases, "generate"))
         try:
             with self._working("tracing the step again, and trying the fixes"):
                 return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)

@@ -29,7 +29,7 @@ from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
 from isotype.core.errors import first_line
 from isotype.core.operators import given_tensors, leaves, operator_name, schema_of, tensors_in
-from isotype.core.source import condition_at, raising_frame, shown
+from isotype.core.source import condition_at, raising_frame, shown, tensors_at_hand
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.conversion import as_measured, converted, made_in
 from isotype.trace.fake.gradients import Gradients
@@ -393,7 +393,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
         text = f"{type(error).__name__}: {first_line(error)}"
         with without_functions():
-            operands = tuple(self._at_hand(error, raised))
+            operands = tuple(self._at_hand(error))
         mixed = len({operand.dtype for operand in operands}) > 1
         # A parameter that the forward has cast is another object here, where the real step keeps it.
         ours = "poisoned by swap_tensors" in text
@@ -404,25 +404,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         name, condition = frame.name if frame else "", condition_at(source)
         return Failure(self.phase, name, source, text, mixed, operands, again, condition)
 
-    def _at_hand(self, error: Exception, raised: Any) -> Iterator[Operand]:
-        """The float tensors that whatever raised had before it: its variables, and its own weights where it is a module.
-
-        A check of torch's own modules (`RNNBase.check_input`) raises in torch: what called it is looked at, too.
-        """
-        step = error.__traceback__
-        while step is not None and step.tb_next is not None:
-            step = step.tb_next
-        variables: dict[str, Any] = {}
-        innermost = step.tb_frame if step is not None else None
-        for frame in (innermost, raised):
-            local = frame.f_locals if frame is not None else {}
-            variables |= {name: value for name, value in local.items() if name not in variables}
-            if isinstance(local.get("self"), nn.Module) and frame is innermost:
-                variables |= dict(local["self"].named_parameters(recurse=False))
-        seen: set[int] = set()
-        for name, value in variables.items():
-            if isinstance(value, torch.Tensor) and value.dtype in FLOATS and id(value) not in seen:
-                seen.add(id(value))
+    def _at_hand(self, error: Exception) -> Iterator[Operand]:
+        """The float tensors that whatever raised had before it."""
+        for name, value in tensors_at_hand(error):
+            if value.dtype in FLOATS:
                 yield Operand(name, value.dtype, tuple(value.shape), self.origin(value))
 
 

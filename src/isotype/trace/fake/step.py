@@ -28,7 +28,18 @@ from isotype.core.source import line_of
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.records.memory import Memory
-from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Setup, Trace, Weight
+from isotype.records.trace import (
+    NO_GRADIENT,
+    NOTHING_UNSCALED,
+    Breach,
+    Call,
+    Failure,
+    Operand,
+    Origin,
+    Setup,
+    Trace,
+    Weight,
+)
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
@@ -43,10 +54,6 @@ from isotype.trace.sides import sides_of
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 
 Change = Callable[[nn.Module], None]
-
-# What torch says where no gradient arrives: `backward` of a loss that depends on nothing trainable, and a GradScaler.
-_NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
-_NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
 
 
 def trace_step(
@@ -277,7 +284,7 @@ class _Step:
             self.notes.append("no backward: nothing that the loss depends on is trainable")
             trains = any(weight.trainable or weight.adapter for _, weight in self.owned)
             if self.loss is not None and trains and not reached:  # else the loss has run a backward itself
-                self._refuse("torch.autograd.backward", _NO_GRADIENT, [("loss", self.loss)])
+                self._refuse("torch.autograd.backward", NO_GRADIENT, [("loss", self.loss)])
             return
         # As in a training loop, the graph's only owner is the loss.
         loss, self.loss = self.loss, None
@@ -346,7 +353,7 @@ class _Step:
         trained = [parameter for _, parameter in named]
         if not trained:
             if self.setup.scaler and self.reached == 0:
-                self._refuse("GradScaler.step", _NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
+                self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
         optimizer = make_optimizer(
             self.code.optimizer or self.setup.optimizer, trained, self.setup.learning_rate
