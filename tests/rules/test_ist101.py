@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -138,3 +139,25 @@ def test_a_sparse_matrix_meets_another_dtype() -> None:
     assert finding.fixes[-1].verified
     model.edges = model.edges.to(BF16)
     assert verified(model, {"x": x}, "IST101") == []
+
+
+class Scheduled(nn.Module):
+    """A layer over inputs that an array is added to."""
+
+    def __init__(self, dtype: type) -> None:
+        super().__init__()
+        self.proj, self.noise = nn.Linear(8, 8, dtype=BF16), np.linspace(0, 1, 8, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.from_numpy(self.noise)
+        out: torch.Tensor = self.proj(x + noise)
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(np.float64, "float64"), (np.float32, "float32")])
+def test_numpy_is_named_where_its_array_becomes_a_tensor(dtype: type, name: str) -> None:
+    inputs = {"x": torch.ones(2, 8, dtype=BF16)}
+    assert "must have the same dtype" in str(real_step(Scheduled(dtype), inputs).error)
+    (finding,) = verified(Scheduled(dtype), inputs, "IST101")
+    assert finding.cause.startswith(f"NumPy makes {name} at test_ist101.py:")
+    assert finding.fixes[0].verified

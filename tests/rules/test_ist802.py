@@ -6,6 +6,7 @@ from torch import nn
 
 from isotype.preflight.check import check
 from isotype.rules.ist802_float16_range import find
+from tests.reality import real_step
 from tests.rules.samples import BF16, FP16, FP32, norm, packed, trace, weight
 
 
@@ -66,3 +67,29 @@ def test_masks_whose_fill_becomes_infinite(late: bool, padded: bool) -> None:
         assert found[0].message == (
             "a cast to float16 makes 1 whole row of a mask minus infinity: softmax returns NaN"
         )
+
+
+class _Filled(nn.Module):
+    """Scores that are masked with a number which float16 does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        scores = (self.keys(x) @ x.mT).masked_fill(~kept, -1e9)
+        return (scores.softmax(-1) @ x).sum()
+
+
+def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
+    """Measured, the fill value is no value of the model (IST809)."""
+    inputs = {"x": torch.ones(3, 4), "kept": torch.ones(3, 3, dtype=torch.bool).tril()}
+    error = real_step(_Filled(), inputs, FP16, scaler=True).error
+    report = check(_Filled(), inputs, device="cpu", autocast=FP16, scaler=True)
+    (finding,) = report.errors
+    assert finding.code == "IST802"
+    assert f"the device says: {error}" in finding.notes
+    assert [(each.description.partition(" at ")[0], each.verified) for each in finding.fixes] == [
+        ("fill in float32", True),
+        ("write torch.finfo(tensor.dtype).min, of the tensor that is filled", False),
+    ]

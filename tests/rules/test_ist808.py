@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -42,3 +44,37 @@ def test_what_the_dtype_counts_exactly_is_silent(counted: torch.dtype, length: i
     trace = traced(Positions(BF16, counted, False), {"length": length}, phases=("forward",))
     assert any(call.op.startswith("aten.arange.") for call in trace.calls)
     assert list(find(trace)) == []
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD that counts its steps, and adds an epsilon to a number of its own."""
+
+    def __init__(self, parameters: Any, dtype: torch.dtype) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=self.dtype)
+            state["step"] += 1
+            scale = torch.ones(1, dtype=torch.bfloat16).add_(1e-8)
+            parameter.sub_(parameter.grad * scale, alpha=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "stops"), [(BF16, 256), (FP16, 2048), (torch.float32, 0)])
+def test_a_count_of_steps(dtype: torch.dtype, stops: int) -> None:
+    count = torch.zeros((), dtype=dtype)
+    for _ in range(3000):
+        count += 1
+    assert count.item() == (stops or 3000)
+    found = verified(
+        nn.Linear(4, 4), {"input": torch.ones(2, 4)}, "IST808", optimizer=lambda p: Counting(p, dtype)
+    )
+    assert [finding.message.rpartition(" ")[2] for finding in found] == [f"{stops:,}"] * bool(stops)
+    for finding in found:
+        assert finding.cause.startswith("zeros makes ")
+        assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
+        assert finding.fixes[0].verified

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -34,7 +35,7 @@ from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import count, finding_of
 
 TITLE = "Values beyond float16's range"
@@ -51,7 +52,9 @@ _written_beyond = contract_rule(
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Weights that are not finite, weights that float16 cannot hold, norms that can carry activations past it."""
-    yield from _written_beyond(trace)
+    for finding in _written_beyond(trace):
+        wide = fix(f"fill in float32 at {short(finding.source)}", "line", (finding.source,), "float32")
+        yield replace(finding, fixes=(wide, *finding.fixes)) if finding.source else finding
     yield from _emptied_rows(trace)
     infinite = [weight for weight in trace.weights if _is_infinite(weight)]
     if infinite:

@@ -1,9 +1,10 @@
 """
-**What it means.** `torch.arange` counts in 16 bit, or its numbers are cast to 16 bit. bfloat16 holds every whole number up to
+**What it means.** `torch.arange` counts in 16 bit, or its numbers are cast to 16 bit, or an optimizer counts its steps in it. bfloat16 holds every whole number up to
 256 and float16 up to 2048; beyond, neighbours become one number.
 
 **Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on bfloat16 knows only every fourth
-position. Nothing fails, and short test sequences show nothing.
+position. Nothing fails, and short test sequences show nothing. A count of steps stops at 256, and Adam's bias correction with it: every update
+after that is too small.
 
 **An example that costs**
 
@@ -15,11 +16,12 @@ position. Nothing fails, and short test sequences show nothing.
 
 **How safe is the fix?** Safe: what is made of the positions is rounded once, at its end, instead of at its start.
 
-**Seen in** EleutherAI/gpt-neox #1003.
+**Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -29,6 +31,7 @@ from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.fixes import advice, fix
+from isotype.rules.kit.words import cause_text
 
 TITLE = "Whole numbers beyond what 16 bits count"
 
@@ -37,7 +40,8 @@ _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Ranges that are made in, or cast to, a 16-bit dtype and are too long for it, by the line that asks for them."""
+    """Ranges that are made in, or cast to, a 16-bit dtype and are too long for it, and counts of steps in one, by line."""
+    yield from _counters(trace)
     angles = {
         call.rounded_at for call in trace.calls if call.off
     }  # told as what they do to the sines of positions
@@ -63,6 +67,41 @@ def find(trace: Trace) -> Iterator[Finding]:
                 advice(source, f"count in whole numbers, and cast what is made of them to {name}"),
             ),
         )
+
+
+def _counters(trace: Trace) -> Iterator[Finding]:
+    """Single numbers that an optimizer has made in 16 bit and adds a whole number to in each step."""
+    by_source: dict[str, list[Call]] = {}
+    for call in trace.calls:
+        if call.phase == "optimizer" and call.op.startswith("aten.add_.") and _is_counter(call):
+            by_source.setdefault(call.operands[0].origin.cause.source, []).append(call)
+    for source, calls in by_source.items():
+        cause = calls[0].operands[0].origin.cause
+        name = dtype_name(cause.dtype)
+        yield finding_at(
+            "IST808",
+            "warning",
+            f"a count in {name} stops at {_EXACT[cause.dtype]:,}",
+            calls[0],
+            calls,
+            cause=cause_text(cause),
+            notes=(f"in {name} {_EXACT[cause.dtype]:,} + 1 is {_EXACT[cause.dtype]:,}",),
+            fixes=(
+                *(
+                    [fix(f"count in float32 at {short(source)}", "line", (source,), "float32")]
+                    if source
+                    else []
+                ),
+                advice("step", "count in a Python number, or in a float32 tensor"),
+            ),
+        )
+
+
+def _is_counter(call: Call) -> bool:
+    """Whether a whole number is added to the only tensor at hand, which was made for this."""
+    (operand, *others), cause = call.operands, call.operands[0].origin.cause
+    single = not others and not call.numbers and math.prod(operand.shape) == 1
+    return single and operand.dtype in _EXACT and cause.kind in ("constant", "outside")
 
 
 def _counts(call: Call) -> bool:

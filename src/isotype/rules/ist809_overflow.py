@@ -55,7 +55,9 @@ def find(trace: Trace) -> Iterator[Finding]:
     ranges = trace.setup.ranges
     if ranges is None:
         return
-    beyond = [each for each in held(trace) if each.value > FLOAT16_LARGEST]
+    # A number that float16 refuses to be filled with (a mask's -1e9) is no value of the model.
+    refused = {abs(value) for call in trace.breaches() for _, value in call.numbers}
+    beyond = [each for each in held(trace) if each.value > FLOAT16_LARGEST and each.value not in refused]
     forward = [each for each in beyond if each.call.phase == "forward"]
     if forward:
         yield _finding(trace, ranges, forward)

@@ -242,6 +242,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             function, like = self._function_name("a tensor"), self._like(tensor.dtype)
             return Origin("constant", tensor.dtype, function, self.module, source, like=like)
+        if _is_borrowed(tensor):
+            return Origin("constant", tensor.dtype, "NumPy", self.module, source)
         return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
@@ -404,6 +406,12 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------------------------------------------------- helpers
+
+
+def _is_borrowed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory that torch did not allocate, as those of `torch.from_numpy` do."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return plain and not tensor.untyped_storage().resizable()
 
 
 def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:

@@ -234,6 +234,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         name = operator_name(func)
         numbers = numbers_of(name, self.contracts.kind)
         too_large = overflow(func, args, kwargs, numbers) if numbers else None
+        if too_large is not None and edited == torch.float32:
+            return self._run_converted(func, args, kwargs, edited), None
         if too_large is not None:
             args, kwargs = without_numbers(func, args, kwargs, numbers)
             return self._run(func, args, kwargs, tensors, edited)[0], too_large
