@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.damage.measure import _of_signs
+from isotype.checkpoint.damage.measure import _divergence, _of_signs
 from isotype.checkpoint.damage.rounding import pieces, rounded
 from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import open_checkpoint
@@ -22,6 +22,7 @@ from isotype.core.formats import FITTED
 from isotype.precision.damages import MEASURED, Damages, stored_bytes
 from isotype.precision.moments import read
 from tests.models import save_tiny, tiny_batch, tiny_model
+from tests.without_float64 import WithoutFloat64
 
 LAYERS = {"llama": 14, "gpt2": 8}
 
@@ -173,6 +174,11 @@ def test_what_is_measured_exactly_is_the_divergence() -> None:
         after = torch.log_softmax(logits(changed, batch).detach().double(), -1)
         wanted = float((before.exp() * (before - after)).sum(-1).mean())
         assert measured[form] == pytest.approx(wanted, rel=1e-2)  # a difference of float32 logarithms
+
+
+def test_a_divergence_is_summed_up_on_a_device_without_float64() -> None:
+    p, q = (torch.randn(70, 9).log_softmax(-1) for _ in range(2))
+    assert _divergence(p.as_subclass(WithoutFloat64), q.as_subclass(WithoutFloat64)) == _divergence(p, q) > 0
 
 
 def test_a_checkpoint_is_measured_from_disk_once(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.norms import NormParts, is_norm, norm_parts, rms_norm
 from isotype.model.boundary import BoundarySettings, set_boundary
 from tests.models import quiet
+from tests.without_float64 import WithoutFloat64
 
 # Relative error of a tensor's norm: one rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16), the
 # arithmetic is float32's.
@@ -150,3 +151,11 @@ def test_one_that_returns_float32_keeps_its_dtype() -> None:
     assert not fuse(model, {"input": x}).norms
     assert wanted.dtype == torch.float32
     assert torch.equal(model(x), wanted)
+
+
+def test_a_norm_is_recognised_on_a_device_without_float64() -> None:
+    """As on Intel's Arc, where kernels compute norms."""
+    norm = LlamaRMSNorm(16, eps=1e-5)
+    weight = torch.rand(16) + 0.5
+    norm.weight = nn.Parameter(weight.as_subclass(WithoutFloat64), requires_grad=False)
+    assert norm_parts(norm) == NormParts(1e-5, 0.0)

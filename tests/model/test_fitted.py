@@ -9,6 +9,7 @@ import torch
 from isotype.model.fitted import nearest_values, quantize_by, quantize_fitted
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.moments import read, written
+from tests.without_float64 import WithoutFloat64
 
 
 def inputs_of(columns: int) -> torch.Tensor:
@@ -104,3 +105,8 @@ def test_moments_as_text() -> None:
     assert len(written(squares, 0)) == 4
     with pytest.raises(ValueError, match="substring"):
         read("A!")
+
+
+def test_moments_are_written_on_a_device_without_float64() -> None:
+    squares = torch.tensor([1.0, 4.0, 9.0])
+    assert written(squares.as_subclass(WithoutFloat64), 3) == written(squares, 3)

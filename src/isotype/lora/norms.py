@@ -54,11 +54,11 @@ def norm_parts(module: Any) -> NormParts | None:
         module = copy.copy(module)
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
         vars(module)[PARAMETERS] = {"weight": nn.Parameter(weight, requires_grad=False)}
-    x = torch.randn(3, weight.shape[0], generator=generator).to(weight.device)
-    output = result_of(module, x)
+    x = torch.randn(3, weight.shape[0], generator=generator)
+    output = result_of(module, x.to(weight.device))
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for offset in (0.0, 1.0):
-        wanted = normed * (offset + weight.double())
+        wanted = normed * (offset + weight.detach().cpu().double())
         # The weight may be rounded once more than here; no other formula comes near.
         if is_close(output, wanted, rtol=1e-4, atol=1e-6):
             return NormParts(eps, offset)

@@ -21,7 +21,8 @@ def written(squares: torch.Tensor, tokens: int) -> str:
         squares: `[in]`, sums over tokens of the channels' squares, in any unit.
         tokens: how many.
     """
-    moments = (squares.double() + _PRIOR * squares.double().mean() / max(1, tokens)).cpu()
+    squares = squares.cpu().double()  # which some devices have not
+    moments = squares + _PRIOR * squares.mean() / max(1, tokens)
     levels = (moments / moments.max()).log2().mul(_OCTAVE).round() + len(_LEVELS) - 1
     return "".join(_LEVELS[level] for level in levels.nan_to_num(0).clamp(0, len(_LEVELS) - 1).int().tolist())
 

@@ -256,4 +256,6 @@ def _of_signs(
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """Σ p (ln p - ln q) over all rows, of their logarithms."""
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
-    return sum(float((a.exp() * (a - b)).sum(dtype=torch.float64)) for a, b in parts)
+    return sum(
+        float((a.exp() * (a - b)).cpu().double().sum()) for a, b in parts
+    )  # some devices have no float64
