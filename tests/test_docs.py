@@ -56,14 +56,27 @@ def _here(command, *, check=False, **_):
     return subprocess.CompletedProcess(command, status, output.getvalue(), errors.getvalue())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", BLOCKS)
-def test_every_python_block_runs(block, request, tmp_path, monkeypatch, small_model):
-    """The README's with the real model, the others with a small one in its place."""
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", _here)
-    if "README" not in request.node.callspec.id:
-        monkeypatch.setattr(locate, "embedded_file", lambda name: small_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_python_block_runs(block, folder, monkeypatch, small_model):
+    """With a small model in the place of the real one."""
+    monkeypatch.setattr(locate, "embedded_file", lambda name: small_model)
+    _run(block)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.id.startswith("README")])
+def test_the_readme_runs_with_the_real_model(block, folder):
+    _run(block)
+
+
+def _run(block):
     exec(compile(block, "docs", "exec"), {"__name__": "docs"})
 
 

@@ -27,6 +27,7 @@ from isotype.precision.by_damage import with_constants_of
 from isotype.precision.moments import written
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 from tests.adapters import save_trained
+from tests.caches import own_cache
 from tests.checkpoint.test_damage import linear, matrix
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
@@ -51,7 +52,7 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ISOTYPE_CACHE", own_cache(tmp_path / "cache"))
 
 
 def mixed(path: Path, name: str = "llama", quantization: str = "nf4") -> PrecisionPolicy:

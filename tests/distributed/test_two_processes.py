@@ -20,6 +20,7 @@ from isotype.core.files import write_whole
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.output.checkpoints import damage
 from isotype.train.output.sharded import SHARDS
+from tests.caches import own_cache
 from tests.checkpoint.test_gguf import write_gguf
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.distributed.launch import (
@@ -48,7 +49,7 @@ USUAL = ("mixed",)
 HELD = ("bf16 FSDP2, checkpointing",)
 HELD_SELDOM = ("nf4 FSDP2", "bf16 DDP", "nf4 DDP", "nf4 DDP, checkpointing")
 """With `HELD`, every pair of storage, sharding and checkpointing."""
-SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
 STEPS = ("--max_steps", 4)
 
 
@@ -59,7 +60,7 @@ pytestmark = pytest.mark.newest  # torch 2.10 shards no integers
 def _cache(base: Path) -> Iterator[None]:
     """Where what a mixed base is chosen by is kept: the first process measures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ISOTYPE_CACHE", str(base / "cache"))
+        patch.setenv("ISOTYPE_CACHE", own_cache(base / "cache"))
         yield
 
 

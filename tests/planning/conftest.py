@@ -19,7 +19,7 @@ from tests.models import CONFIGS
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     config = CONFIGS["llama"]()
-    config.num_hidden_layers, config.max_position_embeddings = 8, 512
+    config.num_hidden_layers, config.max_position_embeddings = 4, 512
     config.save_pretrained(folder)
     return folder / "config.json"
 

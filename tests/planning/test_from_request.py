@@ -42,26 +42,25 @@ def same_as_a_check(row: Row) -> None:
     assert report.trace.setup.batch["input_ids"] == (row.rows, row.length)
 
 
+def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_with_some(
+    config: Path,
+) -> None:
+    plan = planned(config, "2.5MiB", quantization="nf4", rows=1)
+    assert [(row.checkpointing, row.rows, row.fits) for row in plan.rows] == [
+        ("off", 1, False),
+        ("every layer", 1, True),
+        ("every 3rd layer", 1, True),
+    ]
+    command = plan.rows[-1].command
+    assert '"every_n_layers": 3' in command[command.index("--gradient_checkpointing_kwargs") + 1]
+    same_as_a_check(plan.rows[-1])
+
+
+@pytest.mark.exhaustive
 def test_a_row_is_what_a_check_of_its_command_foresees(config: Path) -> None:
     plan = planned(config, "6MiB", quantization="nf4", rows=2, gradient_checkpointing="True")
     assert [row.checkpointing for row in plan.rows] == ["every layer"]
     same_as_a_check(plan.rows[0])
-
-
-def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_with_some(
-    config: Path,
-) -> None:
-    plan = planned(config, "4.5MiB", quantization="nf4")
-    assert [(row.checkpointing, row.rows, row.fits) for row in plan.rows] == [
-        ("off", 1, False),
-        ("every layer", 3, True),
-        ("every 4th layer", 1, True),
-    ]
-    assert (
-        '"every_n_layers": 4'
-        in plan.rows[-1].command[plan.rows[-1].command.index("--gradient_checkpointing_kwargs") + 1]
-    )
-    same_as_a_check(plan.rows[-1])
 
 
 @pytest.mark.exhaustive

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from isotype.checkpoint import locate
 from isotype.cli.main import main
 from isotype.core.errors import DataError
 from isotype.train.models import processing_class
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.rows.lengths import Lengths, lengths_of
+from tests.checkpoint.test_gguf_export import byte_level, tiny, write_gguf
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 
@@ -90,8 +92,10 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     assert "are longer than max_length 16 and lose what is beyond it" in plan.data
 
 
-def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path):
+def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     """`embedded:smollm2` is one; a bare file's name says no more of a tokenizer."""
+    write_gguf(tiny("llama"), byte_level(), tmp_path / "small.gguf", "q8_0", "small")
+    monkeypatch.setattr(locate, "embedded_file", lambda name: tmp_path / "small.gguf")
     data = tmp_path / "train.jsonl"
     data.write_text(
         '{"prompt": "Which dtype has 8 bits of exponent?", "completion": "bfloat16"}\n', encoding="utf-8"
@@ -100,7 +104,7 @@ def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path):
     plan, _ = plan_of(*parse_options(argv))
     assert plan.length is not None
     assert 8 < plan.length < 40
-    assert "of embedded:smollm2 (a vocabulary of 49,152)" in plan.data
+    assert "of embedded:smollm2 (a vocabulary of 385)" in plan.data
     assert not any("tokenizer" in note for note in plan.notes)
 
 

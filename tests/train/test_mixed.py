@@ -9,12 +9,13 @@ import pytest
 
 from isotype.cli.main import main
 from isotype.precision.policy import PrecisionPolicy
+from tests.caches import own_cache
 from tests.train.tiny import arguments, rows, save_chat_model, save_rows
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ISOTYPE_CACHE", own_cache(tmp_path / "cache"))
     save_chat_model(tmp_path / "model")
     save_rows(tmp_path / "train.jsonl", rows("sft"))
     return tmp_path

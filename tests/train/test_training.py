@@ -27,6 +27,7 @@ from isotype.train import describe, training
 from isotype.train.generate import encode
 from isotype.train.models import check_module_names, processing_class
 from isotype.train.options.settings import parse_settings
+from tests.caches import own_cache
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -151,7 +152,7 @@ def test_a_run_goes_on_under_the_ranges_that_it_was_begun_with(data, tmp_path, m
         value.mul_(20 if value.ndim > 1 else 1)
         value.mul_(2.0**14 if "up_proj" in name else 2.0**-10 if "down_proj" in name else 1)
     save_file(values, path / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ISOTYPE_CACHE", own_cache(tmp_path / "cache"))
     flags = ("--dtype", "float16", "--learning_rate", "1e-6", "--lr_scheduler_type", "constant")
     straight, _ = train(path, data, tmp_path / "straight", *flags, "--max_steps", 4)
     begun, _ = train(path, data, tmp_path / "parts", *flags)

@@ -23,7 +23,8 @@ _ANSWER = "isotype-doctor:"
 _BITSANDBYTES_SCRIPT = f"""
 import json, sys
 import torch
-import bitsandbytes
+from isotype.compat.compiler import import_uncompiled
+import_uncompiled("bitsandbytes")  # it asks for the compiler, whose import takes longer than the rest
 from bitsandbytes import functional
 from bitsandbytes.cextension import lib
 answer = {{"library": type(lib).__name__}}

@@ -1,0 +1,17 @@
+"""Cache folders of tests that want one of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isotype.core.cache import default_cache_dir
+from isotype.core.compiled import FOLDER
+
+
+def own_cache(folder: Path) -> str:
+    """`folder` as a cache that keeps nothing yet but the libraries of this machine, whose compilation takes half a minute."""
+    libraries = default_cache_dir() / FOLDER
+    libraries.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FOLDER).symlink_to(libraries.resolve())
+    return str(folder)
