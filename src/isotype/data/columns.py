@@ -7,6 +7,7 @@ Pure functions over rows (plain dicts) and the tables they judge by; nothing her
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,7 +85,8 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
     others = [name for name in METHODS if matching(columns, formats_of(name, text_field))]
     if renames:
         named = " and ".join(f"'{source}' to '{want}'" for source, want in renames.items())
-        fix = f"rename {named}: dataset.rename_columns({renames})"
+        flag = ",".join(f"{want}={source}" for source, want in renames.items())
+        fix = f"rename {named}: --columns {shlex.quote(flag)}"
         if "prompt" in renames.values() and {"instruction", "input"} <= set(columns):
             fix += "; join 'instruction' and 'input' first, or 'input' is lost"
     elif others:
@@ -92,11 +94,17 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
     elif method == "sft" and "prompt" in columns:
         fix = "add 'completion'; a 'prompt' alone makes TRL look for it"
     elif method == "sft":
-        fix = "rename the columns, or name the one that holds the text: --dataset_text_field NAME"
+        fix = f"name the columns: {_named(formats)}; or the one that holds the text: --dataset_text_field COLUMN"
     else:
-        fix = "rename the columns, or choose the method that fits them"
+        fix = f"name the columns: {_named(formats)}; or choose the method that fits them"
     accepted = ", or ".join(" + ".join(f"'{name}'" for name in item.required) for item in formats)
     return Problem(f"the columns are {quoted(columns)}", f"for {method}: {accepted}", fix)
+
+
+def _named(formats: Sequence[Format]) -> str:
+    """The argument that names the columns of the largest of `formats`."""
+    wanted = max(formats, key=lambda each: len(each.required)).required
+    return f"--columns {','.join(f'{want}=COLUMN' for want in wanted)}"
 
 
 def quoted(names: Iterable[str]) -> str:
